@@ -9,10 +9,10 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 FAILED = 1
 USER_ERROR = 2
@@ -58,6 +58,70 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
         if not (is_known and is_users(error)):
             raise
         leave(USER_ERROR, sentence_of(error))
+
+
+class Mistakes:
+    """What several checks find, to be reported together: a user mends all of it before the next start."""
+
+    def __init__(self) -> None:
+        self._errors: list[Exception] = []
+
+    def check(self, check: Callable[..., Any], *args: Any, **options: Any) -> bool:
+        """Run a check, keep the error that it raises for a user, and return whether it raised none."""
+        try:
+            check(*args, **options)
+        except USER_ERRORS as error:
+            self.note(error)
+            return False
+        return True
+
+    def note(self, error: Exception) -> None:
+        """Keep an error."""
+        self._errors.append(error)
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    def report(self) -> None:
+        """Raise what was found: one error as it is, or several as one sentence.
+
+        Raises:
+            ValueError: several checks have failed.
+        """
+        sentences = list(dict.fromkeys(sentence_of(error) for error in self._errors))
+        if len(sentences) == 1:
+            raise self._errors[0]
+        if sentences:
+            raise ValueError("; ".join(sentences))
+
+
+@contextmanager
+def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
+    """Give the settings that an error names the spelling of a door, such as its flags.
+
+    Args:
+        spellings: spelling of settings by their canonical key, with which the package raises; see :func:`spell`.
+    """
+    try:
+        yield
+    except USER_ERRORS as error:
+        if len(error.args) == 1:  # others, such as the operating system's, name no setting
+            error.args = (spell(str(error.args[0]), spellings),)
+        raise
+
+
+def spell(sentence: str, spellings: Mapping[str, str]) -> str:
+    """Return a sentence with the settings that it names in the spelling of a door.
+
+    Args:
+        sentence: sentence that names settings by their canonical keys, which are a recipe's. A key behind "its" is one
+            of another recipe, and stays.
+        spellings: spelling of keys, or of keys with a value, such as ``fused_head=false``.
+    """
+    if not spellings:
+        return sentence
+    keys = "|".join(re.escape(key) for key in sorted(spellings, key=len, reverse=True))
+    return re.sub(rf"(?<![\w./-])(?<!\bits )({keys})(?!\w)", lambda key: spellings[key[1]], sentence)
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_prefix_tree.arguments.early import check_early, check_rl_early, help_of
+from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.arguments.rules import check_unused
 from mcore_prefix_tree.ending import end_without_stacks
-from mcore_prefix_tree.errors import USER_ERROR, is_of_this_package, readable_errors
+from mcore_prefix_tree.errors import USER_ERROR
 from mcore_prefix_tree.launchers import adopt_ranks
 from mcore_prefix_tree.output import lost_output, outlive_output
 
@@ -44,7 +45,7 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
     early.add_argument("--megatron-lm-path")
     known, rest = early.parse_known_args()
     folded = "--prefix-tree" in rest
-    with lost_output(), readable_errors(is_of_this_package):
+    with lost_output(), readable_arguments():
         if not sys.argv[1:] or {"-h", "--help"} & set(rest):
             print(help_of(script, rl=script == RL), end="")
             raise SystemExit(0 if rest else USER_ERROR)

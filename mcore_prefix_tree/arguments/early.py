@@ -12,23 +12,32 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from mcore_prefix_tree.arguments.flags import PREFIX, option_of
 from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.arguments.named import (
     check_checkpoint_args,
     check_checkpoints,
     check_data,
+    check_extensions,
     check_launched,
     check_spec_named,
     check_vocabulary_known,
-    padding_of,
 )
 from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
-from mcore_prefix_tree.arguments.rules import UNSUPPORTED, ArgumentError, check_arguments, check_score
+from mcore_prefix_tree.arguments.rules import (
+    AT_ODDS_OF_FILES,
+    UNSUPPORTED,
+    ArgumentError,
+    check_arguments,
+    check_score,
+    refuse,
+)
+from mcore_prefix_tree.arguments.settings import read_section
 from mcore_prefix_tree.data import check_tokenizer_named
-from mcore_prefix_tree.recipe import RecipeError
+from mcore_prefix_tree.errors import Mistakes
+from mcore_prefix_tree.recipe import BatchConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 
-FLAG = "--prefix-tree"
 # Megatron-LM's arguments that the rules read, by type, with its defaults; tests compare them with its own parser.
 _SIZES = {
     "tensor_model_parallel_size": 1,
@@ -89,15 +98,43 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, not words or not _OFF.issuperset(words))
 
 
+class _Reader:
+    """Type of an argument that notes a value that cannot be read, and takes the default in its place."""
+
+    def __init__(self, action: argparse.Action, mistakes: Mistakes) -> None:
+        self._type, self._choices = action.type, action.choices
+        self._action, self._mistakes = action, mistakes
+
+    def __call__(self, word: str) -> Any:
+        name = self._action.option_strings[0]
+        try:
+            value = self._type(word) if callable(self._type) else word
+        except argparse.ArgumentTypeError as error:
+            self._mistakes.note(ArgumentError(f"argument {name}: {error}"))
+        except ValueError:
+            kind = getattr(self._type, "__name__", "")
+            self._mistakes.note(ArgumentError(f"argument {name}: invalid {kind} value: {word!r}"))
+        else:
+            if self._choices is None or value in self._choices:
+                return value
+            choices = ", ".join(map(str, self._choices))
+            self._mistakes.note(ArgumentError(f"argument {name}: invalid choice: {word!r} (choose from {choices})"))
+        return self._action.default
+
+
 class EarlyParser(argparse.ArgumentParser):
     """Parser of the arguments of ``--prefix-tree`` and of those of Megatron-LM that the rules read.
 
     Args:
         add_group: function that adds the arguments of ``--prefix-tree`` to a parser.
+        mistakes: taker of values that cannot be read and of arguments that are misspelt.
     """
 
-    def __init__(self, add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]) -> None:
+    def __init__(
+        self, add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser], mistakes: Mistakes
+    ) -> None:
         super().__init__(allow_abbrev=False, add_help=False, argument_default=None)
+        self._mistakes = mistakes
         add_group(self)
         for of_type, defaults in ((int, _SIZES), (float, _RATES), (str, _NAMES)):
             for name, default in defaults.items():
@@ -106,33 +143,30 @@ class EarlyParser(argparse.ArgumentParser):
             self.add_argument(option_of(name), nargs="*")
         for name in _SWITCHES:
             self.add_argument(option_of(name), action="store_true")
+        self.add_argument(
+            "--no-gradient-accumulation-fusion", action="store_false", dest="gradient_accumulation_fusion"
+        )
         for name in UNSUPPORTED:
             self.add_argument(option_of(name), nargs="*", action=_Given)
+        for action in self._actions:
+            if action.type is not None or action.choices is not None:
+                action.type, action.choices = _Reader(action, mistakes), None
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(message)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments that are known here.
-
-        Raises:
-            ArgumentError: a value cannot be read, or an argument of ``--prefix-tree`` is misspelt.
-        """
+        """Return the arguments that are known here; raises ArgumentError for one without its value."""
         parsed, rest = self.parse_known_args(words)
         for word in rest:
             name = word.partition("=")[0]
-            if name.replace("_", "-").startswith(FLAG):
+            if name.replace("_", "-").startswith(PREFIX):
                 near = difflib.get_close_matches(
-                    name.replace("_", "-"), [one for one in self._option_string_actions if one.startswith(FLAG)], 1
+                    name.replace("_", "-"), [one for one in self._option_string_actions if one.startswith(PREFIX)], 1
                 )
                 hint = f", did you mean {near[0]}?" if near else ""
-                raise ArgumentError(f"{name}: there is no such argument{hint}")
+                self._mistakes.note(ArgumentError(f"{name}: there is no such argument{hint}"))
         return parsed
-
-
-def option_of(name: str) -> str:
-    """Return the option of an argument's name."""
-    return f"--{name.replace('_', '-')}"
 
 
 def check_early(words: Sequence[str]) -> None:
@@ -146,37 +180,50 @@ def check_early(words: Sequence[str]) -> None:
         SampleError: a file of samples is missing.
         OSError, ValueError: a folder that an argument names cannot be used.
     """
-    args = EarlyParser(add_argument_group).parse(words)
-    check_checkpoints(args)
-    check_checkpoint_args(args)
-    check_arguments(args)
+    mistakes = Mistakes()
+    args = EarlyParser(add_argument_group, mistakes).parse(words)
+    if mistakes:  # of values that later checks would read
+        mistakes.check(refuse, args, at_odds=AT_ODDS_OF_FILES)
+        mistakes.report()
+    mistakes.check(check_checkpoints, args)
+    mistakes.check(check_checkpoint_args, args)
+    mistakes.check(check_arguments, args)
     if args.prefix_tree_hf is not None:
-        _check_folder(args.prefix_tree_hf)
-    check_score(args)
-    check_data(args)
+        mistakes.check(_check_folder, args.prefix_tree_hf)
+    mistakes.check(check_score, args)
+    mistakes.check(check_data, args)
     if not args.prefix_tree_dry_run:
-        check_launched(os.environ)
-    check_vocabulary_known(args)
+        mistakes.check(check_launched, os.environ)
+        mistakes.check(check_extensions, args)
+    mistakes.check(check_vocabulary_known, args)
     if args.prefix_tree_tokenizer is not None:
-        check_tokenizer_named(args.prefix_tree_tokenizer, args.prefix_tree_chat_template_kwargs)
-    padding_of(args, multiple=1)
+        mistakes.check(check_tokenizer_named, args.prefix_tree_tokenizer, args.prefix_tree_chat_template_kwargs)
+    mistakes.check(_check_padding, args)
     if args.spec is not None:
-        check_spec_named(args.spec)
+        mistakes.check(check_spec_named, args.spec)
+    mistakes.report()
 
 
 def check_rl_early(words: Sequence[str]) -> None:
     """Refuse a command line of ``train_rl`` for what it decides by itself; see :func:`check_early`."""
-    args = EarlyParser(add_rl_argument_group).parse(words)
-    check_checkpoints(args)
-    check_rl_arguments(args)
-    check_launched(os.environ)
+    mistakes = Mistakes()
+    args = EarlyParser(add_rl_argument_group, mistakes).parse(words)
+    mistakes.report()
+    mistakes.check(check_checkpoints, args)
+    mistakes.check(check_rl_arguments, args)
+    mistakes.check(check_launched, os.environ)
+    mistakes.check(check_extensions, args)
+    mistakes.report()
+
+
+def _check_padding(args: argparse.Namespace) -> None:
+    if args.prefix_tree_max_tokens is not None:
+        BatchConfig(**{"global_batch_size": 1} | read_section(args, "batch")).padding(multiple=1)
 
 
 def _check_folder(folder: str) -> None:
     try:
         HuggingFaceFolder.read(folder)
-    except RecipeError as error:
-        raise ArgumentError(str(error).replace("model.hf=", "--prefix-tree-hf ")) from error
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--prefix-tree-hf: {error}") from error
 
@@ -188,7 +235,7 @@ def help_of(script: str, *, rl: bool) -> str:
         script: name of Megatron-LM's own script, whose help has the other arguments.
         rl: whether it is the script of the RL loop.
     """
-    usage = f"%(prog)s <arguments of {script}> {FLAG} ..."
+    usage = f"%(prog)s <arguments of {script}> {PREFIX} ..."
     parser = argparse.ArgumentParser(usage=usage, add_help=False)
     (add_rl_argument_group if rl else add_argument_group)(parser)
     others = f"The other arguments are Megatron-LM's: python {script} --help in its checkout shows them"

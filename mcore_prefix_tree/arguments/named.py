@@ -12,9 +12,13 @@ from importlib.util import find_spec
 from mcore_prefix_tree.arguments.rules import ArgumentError
 from mcore_prefix_tree.data import resolve_paths
 from mcore_prefix_tree.inputs import check_files_of
-from mcore_prefix_tree.layout import Padding
 
 SPEC_EXAMPLE = "for example --spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local"
+APEX_MISSING = (
+    "--no-gradient-accumulation-fusion is missing: Megatron-LM's default needs NVIDIA Apex, whose extension "
+    "fused_weight_gradient_mlp_cuda is not installed; give the flag, or build https://github.com/NVIDIA/apex with its "
+    "CUDA extensions"
+)
 _CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
@@ -58,13 +62,23 @@ def check_launched(environment: Mapping[str, str]) -> None:
         )
 
 
+def check_extensions(args: argparse.Namespace) -> None:
+    """Check that the extension is installed that Megatron-LM's default for gradients needs.
+
+    Raises:
+        ArgumentError: Apex is missing.
+    """
+    if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        raise ArgumentError(APEX_MISSING)
+
+
 def check_data(args: argparse.Namespace) -> None:
     """Check that the files of samples exist.
 
     Raises:
         SampleError: a file is missing, or a glob matches none.
     """
-    resolve_paths([*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())])
+    resolve_paths([*(args.prefix_tree_data_path or ()), *(args.prefix_tree_valid_data_path or ())])
 
 
 def check_vocabulary_known(args: argparse.Namespace) -> None:
@@ -94,21 +108,3 @@ def check_spec_named(spec: Sequence[str]) -> None:
     package = spec[0].partition(".")[0]
     if package not in sys.modules and (not package or find_spec(package) is None):
         raise ArgumentError(f"--spec {words}: there is no module {package}; {SPEC_EXAMPLE}")
-
-
-def padding_of(args: argparse.Namespace, *, multiple: int) -> Padding:
-    """Return the padding that the arguments describe.
-
-    Args:
-        args: parsed arguments.
-        multiple: number that lengths must be a multiple of, for the parallel layout.
-
-    Raises:
-        ArgumentError: the length buckets fit neither the budget nor the parallel layout.
-    """
-    try:
-        padding = Padding(multiple=multiple, buckets=tuple(args.prefix_tree_length_buckets or ()))
-        padding.check_holds(args.prefix_tree_max_tokens)
-    except ValueError as error:
-        raise ArgumentError(f"--prefix-tree-length-buckets: {error}") from None
-    return padding

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_prefix_tree.arguments.folding import add_folding_arguments
+from mcore_prefix_tree.arguments.flags import FOLDING, PREFIX, add_flags
+from mcore_prefix_tree.arguments.group import add_checkout_argument
 from mcore_prefix_tree.arguments.rules import ArgumentError, Rule, refuse
 from mcore_prefix_tree.attention.api import check_setting
 
@@ -54,14 +55,9 @@ def add_rl_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "one micro-batch on average, and how many may share in the passes that compute log-probabilities; "
         "--micro-batch-size times --seq-length bounds the tokens of a micro-batch, as without folding.",
     )
-    group.add_argument("--prefix-tree", action="store_true", help="Train folded. Needs --perform-rl-step.")
-    group.add_argument(
-        "--megatron-lm-path",
-        metavar="DIR",
-        help="Checkout of Megatron-LM, core_v0.19.0 or main; its own megatron.core is used. Default: the environment's "
-        "MEGATRON_LM_PATH, else the megatron.training that Python finds.",
-    )
-    add_folding_arguments(group)
+    group.add_argument(PREFIX, action="store_true", help="Train folded. Needs --perform-rl-step.")
+    add_checkout_argument(group, "core_v0.19.0 or main")
+    add_flags(group, FOLDING)
     return parser
 
 

@@ -6,26 +6,14 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from mcore_prefix_tree.arguments.flags import option_of
+from mcore_prefix_tree.arguments.settings import list_score_options, read_data, read_objective, read_score
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.write import check_rows_output
+from mcore_prefix_tree.errors import Mistakes
 from mcore_prefix_tree.inputs import TRACKER
-from mcore_prefix_tree.objectives import OBJECTIVES, Objective
-from mcore_prefix_tree.objectives.score_options import ScoreOptions
-from mcore_prefix_tree.recipe import ObjectiveConfig
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import check_teachers_named, settings_of
-from mcore_prefix_tree.recipe.teacher import SettingNames
-
-NAMES = SettingNames(
-    objective="--prefix-tree-objective {}",
-    options="--prefix-tree-objective-options",
-    teacher="--prefix-tree-teacher",
-    teacher_tensor_parallel="--prefix-tree-teacher-tensor-model-parallel-size",
-    tensor_parallel="--tensor-model-parallel-size",
-    tokenizer="--prefix-tree-tokenizer",
-    max_tokens="--prefix-tree-max-tokens",
-    no_fused_head="--prefix-tree-no-fused-head",
-)
 
 # Whether arguments contradict each other, and the sentence that says so.
 Rule = tuple[Callable[[argparse.Namespace], bool], str]
@@ -152,7 +140,7 @@ _AT_ODDS: tuple[Rule, ...] = (
     ),
 )
 # The same, of steps that are made of files.
-_AT_ODDS_OF_FILES: tuple[Rule, ...] = (
+AT_ODDS_OF_FILES: tuple[Rule, ...] = (
     (
         lambda args: args.dataloader_type != "external",
         "--dataloader-type {dataloader_type}: folded micro-batches come from outside; leave it out",
@@ -162,10 +150,6 @@ _AT_ODDS_OF_FILES: tuple[Rule, ...] = (
         "a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens",
     ),
 )
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: Collection[str] = ()) -> None:
@@ -181,12 +165,14 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     """
     given = vars(args)
     found = [
-        f"{_option(name)}: {why}"
+        f"{option_of(name)}: {why}"
         for names, why in _UNSUPPORTED
         for name in names.split()
         if given.get(name) and name not in allowed
     ]
-    found += [f"{_option(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value]
+    found += [
+        f"{option_of(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value
+    ]
     found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
     if found:
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
@@ -202,47 +188,43 @@ def check_arguments(args: argparse.Namespace) -> None:
         ArgumentError: see :func:`refuse`.
         ValueError: there is no such attention back-end.
     """
-    refuse(args, at_odds=_AT_ODDS_OF_FILES)
+    mistakes = Mistakes()
+    mistakes.check(refuse, args, at_odds=AT_ODDS_OF_FILES)
+    mistakes.check(_check_data, args)
+    mistakes.check(check_setting, args.prefix_tree_attention_backend)
+    mistakes.check(_check_objective, args)
+    mistakes.report()
+
+
+def _check_data(args: argparse.Namespace) -> None:
     given = vars(args)
-    for name in ("prefix_tree_data_path", "prefix_tree_max_tokens"):
-        if given[name] is None:
-            raise ArgumentError(f"--prefix-tree needs {_option(name)}")
-    for name, least in (
-        ("prefix_tree_max_tokens", 1),
-        ("prefix_tree_min_shared_tokens", 0),
-        ("prefix_tree_teacher_tensor_model_parallel_size", 1),
-    ):
-        if given[name] is not None and given[name] < least:
-            raise ArgumentError(f"{_option(name)}={given[name]} must be at least {least}")
-    if "-" in [*args.prefix_tree_data_path, *(args.prefix_tree_valid_data_path or ())]:
+    missing = [name for name in ("prefix_tree_data_path", "prefix_tree_max_tokens") if given[name] is None]
+    if missing:
+        raise ArgumentError(f"--prefix-tree needs {' and '.join(map(option_of, missing))}")
+    if "-" in args.prefix_tree_data_path:
         raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
-    if args.prefix_tree_order == "folded" and args.prefix_tree_streaming:
-        raise ArgumentError(
-            "--prefix-tree-order folded sorts all samples in memory; leave --prefix-tree-streaming out, or use "
-            "--prefix-tree-order shuffled"
-        )
-    check_setting(args.prefix_tree_attention_backend)
-    _check_objective(args)
+    read_data(args)
 
 
 def _check_objective(args: argparse.Namespace) -> None:
-    section = objective_section(args)
-    objective = settings_of(section, NAMES)
-    check_teachers_named(objective, section, fused_head=args.prefix_tree_fused_head, names=NAMES)
+    section = read_objective(args)
+    objective = settings_of(section)
+    check_teachers_named(objective, section, fused_head=args.prefix_tree_fused_head)
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if objective.grouped_by is not None and getattr(args, name, None) is not None:
             raise ArgumentError(
-                f"{_option(name)} with {NAMES.objective.format(section.name)}, whose steps take whole "
+                f"{option_of(name)} with objective.name={section.name}, whose steps take whole "
                 f"{objective.grouped_by}s and would cut some; leave it out"
             )
     if getattr(args, "pipeline_model_parallel_size", 1) > 1 and section.options.get("scaling") == "dynamic":
         raise ArgumentError(
-            f"{NAMES.options}.scaling=dynamic runs the student once more before each step, for which Megatron-LM's "
+            "objective.options.scaling=dynamic runs the student once more before each step, for which Megatron-LM's "
             "loop has no place on a pipeline; set scaling=fixed, or use --pipeline-model-parallel-size 1"
         )
     if section.teacher_recipes and getattr(args, "expert_model_parallel_size", 1) > 1:
         raise ArgumentError(
-            f"{NAMES.teacher} with --expert-model-parallel-size: not proven equal yet; export the teacher's rows with "
+            "objective.teacher_recipe with --expert-model-parallel-size: not proven equal yet; export the teacher's "
+            "rows with "
             "mcore-prefix-tree xtoken export-teacher, or score --teacher-top-k"
         )
 
@@ -252,7 +234,7 @@ def has_scalar_head(args: argparse.Namespace) -> bool:
 
     Megatron-LM's RL loop brings its own objective, which reads log-probabilities.
     """
-    return "prefix_tree_objective" in args and objective_kind(args).has_scalar_head
+    return "prefix_tree_objective" in args and read_objective(args).has_scalar_head
 
 
 # What a job that trains nothing would leave undone, and why.
@@ -266,7 +248,7 @@ _ONLY_TRAINING: tuple[tuple[str, str], ...] = (
 
 
 def check_score(args: argparse.Namespace) -> None:
-    """Check a job of ``--prefix-tree-score`` from its arguments alone; refuse options that need it in other jobs.
+    """Check a job of ``--prefix-tree-score`` from its arguments; refuse options that need it in other jobs.
 
     Args:
         args: parsed arguments, which :func:`check_arguments` has checked.
@@ -274,29 +256,28 @@ def check_score(args: argparse.Namespace) -> None:
     Raises:
         ArgumentError: the scores are not available, the file cannot be written or exists, or a checkpoint is missing.
     """
-    options, file = score_options(args), args.prefix_tree_score
-    if file is None:
-        if options != ScoreOptions(prefix=options.prefix):
-            raise ArgumentError(f"{options.prefix}... options need --prefix-tree-score FILE")
+    score = read_score(args)
+    if score is None:
+        if options := list_score_options(args):
+            raise ArgumentError(f"{', '.join(options)} needs --prefix-tree-score FILE")
         return
     given = vars(args)
-    found = [f"{_option(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)]
+    found = [f"{option_of(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)]
     if found:
         raise ArgumentError("--prefix-tree-score does not take " + "; nor ".join(found))
-    setting = NAMES.objective.format(args.prefix_tree_objective)
+    objective = read_objective(args)
+    score.check(objective.kind, setting=f"objective.name={objective.name}", vocab_size=args.vocab_size)
     try:
-        options.check(objective_kind(args), setting=setting, vocab_size=args.vocab_size)
-        check_rows_output(file, [*args.prefix_tree_data_path, *_folders_read(args)])
+        check_rows_output(score.output, [*args.prefix_tree_data_path, *_folders_read(args)])
     except ValueError as error:
-        text = str(error)
-        raise ArgumentError(text if text.startswith(options.prefix) else f"--prefix-tree-score {text}") from None
-    if Path(file).exists():
-        raise ArgumentError(f"--prefix-tree-score {file}: exists; remove it, or name another file")
+        raise ArgumentError(f"--prefix-tree-score {error}") from None
+    if Path(score.output).exists():
+        raise ArgumentError(f"--prefix-tree-score {score.output}: exists; remove it, or name another file")
     if args.global_batch_size is None:
         raise ArgumentError("--prefix-tree-score needs --global-batch-size, the samples that are planned together")
     if args.load is None and args.prefix_tree_hf is None:
         raise ArgumentError("--prefix-tree-score needs --load, the folder of the checkpoints to score with")
-    for option, folder in (("--load", args.load), (f"{options.prefix}reference", options.reference)):
+    for option, folder in (("--load", args.load), ("score.reference", score.reference)):
         if folder is not None and not Path(folder, TRACKER).is_file():
             raise ArgumentError(f"{option} {folder} holds no checkpoint; name the folder of a run that saved one")
     if args.load is None and has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
@@ -307,32 +288,6 @@ def _folders_read(args: argparse.Namespace) -> list[str]:
     """Return the folders and files besides the data that a scoring job reads."""
     names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", "tokenizer_model")
     return [given for name in names if (given := getattr(args, name, None)) is not None]
-
-
-def score_options(args: argparse.Namespace) -> ScoreOptions:
-    """Return the options of scoring that the arguments set."""
-    return ScoreOptions(
-        reference=args.prefix_tree_score_reference,
-        all_tokens=args.prefix_tree_score_all_tokens,
-        entropy=args.prefix_tree_score_entropy,
-        teacher_top_k=args.prefix_tree_score_teacher_top_k,
-        prefix="--prefix-tree-score-",
-    )
-
-
-def objective_kind(args: argparse.Namespace) -> type[Objective]:
-    """Return the class of the objective."""
-    return OBJECTIVES[args.prefix_tree_objective][0]
-
-
-def objective_section(args: argparse.Namespace) -> ObjectiveConfig:
-    """Return the objective that the arguments set, as a recipe's section."""
-    return ObjectiveConfig(
-        name=args.prefix_tree_objective,
-        options=args.prefix_tree_objective_options or {},
-        teacher_recipe=args.prefix_tree_teacher,
-        teacher_tensor_model_parallel_size=args.prefix_tree_teacher_tensor_model_parallel_size,
-    )
 
 
 def check_unused(arguments: Sequence[str]) -> None:

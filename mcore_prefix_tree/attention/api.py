@@ -92,13 +92,12 @@ def supporting(case: Case) -> list[str]:
     return [name for name in BACKENDS if load_backend(name).refusal(case) is None]
 
 
-def check_case(name: str, case: Case, *, any_order: str = "deterministic=False") -> None:
+def check_case(name: str, case: Case) -> None:
     """Raise ValueError if a back-end refuses a case: names the argument at fault and the way out.
 
     Args:
         name: name of the back-end.
         case: call to judge.
-        any_order: setting with which the caller's user gives up the same bits twice, for the message.
     """
     reason = load_backend(name).refusal(case)
     if reason is None:
@@ -108,7 +107,7 @@ def check_case(name: str, case: Case, *, any_order: str = "deterministic=False")
     if case.options.deterministic:
         relaxed = replace(case, options=replace(case.options, deterministic=False))
         if load_backend(name).refusal(relaxed) is None:
-            way_out += f"; {name!r} itself runs with {any_order}"
+            way_out += f"; {name!r} itself runs with deterministic_attention=false"
     raise ValueError(f"attention backend {name!r} does not support {reason}; {way_out}")
 
 

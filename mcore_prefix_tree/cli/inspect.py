@@ -44,7 +44,7 @@ def inspect(
         cut = None
         if recipe is not None:
             limit = recipe.batch.max_tokens
-            cut = partial(plan_step, max_tokens=limit, budget_name="batch.max_tokens", sharing=options.sharing)
+            cut = partial(plan_step, max_tokens=limit, sharing=options.sharing)
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
     better, causes = alternatives(samples, steps), causes_of(samples)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
+from mcore_prefix_tree.errors import spelled
 from mcore_prefix_tree.inputs import HUB, local_path
 
 if TYPE_CHECKING:
@@ -89,7 +90,10 @@ def job_of(recipe: str, overrides: list[str] | None, hf: str | None = None, *, i
 
 
 def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as options; its first parameter receives them as one object."""
+    """Give a command the fields of a dataclass as options; its first parameter receives them as one object.
+
+    If the dataclass has ``spellings``, errors of the command name settings by its options.
+    """
     hints = get_type_hints(section, include_extras=True)
     shared = [
         Parameter(
@@ -110,7 +114,9 @@ def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..
         @functools.wraps(command)
         def with_options(**given: Any) -> None:
             values = {one.name: given.pop(one.name) for one in shared}
-            command(section(**values), **given)
+            options = section(**values)
+            with spelled(getattr(options, "spellings", {})):
+                command(options, **given)
 
         # What Typer reads.
         with_options.__signature__ = signature(command).replace(parameters=[*shared, *own])  # type: ignore[attr-defined]

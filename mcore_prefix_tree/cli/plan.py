@@ -70,12 +70,11 @@ def plan(
     if dp * (micro_batches or 1) > _MICRO_BATCHES:
         raise ValueError(f"--dp {dp} with --micro-batches {micro_batches}: at most {_MICRO_BATCHES:,} are planned")
     recipe = options.recipe
-    limit = "--max-tokens"
     if max_tokens is None:
         if recipe is None:
             raise ValueError("--max-tokens is missing: give the most tokens of a micro-batch, or --model RECIPE")
-        limit, max_tokens = "batch.max_tokens", recipe.batch.max_tokens
-    samples = options.read({limit: max_tokens})
+        max_tokens = recipe.batch.max_tokens
+    samples = options.read({"batch.max_tokens": max_tokens})
     if recipe is not None:
         calibration = calibration or recipe.batch.calibration
     cost_model, unit = _cost_of(samples.work, calibration)
@@ -84,7 +83,6 @@ def plan(
     settled = partial(
         plan_step,
         max_tokens=max_tokens,
-        budget_name=limit,
         dp_size=dp,
         micro_batch_multiple=1 if recipe is None else recipe.parallel.micro_batch_multiple,
         cost_model=cost_model,

@@ -13,7 +13,7 @@ import typer
 from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS, local, local_data
-from mcore_prefix_tree.errors import naming_memory
+from mcore_prefix_tree.errors import naming_memory, spell
 from mcore_prefix_tree.inputs import MOST, json_of
 
 if TYPE_CHECKING:
@@ -86,6 +86,17 @@ def object_of(given: str | None, option: str = "--chat-template-kwargs") -> dict
     return found
 
 
+_SPELLINGS = {
+    "data.tokenizer": "--tokenizer",
+    "data.chat_template_kwargs": "--chat-template-kwargs",
+    "data.fields": "--fields",
+    "data.expand_turns": "--expand-turns",
+    "data.expand_turns=false": "no --expand-turns",
+    "batch.max_tokens": "--max-tokens",
+    "set data.streaming=true": "give fewer files",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
     """Samples to read, and how training takes them. An option wins over the recipe."""
@@ -153,6 +164,11 @@ class SampleOptions:
         int | None,
         typer.Option(min=0, max=MOST, metavar="N", help="Do not share common prefixes of fewer tokens. Default: 0."),
     ] = None
+
+    @property
+    def spellings(self) -> dict[str, str]:
+        """The options by the keys of the settings that they set; a recipe has the keys themselves."""
+        return {} if self.model is not None else _SPELLINGS
 
     @property
     def inputs(self) -> list[str]:
@@ -268,7 +284,7 @@ class SampleOptions:
             )
             lines = list(iter_sample_groups(data.path, options, on_error=data.on_error, skipped=skipped))
         if skipped:
-            typer.echo(str(skipped), err=True)
+            typer.echo(spell(str(skipped), self.spellings), err=True)
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)
 
 
@@ -353,7 +369,6 @@ class Samples:
             seed=Recipe.seed if options.seed is None else options.seed,
             order=options.data.order,
             step=options.global_batch_size,
-            streaming="give fewer files",
         )
 
     @cached_property

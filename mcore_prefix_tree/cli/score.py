@@ -7,7 +7,10 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, job_of, local
+from mcore_prefix_tree.errors import spelled
 from mcore_prefix_tree.inputs import MOST
+
+_SPELLINGS = {f"score.{name}": f"--{name.replace('_', '-')}" for name in ("output", "reference", "teacher_top_k")}
 
 
 def score(
@@ -50,13 +53,14 @@ def score(
     check_output_option("--output", output, [recipe, *loaded.inputs, *([] if reference is None else [reference])])
     from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
-    report, is_main = run_score(
-        loaded,
-        output,
-        reference=reference,
-        all_tokens=all_tokens,
-        entropy=entropy,
-        teacher_top_k=teacher_top_k,
-    )
+    with spelled(_SPELLINGS):
+        report, is_main = run_score(
+            loaded,
+            output,
+            reference=reference,
+            all_tokens=all_tokens,
+            entropy=entropy,
+            teacher_top_k=teacher_top_k,
+        )
     if is_main:
         print(*report.lines(output), sep="\n")

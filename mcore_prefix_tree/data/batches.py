@@ -61,7 +61,6 @@ class SampleOrder:
         step: number of samples, or lines, of a step.
         whole_steps: whether steps take whole lines and no line twice: an epoch ends with its last whole step. If steps
             count samples, all lines have the same number of them, a divisor of ``step``. Needs ``step``.
-        step_name: name of the setting of ``step`` in samples, for messages.
 
     Attributes:
         per_epoch: number of samples, or lines, that an epoch draws.
@@ -80,7 +79,6 @@ class SampleOrder:
         by_line: bool = False,
         step: int | None = None,
         whole_steps: bool = False,
-        step_name: str = "batch.global_batch_size",
     ) -> None:
         self.groups = groups
         self.by_line = by_line
@@ -101,7 +99,7 @@ class SampleOrder:
         self.left_out = count % step if whole_steps and step is not None else 0
         self.per_epoch = count - self.left_out
         if not self.per_epoch:
-            setting, things = ("batch.groups_per_step", "groups") if by_line else (step_name, "samples")
+            setting, things = ("batch.groups_per_step", "groups") if by_line else ("batch.global_batch_size", "samples")
             raise ValueError(
                 f"{setting}={step} is more than the {count} {things} in the data, and a step takes none of "
                 "them twice; lower it or add data"

@@ -75,7 +75,7 @@ def mapping_beside(mark: str, names: Iterable[str], known: Collection[str]) -> d
 
 
 def shown(mapping: Mapping[str, str | None]) -> str:
-    """Return the text of a mapping as ``data.fields`` and ``--fields`` both take it."""
+    """Return the text of a mapping as ``data.fields`` takes it."""
     return json.dumps(dict(mapping), ensure_ascii=False)
 
 
@@ -102,7 +102,7 @@ def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mappin
         if name in _IDS:
             return (
                 f"field '{name}' is not read, and without a mask the prompt is scored too; give 'loss_mask' or "
-                f"'response_length', or add {shown({meant: None})} to data.fields (--fields) if all is to be scored"
+                f"'response_length', or add {shown({meant: None})} to data.fields if all is to be scored"
             )
         if name == "prompt_mask":
             return (
@@ -111,7 +111,7 @@ def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mappin
             )
         return (
             f"field '{name}' is not read, though its name says that it is '{meant}'; add {shown({meant: name})} to "
-            f"data.fields (--fields), or {shown({meant: None})} if it has nothing to do with training"
+            f"data.fields, or {shown({meant: None})} if it has nothing to do with training"
         )
     return None
 

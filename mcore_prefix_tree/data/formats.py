@@ -365,7 +365,7 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     if len(found) == 1:
         (mark,) = found
         if mark not in TOKEN_MARKS and isinstance(row[mark], list) and row[mark] and isinstance(row[mark][0], int):
-            way_out = f"add {shown(mapping_beside(mark, row, FIELDS))} to data.fields (--fields)"
+            way_out = f"add {shown(mapping_beside(mark, row, FIELDS))} to data.fields"
             raise SampleError(f"{source}: field '{mark}' holds token ids; {way_out}")
         return mark
     if found:
@@ -380,7 +380,7 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     mapping = mapping_of(row, FIELDS)
     if "prompt" in row and not mapping:
         raise SampleError(f"{source}: {PROMPT_ALONE}")
-    yours = f"yours in data.fields (--fields): {shown(mapping)}" if mapping else "yours in data.fields"
+    yours = f"yours in data.fields: {shown(mapping)}" if mapping else "yours in data.fields"
     raise SampleError(f"{source}: has none of the fields {_listed(list(FORMATS))}; give one of them, or name {yours}")
 
 

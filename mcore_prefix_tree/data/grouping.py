@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,32 +13,12 @@ from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSetting:
-    """Words for the setting that counts the samples of a step, for messages.
-
-    Attributes:
-        name: name of the setting.
-        any_sizes: way out for units of different sizes; a format string that takes ``by``.
-    """
-
-    name: str
-    any_sizes: str
-
-
-RECIPE_STEP = StepSetting(
-    name="batch.global_batch_size",
-    any_sizes="To take {by}s of any sizes, set batch.groups_per_step and batch.global_batch_size=null",
-)
-
-
 def whole_groups(
     lines: Sequence[Sequence[Sample]],
     by: GroupedBy,
     *,
     step: int | None,
     setting: str,
-    step_setting: StepSetting = RECIPE_STEP,
 ) -> list[list[Sample]]:
     """Join the lines of each group, rollout or pair, in the order of the first of each.
 
@@ -51,7 +30,6 @@ def whole_groups(
             size, and a step takes a whole number of them, so that no order cuts one. None if steps count groups, of any
             sizes.
         setting: setting that needs the field, for messages.
-        step_setting: setting that determines ``step``, for messages.
 
     Raises:
         SampleError: a sample lacks the field; lines of a group that lie apart have other prompts; a step would cut a
@@ -72,7 +50,7 @@ def whole_groups(
         last = place
     for place in sorted(apart):
         _check_apart(groups[place], by=by)
-    _check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step, step_setting)
+    _check_sizes(groups, np.array([len(group) for group in groups], dtype=np.int32), by, step)
     return groups
 
 
@@ -82,7 +60,6 @@ def streamed_whole_groups(
     *,
     step: int | None,
     setting: str,
-    step_setting: StepSetting = RECIPE_STEP,
 ) -> StreamedGroups:
     """Return the groups, rollouts or pairs of files larger than memory; otherwise as :func:`whole_groups`.
 
@@ -91,10 +68,9 @@ def streamed_whole_groups(
         by: see :func:`whole_groups`, like the rest.
         step: number of samples per step.
         setting: name of the setting, for messages.
-        step_setting: name of the step's setting, for messages.
     """
     groups = stream(key=partial(_key, by=by, setting=setting), check_apart=partial(_check_apart, by=by))
-    _check_sizes(groups, groups.sizes, by, step, step_setting)
+    _check_sizes(groups, groups.sizes, by, step)
     return groups
 
 
@@ -175,7 +151,6 @@ def _check_sizes(
     sizes: npt.NDArray[np.int32],
     by: GroupedBy,
     step: int | None,
-    step_setting: StepSetting,
 ) -> None:
     if not len(sizes):
         return
@@ -187,12 +162,12 @@ def _check_sizes(
             raise SampleError(f"{samples[-1].source}: {_named(samples, by)}; a pair is two samples, one of them chosen")
         raise SampleError(
             f"{samples[0].source}: {_named(samples, by)} and {_named(first, by)}; a step of "
-            f"{step_setting.name}={step} takes whole {by}s, which all must have the same size then. "
-            f"{step_setting.any_sizes.format(by=by)}"
+            f"batch.global_batch_size={step} takes {by}s of one size; to take any sizes, set batch.groups_per_step and "
+            "batch.global_batch_size=null"
         )
     if step is not None and step % size:
         raise SampleError(
-            f"{groups[0][0].source}: {_named(groups[0], by)}, and steps of {step_setting.name}={step} would cut "
+            f"{groups[0][0].source}: {_named(groups[0], by)}, and steps of batch.global_batch_size={step} would cut "
             f"some; set a multiple of {size}"
         )
 

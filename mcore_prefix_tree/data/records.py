@@ -50,7 +50,6 @@ class LineOptions:
         renderings: tokenizers that encode ``messages`` too, each in its own chat format, for other models; see
             ``Sample.renderings``.
         names: the file's names of our fields.
-        tokenizer_setting: setting that names the tokenizer, for messages.
     """
 
     tokenizer: ChatTokenizer | None = None
@@ -59,7 +58,6 @@ class LineOptions:
     limits: Mapping[str, int] = field(default_factory=dict)
     renderings: Sequence[ChatTokenizer] = ()
     names: FieldNames = field(default_factory=FieldNames)
-    tokenizer_setting: str = "data.tokenizer"
 
     def __post_init__(self) -> None:
         for name, given in [("tokenizer", self.tokenizer), *(("renderings", one) for one in self.renderings)]:
@@ -148,8 +146,7 @@ def _parse(
         if fault is not None:
             raise SampleError(f"{source}: {fault}")
     elif options.tokenizer is None:
-        setting = options.tokenizer_setting
-        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set {setting}, or give 'tokens'")
+        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
     examples = examples_of(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
     notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)

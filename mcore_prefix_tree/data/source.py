@@ -12,7 +12,7 @@ from mcore_prefix_tree.choices import OnError, Order
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.equal_pairs import EqualPairs
 from mcore_prefix_tree.data.files import resolve_paths
-from mcore_prefix_tree.data.grouping import RECIPE_STEP, StepSetting, streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
@@ -43,9 +43,6 @@ class Source:
         on_error: handling of bad lines.
         is_streamed: whether samples are read when a step needs them.
         objective: setting that names the objective, for messages.
-        path_setting: setting that names the files, for messages.
-        streaming: setting that streams, for messages.
-        step_setting: setting that determines ``step``, for messages.
         ranks: ranks that read the samples.
     """
 
@@ -60,9 +57,6 @@ class Source:
     on_error: OnError = "raise"
     is_streamed: bool = False
     objective: str = ""
-    path_setting: str = "data.path"
-    streaming: str
-    step_setting: StepSetting = RECIPE_STEP
     ranks: Ranks = ALONE
 
     def read(
@@ -113,7 +107,6 @@ class Source:
                         self.grouped_by,
                         step=self._samples_of_a_step,
                         setting=self.objective,
-                        step_setting=self.step_setting,
                     )
                 )
                 if groups.fault:
@@ -121,7 +114,7 @@ class Source:
         else:
             groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check)
         if is_scored:
-            _check_scored(groups, self.paths, self.path_setting)
+            _check_scored(groups, self.paths, "data.path")
         if self.grouped_by == "pair":
             pairs.warn()
         return self._in_order(groups), skipped
@@ -142,7 +135,6 @@ class Source:
             by_line=self.counts_units,
             step=self.step,
             whole_steps=self.whole_steps,
-            step_name=self.step_setting.name,
         )
 
     def held_out(
@@ -188,7 +180,7 @@ class Source:
     ) -> Sequence[Sequence[Sample]]:
         if by is None:
             return with_later_turns(lines) if self._joins_turns else lines
-        return whole_groups(lines, by, step=step, setting=self.objective, step_setting=self.step_setting)
+        return whole_groups(lines, by, step=step, setting=self.objective)
 
     @property
     def _joins_turns(self) -> bool:
@@ -202,7 +194,7 @@ class Source:
     def _lines(self, paths: Sequence[str]) -> tuple[list[list[Sample]], Skipped]:
         def read() -> tuple[list[list[Sample]], Skipped]:
             skipped = Skipped()
-            with naming_memory(lambda: f"the samples of {', '.join(paths)} do not fit; {self.streaming}"):
+            with naming_memory(lambda: f"the samples of {', '.join(paths)} do not fit; set data.streaming=true"):
                 lines = iter_sample_groups(paths, self.options, on_error=self.on_error, skipped=skipped)
                 return list(lines), skipped
 

@@ -261,7 +261,7 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
             raise SampleError(f"{path}: {PROMPT_ALONE}")
         way_out = "name the one that holds the samples in data.fields"
         if mapping:
-            way_out = f"name yours in data.fields (--fields): {shown(mapping)}"
+            way_out = f"name yours in data.fields: {shown(mapping)}"
         raise SampleError(
             f"{path}: has none of the columns {', '.join(map(names.theirs, FORMATS))}, only "
             f"{', '.join(schema.names) or 'none'}; {way_out}"

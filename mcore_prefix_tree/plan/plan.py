@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +66,6 @@ def plan_step(
     bubble: float = 0.0,
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
-    budget_name: str = "max_tokens",
 ) -> ForestPlan:
     """Plan one step, in as few micro-batches per rank as the budget allows.
 
@@ -88,7 +86,6 @@ def plan_step(
         together: key of each sample; samples with the same key share a micro-batch, None leaves a sample free. The
             micro-batches are then runs of neighbours as even in tokens as can be found, and a cost model only decides
             their distribution over the ranks.
-        budget_name: name of the user's setting of ``max_tokens``, for errors.
 
     Raises:
         BudgetError: a sample, or samples that stay together, have more than ``max_tokens`` unique tokens, or
@@ -99,18 +96,17 @@ def plan_step(
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
-    budget = _Budget(max_tokens, budget_name)
-    order, shared, lengths = _in_order(samples, budget, sharing)
+    order, shared, lengths = _in_order(samples, max_tokens, sharing)
     fresh = lengths - shared
     if together is not None:
         leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
         clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
-        _check_clusters(clusters, samples, order, budget)
+        _check_clusters(clusters, samples, order, max_tokens)
         fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
-        per_rank = _micro_batches_per_rank(micro_batches, fewest, budget, dp_size)
+        per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
         return _cluster_plan(clusters, leaves, order, max_tokens, dp_size, per_rank, cost_model)
     fewest = _fewest_per_rank(shared, fresh, max_tokens, dp_size, micro_batch_multiple)
-    per_rank = _micro_batches_per_rank(micro_batches, fewest, budget, dp_size)
+    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
     if cost_model is None:
         return _even_plan(order, shared, fresh, max_tokens, dp_size, per_rank)
 
@@ -137,37 +133,26 @@ def fewest_micro_batches(
     micro_batch_multiple: int = 1,
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
-    budget_name: str = "max_tokens",
 ) -> int:
     """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
-    budget = _Budget(max_tokens, budget_name)
-    order, shared, lengths = _in_order(samples, budget, sharing)
+    order, shared, lengths = _in_order(samples, max_tokens, sharing)
     if together is None:
         return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
     leaves = Leaves.every_sample(shared, lengths, None)
     clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
-    _check_clusters(clusters, samples, order, budget)
+    _check_clusters(clusters, samples, order, max_tokens)
     return _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
 
 
-class _Budget(NamedTuple):
-    """Physical tokens of a micro-batch, and the setting that gives them."""
-
-    max_tokens: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.max_tokens}"
-
-
 def _in_order(
-    samples: Sequence[Sample], budget: _Budget, sharing: Sharing
+    samples: Sequence[Sample], max_tokens: int, sharing: Sharing
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The samples' depth-first order, and in it what each shares with the one before, and its length."""
     for sample in samples:
-        if len(sample) > budget.max_tokens:
+        if len(sample) > max_tokens:
             raise BudgetError(
-                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of {budget}; raise {budget.name} or "
+                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
+                "raise batch.max_tokens or "
                 "shorten the sample"
             )
     order, shared = sort_samples(samples, sharing)
@@ -186,10 +171,11 @@ def _fewest_per_rank(shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_
     return max(1, -(-needed // (dp_size * multiple))) * multiple
 
 
-def _micro_batches_per_rank(asked: int | None, fewest: int, budget: _Budget, dp_size: int) -> int:
+def _micro_batches_per_rank(asked: int | None, fewest: int, max_tokens: int, dp_size: int) -> int:
     if asked is not None and asked < fewest:
         raise BudgetError(
-            f"{asked} micro-batches on each of {dp_size} ranks cannot hold these samples with {budget}; {fewest} can"
+            f"{asked} micro-batches on each of {dp_size} ranks cannot hold these samples with "
+            f"batch.max_tokens={max_tokens}; {fewest} can"
         )
     return fewest if asked is None else asked
 
@@ -223,13 +209,13 @@ def _even_plan(
     )
 
 
-def _check_clusters(clusters: Clusters, samples: Sequence[Sample], order: Int64Array, budget: _Budget) -> None:
+def _check_clusters(clusters: Clusters, samples: Sequence[Sample], order: Int64Array, max_tokens: int) -> None:
     for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
-        if tokens > budget.max_tokens:
+        if tokens > max_tokens:
             sources = [samples[index].source for index in order[members].tolist()]
             raise BudgetError(
                 f"{', '.join(sources[:-1])} and {sources[-1]} stay together, and their {tokens} unique tokens do not "
-                f"fit a micro-batch of {budget}; raise {budget.name} or shorten the samples"
+                f"fit a micro-batch of batch.max_tokens={max_tokens}; raise batch.max_tokens or shorten the samples"
             )
 
 

@@ -1,10 +1,15 @@
-"""Hints for keys that a recipe does not have."""
+"""The keys of a recipe: the fields that they name, and hints for keys that there are not."""
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+import re
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from typing import get_args, get_type_hints
+from functools import cache
+from inspect import cleandoc
+from typing import Any, get_args, get_type_hints
+
+from pydantic.fields import FieldInfo
 
 
 def instead_of(key: str, recipe: type) -> str:
@@ -28,3 +33,35 @@ def _keys(section: type, prefix: str = "") -> list[str]:
             if is_dataclass(part) and isinstance(part, type):
                 keys += _keys(part, f"{prefix}{name}.")
     return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A field of a section of settings.
+
+    Attributes:
+        hint: its type, with pydantic's validators.
+        default: its default; ``MISSING`` if it has none.
+        text: what its section's docstring says of it.
+    """
+
+    hint: Any
+    default: Any
+    text: str
+
+
+@cache
+def find_setting(section: type, key: str) -> Setting:
+    """Return the field that a key names, such as ``batch.max_tokens`` of a recipe."""
+    *sections, name = key.split(".")
+    for part in sections:
+        section = get_type_hints(section)[part]
+    field = next(field for field in fields(section) if field.name == name)  # type: ignore[arg-type]
+    default = field.default
+    if isinstance(default, FieldInfo):
+        default = default.get_default(call_default_factory=True)
+    elif field.default_factory is not MISSING:
+        default = field.default_factory()
+    entry = re.search(rf"^    {name}: (.+(?:\n        .+)*)", cleandoc(section.__doc__ or ""), re.MULTILINE)
+    text = " ".join(entry[1].split()) if entry else ""
+    return Setting(hint=get_type_hints(section, include_extras=True)[name], default=default, text=text)

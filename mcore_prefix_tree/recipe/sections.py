@@ -77,7 +77,7 @@ class DataConfig:
         if self.order == "folded" and self.streaming:
             raise PydanticCustomError(
                 AT_ODDS,
-                "order=folded sorts all samples in memory; set streaming=false, or order=shuffled",
+                "data.order=folded sorts all samples in memory; set data.streaming=false, or data.order=shuffled",
             )
 
 
@@ -162,6 +162,15 @@ class BatchConfig:
         """Return which common prefixes are shared."""
         return Sharing(share=self.share, min_shared_tokens=self.min_shared_tokens)
 
+    def padding(self, multiple: int) -> Padding:
+        """Return what the sizes of micro-batches are rounded up to, a multiple of a number; raises RecipeError."""
+        try:
+            padding = Padding(multiple=multiple, buckets=tuple(self.length_buckets or ()))
+            padding.check_holds(self.max_tokens)
+        except ValueError as error:
+            raise RecipeError(f"batch.length_buckets: {error}") from None
+        return padding
+
     @property
     def per_step(self) -> int:
         """Samples of a step, or its groups, rollouts or pairs."""
@@ -184,10 +193,10 @@ class ObjectiveConfig:
         name: name in ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic``
             and ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
         options: options of its class there, for example ``{kl_coef: 0.01}``.
-        teacher_recipe: recipe of the model that ``distill`` with ``teacher: full`` learns from. Its ``model``, of the
-            same vocabulary, ``checkpoint.save``, where the weights are, and ``attention_backend`` are read. ``xtoken``
-            also reads ``data.tokenizer``, and may have a list of teachers. A Hugging Face folder can take a recipe's
-            place; in a recipe with ``model.hf`` and no ``checkpoint.save`` the weights are that folder's.
+        teacher_recipe: recipe of the model that ``distill`` with ``teacher: full`` learns from. Read are its ``model``,
+            of the same vocabulary, its ``checkpoint.save``, which holds the weights, and its ``attention_backend``.
+            ``xtoken`` also reads its ``data.tokenizer``, and may have a list of teachers. A Hugging Face folder can
+            take a recipe's place. Without its ``checkpoint.save`` the weights are those of its ``model.hf``.
         teacher_tensor_model_parallel_size: number of ranks that a teacher is cut over. 1 leaves it whole on each rank,
             a multiple of the student's cuts it over several replicas of the student; None is the student's.
     """
@@ -437,11 +446,4 @@ class Recipe:
         Raises:
             RecipeError: the length buckets do not fit the parallel layout or the budget.
         """
-        parallel = self.parallel
-        multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        try:
-            padding = Padding(multiple=multiple, buckets=tuple(self.batch.length_buckets or ()))
-            padding.check_holds(self.batch.max_tokens)
-        except ValueError as error:
-            raise RecipeError(f"batch.length_buckets: {error}") from None
-        return padding
+        return self.batch.padding(self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe.model import ModelConfig
-from mcore_prefix_tree.recipe.sections import BatchConfig, DataConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
 
 
 def source_of(
@@ -17,7 +17,8 @@ def source_of(
     *,
     ranks: Ranks,
     every_sample: bool = False,
-    keeps_others: bool = False,
+    names: FieldNames | None = None,
+    limits: Mapping[str, int] | None = None,
     options: LineOptions | None = None,
 ) -> Source:
     """Return where a recipe's samples come from.
@@ -27,7 +28,8 @@ def source_of(
         objective: objective of the recipe; None reads no group, rollout or pair.
         ranks: ranks that read the samples.
         every_sample: whether an epoch leaves no sample out.
-        keeps_others: whether samples carry the fields that are not read.
+        names: names of the files' fields; those of ``data.fields`` by default.
+        limits: further limits of a sample's tokens, by the name of their setting.
         options: settings that the samples of a line depend on, where they are known already; by default the tokenizer
             is loaded for them.
 
@@ -46,7 +48,7 @@ def source_of(
     renderings = () if objective is None else objective.renderings
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
-        options=options or _line_options(data, batch, recipe.model, renderings, keeps_others),
+        options=options or _line_options(recipe, renderings, names or FieldNames(given=data.fields), limits or {}),
         seed=recipe.seed,
         order=data.order,
         step=batch.per_step,
@@ -56,24 +58,20 @@ def source_of(
         on_error=data.on_error,
         is_streamed=data.streaming,
         objective=setting,
-        streaming="set data.streaming=true",
         ranks=ranks,
     )
 
 
 def _line_options(
-    data: DataConfig,
-    batch: BatchConfig,
-    model: ModelConfig,
-    renderings: Sequence[ChatTokenizer],
-    keeps_others: bool,
+    recipe: Recipe, renderings: Sequence[ChatTokenizer], names: FieldNames, limits: Mapping[str, int]
 ) -> LineOptions:
+    data, model = recipe.data, recipe.model
     if data.tokenizer is None and data.chat_template_kwargs:
         raise RecipeError(
             "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
         )
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
-    limits = {"batch.max_tokens": batch.max_tokens}
+    limits = {"batch.max_tokens": recipe.batch.max_tokens, **limits}
     if model.position_embedding_type == "learned_absolute":
         limits["model.max_position_embeddings"] = model.max_position_embeddings
     return LineOptions(
@@ -82,7 +80,7 @@ def _line_options(
         vocab_size=_vocab_size(model, None if tokenizer is None else tokenizer.vocab_size),
         limits=limits,
         renderings=renderings,
-        names=FieldNames(given=data.fields, keeps_others=keeps_others),
+        names=names,
     )
 
 

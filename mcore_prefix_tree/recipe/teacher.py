@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +18,7 @@ from mcore_prefix_tree.recipe.sections import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingNames:
-    """Names of the settings of an objective and its teachers, as the messages of a door give them.
-
-    Attributes:
-        objective: setting of an objective's name, with a place for it.
-        options: setting of its options.
-        teacher: setting of the teachers' recipes.
-        teacher_tensor_parallel: setting of the number of ranks that a teacher is cut over.
-        tensor_parallel: setting of the number of ranks that its student is cut over.
-        tokenizer: setting of the student's tokenizer.
-        max_tokens: setting of the tokens of a micro-batch.
-        no_fused_head: setting that leaves the fused head out.
-    """
-
-    objective: str = "objective.name={}"
-    options: str = "objective.options"
-    teacher: str = "objective.teacher_recipe"
-    teacher_tensor_parallel: str = "objective.teacher_tensor_model_parallel_size"
-    tensor_parallel: str = "parallel.tensor_model_parallel_size"
-    tokenizer: str = "data.tokenizer"
-    max_tokens: str = "batch.max_tokens"
-    no_fused_head: str = "fused_head=false"
-
-
-IN_RECIPES = SettingNames()
-
-
-def teacher_recipes(student: Recipe, names: SettingNames = IN_RECIPES) -> list[tuple[str, Recipe]]:
+def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
     """Return the teachers of a job: each path that it names, and the recipe that it stands for.
 
     A Hugging Face folder stands for its weights and its own tokenizer, with the student's precision, layers and
@@ -54,7 +26,6 @@ def teacher_recipes(student: Recipe, names: SettingNames = IN_RECIPES) -> list[t
 
     Args:
         student: recipe of the job.
-        names: names of the settings, for messages.
 
     Raises:
         RecipeError: see :func:`load_recipe` and :meth:`HuggingFaceFolder.read`.
@@ -64,7 +35,7 @@ def teacher_recipes(student: Recipe, names: SettingNames = IN_RECIPES) -> list[t
             path,
             replace(
                 student,
-                model=_model_of(path, student.model, names),
+                model=_model_of(path, student.model),
                 data=replace(student.data, tokenizer=path),
                 objective=ObjectiveConfig(),
                 checkpoint=CheckpointConfig(),
@@ -76,18 +47,18 @@ def teacher_recipes(student: Recipe, names: SettingNames = IN_RECIPES) -> list[t
     ]
 
 
-def _model_of(path: str, student: ModelConfig, names: SettingNames) -> ModelConfig:
+def _model_of(path: str, student: ModelConfig) -> ModelConfig:
     try:
         folder = HuggingFaceFolder.read(path)
         sizes: dict[str, Any] = folder.sizes
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{names.teacher}: {error}") from error
+        raise RecipeError(f"objective.teacher_recipe: {error}") from error
     if folder.has_scalar_head:
-        raise RecipeError(f"{names.teacher}={path} ends in a scalar head, which has no vocabulary")
+        raise RecipeError(f"objective.teacher_recipe={path} ends in a scalar head, which has no vocabulary")
     return ModelConfig(hf=path, dtype=student.dtype, transformer_impl=student.transformer_impl, **sizes)
 
 
-def check_stage(ranks: int, objective: ObjectiveConfig, names: SettingNames = IN_RECIPES) -> None:
+def check_stage(ranks: int, objective: ObjectiveConfig) -> None:
     """Check that the ranks of a pipeline stage can hold the teachers.
 
     Raises:
@@ -96,20 +67,18 @@ def check_stage(ranks: int, objective: ObjectiveConfig, names: SettingNames = IN
     size = objective.teacher_tensor_model_parallel_size or 1
     if ranks % size:
         raise RecipeError(
-            f"{names.teacher_tensor_parallel}={size} does not divide the {ranks} ranks of a pipeline stage; choose one "
+            f"objective.teacher_tensor_model_parallel_size={size} does not divide the {ranks} ranks of a pipeline "
+            "stage; choose one "
             "that does"
         )
 
 
-def parallel_of_teachers(
-    objective: ObjectiveConfig, parallel: ParallelConfig, names: SettingNames = IN_RECIPES
-) -> ParallelConfig:
+def parallel_of_teachers(objective: ObjectiveConfig, parallel: ParallelConfig) -> ParallelConfig:
     """Return the parallel layout of a job's teachers.
 
     Args:
         objective: objective section of the job's recipe.
         parallel: parallel layout of the student.
-        names: names of the settings, for messages.
 
     Raises:
         RecipeError: the teachers' tensor-parallel size is neither 1 nor a multiple of the student's.
@@ -119,7 +88,9 @@ def parallel_of_teachers(
         return parallel
     if given != 1 and given % own:
         raise RecipeError(
-            f"{names.teacher_tensor_parallel}={given} is neither 1, which leaves teachers whole on each rank, nor a "
-            f"multiple of {names.tensor_parallel}={own}; change it, or leave it out to cut teachers as their student"
+            f"objective.teacher_tensor_model_parallel_size={given} is neither 1, which leaves teachers whole on each "
+            "rank, nor a "
+            f"multiple of parallel.tensor_model_parallel_size={own}; change it, or leave it out to cut teachers as "
+            "their student"
         )
     return replace(parallel, tensor_model_parallel_size=given, sequence_parallel=False)

@@ -9,7 +9,6 @@ from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
 from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames
 from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
@@ -25,7 +24,6 @@ def bound(
     sharing: Sharing,
     pad_to_multiple_of: int,
     block_rows: int | None,
-    names: SettingNames = IN_RECIPES,
 ) -> BoundCrossTokenizer:
     """Return the objective of a recipe's settings.
 
@@ -36,24 +34,23 @@ def bound(
         sharing: see :meth:`CrossTokenizer.bound`, as for the other two.
         pad_to_multiple_of: divisor of the layouts' sizes.
         block_rows: maximum number of predictors of a block.
-        names: names of the settings, for messages.
 
     Raises:
         RecipeError: a tokenizer or a projection is missing, or does not fit.
         ValueError, OSError: a tokenizer or a file cannot be read; names it.
     """
     reads = settings.losses.reads
-    projections = _projections(settings, reads, len(teachers), names)
-    student = _tokenizer(data, names.tokenizer, names)
+    projections = _projections(settings, reads, len(teachers))
+    student = _tokenizer(data, "data.tokenizer")
     sides = []
     for (path, teacher), projection in zip(teachers, projections, strict=True):
-        pairing = _pairing(settings, student, path, teacher.data, teacher.model, names)
-        sides.append(_side(pairing, reads, projection, names))
-    _check_columns(settings, sides, names)
+        pairing = _pairing(settings, student, path, teacher.data, teacher.model)
+        sides.append(_side(pairing, reads, projection))
+    _check_columns(settings, sides)
     try:
         return settings.bound(sides, sharing=sharing, pad_to_multiple_of=pad_to_multiple_of, block_rows=block_rows)
     except ValueError as error:
-        raise RecipeError(f"{names.options}: {error}") from None
+        raise RecipeError(f"objective.options: {error}") from None
 
 
 def pairing_of(
@@ -71,9 +68,8 @@ def pairing_of(
     Raises:
         RecipeError, ValueError: see :func:`bound`.
     """
-    names = IN_RECIPES
-    student = _tokenizer(data, names.tokenizer, names)
-    return _pairing(settings, student, path, teacher_data, teacher_model, names)
+    student = _tokenizer(data, "data.tokenizer")
+    return _pairing(settings, student, path, teacher_data, teacher_model)
 
 
 def _pairing(
@@ -82,22 +78,21 @@ def _pairing(
     path: str,
     data: DataConfig,
     model: ModelConfig,
-    names: SettingNames,
 ) -> Pairing:
     limits = {}
     if model.position_embedding_type == "learned_absolute":
         limits[f"model.max_position_embeddings of {path}"] = model.max_position_embeddings
-    tokenizer = _tokenizer(data, f"{names.teacher}={path}: its data.tokenizer", names)
+    tokenizer = _tokenizer(data, f"objective.teacher_recipe={path}: its data.tokenizer")
     return Pairing(student, tokenizer, aligner=settings.aligner, teacher_limits=limits)
 
 
-def _side(pairing: Pairing, reads: Reads, projection: str | None, names: SettingNames) -> TeacherSide:
+def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:
     from mcore_prefix_tree.xtoken.losses import Endings
 
     tables = pairing.student, pairing.teacher
     if projection is not None and not Path(projection).is_file():
         raise RecipeError(
-            f"{names.options}.projection={projection}: no such file; make it with mcore-prefix-tree xtoken "
+            f"objective.options.projection={projection}: no such file; make it with mcore-prefix-tree xtoken "
             "build-projection"
         )
     return TeacherSide(
@@ -113,36 +108,34 @@ def _bytes(table: TokenBytes) -> list[bytes | None]:
     return [table.of(token) or None for token in range(table.vocab_size)]
 
 
-def _tokenizer(data: DataConfig, setting: str, names: SettingNames) -> ChatTokenizer:
+def _tokenizer(data: DataConfig, setting: str) -> ChatTokenizer:
     if data.tokenizer is None:
-        raise RecipeError(
-            f"{setting} is missing; {names.objective.format('xtoken')} aligns the texts of two tokenizers"
-        )
+        raise RecipeError(f"{setting} is missing; objective.name=xtoken aligns the texts of two tokenizers")
     return load_tokenizer(data.tokenizer, data.chat_template_kwargs)
 
 
-def _projections(settings: CrossTokenizer, reads: Reads, teachers: int, names: SettingNames) -> Sequence[str | None]:
+def _projections(settings: CrossTokenizer, reads: Reads, teachers: int) -> Sequence[str | None]:
     given = settings.projection
     if not reads.projection:
         return [None] * teachers
     if given is None:
         raise RecipeError(
-            f"{names.options}.projection is missing, which mode={settings.mode} reads; make one with "
+            f"objective.options.projection is missing, which mode={settings.mode} reads; make one with "
             "mcore-prefix-tree xtoken build-projection"
         )
     files = [given] if isinstance(given, str) else given
     if len(files) != teachers:
         raise RecipeError(
-            f"{names.options}.projection names {len(files)} files, but {names.teacher} {teachers} teachers; "
+            f"objective.options.projection names {len(files)} files, but objective.teacher_recipe {teachers} teachers; "
             "name one for each"
         )
     return files
 
 
-def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide], names: SettingNames) -> None:
+def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide]) -> None:
     for side in sides:
         if settings.top_k is not None and settings.top_k > side.teacher_size:
             raise RecipeError(
-                f"{names.options}.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
+                f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
                 "leave it out to compare all"
             )

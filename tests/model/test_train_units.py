@@ -260,4 +260,4 @@ def test_the_command_line_deals_whole_rollouts(tmp_path: Path) -> None:
     done = command("train", job, *rollout, "batch.global_batch_size=4")
     assert done.exit_code != 0
     told = " ".join(done.output.split())
-    assert "rollout 1 has 3 samples and rollout 0 has 1 sample; a step of batch.global_batch_size=4 takes whole" in told
+    assert "rollout 1 has 3 samples and rollout 0 has 1 sample; a step of batch.global_batch_size=4 takes" in told

@@ -35,7 +35,7 @@ DRY = "--prefix-tree-dry-run"
 # A job that the early check has nothing to say of; PATH stands for a file of samples.
 JOB = (
     "--prefix-tree --prefix-tree-data-path PATH --prefix-tree-max-tokens 64 --attention-dropout 0 --hidden-dropout 0 "
-    "--vocab-size 128"
+    "--vocab-size 128 --no-gradient-accumulation-fusion"
 )
 LATENT = "--multi-latent-attention --tensor-model-parallel-size 2 --transformer-impl local"
 
@@ -53,12 +53,12 @@ MISTAKES = [
     ),
     (GPT, "--prefix-tree-zzzzz", "--prefix-tree-zzzzz: there is no such argument"),
     (GPT, "--prefix-tree-order sorted", "argument --prefix-tree-order: invalid choice: 'sorted'"),
-    (GPT, "--prefix-tree-max-tokens 0", "--prefix-tree-max-tokens=0 must be at least 1"),
+    (GPT, "--prefix-tree-max-tokens 0", "argument --prefix-tree-max-tokens: input should be greater than 0"),
     (GPT, "--prefix-tree-max-tokens lots", "argument --prefix-tree-max-tokens: 'lots' is not a number"),
     (GPT, "--prefix-tree-data-path", "argument --prefix-tree-data-path: expected at least one argument"),
     (GPT, "--prefix-tree-data-path nope.jsonl", "nope.jsonl: no such file in "),
     (GPT, "--prefix-tree-valid-data-path nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
-    (GPT, "--prefix-tree-order folded --prefix-tree-streaming", "--prefix-tree-order folded sorts all samples in mem"),
+    (GPT, "--prefix-tree-order folded --prefix-tree-streaming", "--prefix-tree-order=folded sorts all samples in mem"),
     (GPT, "--prefix-tree-objective-options {", "argument --prefix-tree-objective-options: '{' is not a JSON object"),
     (GPT, '--prefix-tree-objective-options {"kl":1}', "--prefix-tree-objective-options.kl: "),
     (GPT, '--prefix-tree-objective distill --prefix-tree-objective-options {"teacher":"full"}', "--prefix-tree-"),
@@ -70,7 +70,7 @@ MISTAKES = [
     (GPT, f"--use-checkpoint-args {DRY}", "--prefix-tree-dry-run does not read --use-checkpoint-args; "),
     (GPT, "--prefix-tree-score s.jsonl", "--prefix-tree-score needs --global-batch-size, "),
     (GPT, "--prefix-tree-score s.jsonl --global-batch-size 4 --load no/folder", "--load no/folder holds no checkpoint"),
-    (GPT, "--prefix-tree-score-all-tokens", "--prefix-tree-score-... options need --prefix-tree-score FILE"),
+    (GPT, "--prefix-tree-score-all-tokens", "--prefix-tree-score-all-tokens needs --prefix-tree-score FILE"),
     (GPT, "--context-parallel-size 2", "prefix-tree training does not support --context-parallel-size 2: "),
     (GPT, "--context-parallel-size two", "argument --context-parallel-size: invalid int value: 'two'"),
     (GPT, "--attention-dropout 0.1", "prefix-tree training does not support --attention-dropout 0.1: "),
@@ -88,7 +88,11 @@ MISTAKES = [
     (GPT, "only --prefix-tree --yaml-cfg model.yaml", "prefix-tree training does not support --yaml-cfg: "),
     (GPT, "only --prefix-tree --attention-dropout 0 --hidden-dropout 0", "--prefix-tree needs --prefix-tree-data-path"),
     (GPT, "only --prefix-tree", "prefix-tree training does not support --attention-dropout 0.1: "),
-    (GPT, f"only {JOB.partition(' --vocab-size')[0]}", "the vocabulary is not known: give --prefix-tree-tokenizer, "),
+    (
+        GPT,
+        f"only {JOB.replace(' --vocab-size 128', '')}",
+        "the vocabulary is not known: give --prefix-tree-tokenizer",
+    ),
     (GPT, "only --prefix-tree-max-tokens 8", "--prefix-tree-max-tokens needs --prefix-tree, which is missing"),
     (GPT, "only --prefix-trees", "--prefix-trees: there is no such argument, did you mean --prefix-tree?"),
     (GPT, "only --prefix-tree=1", "--prefix-tree=1: there is no such argument, did you mean --prefix-tree?"),
@@ -111,13 +115,17 @@ MISTAKES = [
 PASSED = [
     (GPT, ""),
     (GPT, "--use-checkpoint-args --attention-dropout 0.1 --hidden-dropout 0.1"),
-    (GPT, f"only {JOB.partition(' --attention')[0]} --use-checkpoint-args"),
+    (GPT, f"only {JOB.replace(' --attention-dropout 0 --hidden-dropout 0', '')} --use-checkpoint-args"),
     (GPT, "--hybrid-attention-ratio 0.0 --log-interval 1 --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"),
     (GPT, "--spec os system"),
     (GPT, "--not-an-argument-of-this-version 3 --lr -1"),
     (GPT, "--num-experts 4 --moe-token-dispatcher-type=alltoall --rampup-batch-size 8 4 64"),
     (HYBRID, "--hybrid-layer-pattern *-*-"),
-    (RL, "only --prefix-tree --perform-rl-step --attention-dropout 0 --hidden-dropout 0 --mock-data"),
+    (
+        RL,
+        "only --prefix-tree --perform-rl-step --attention-dropout 0 --hidden-dropout 0 --mock-data "
+        "--no-gradient-accumulation-fusion",
+    ),
 ]
 
 

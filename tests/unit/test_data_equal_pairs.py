@@ -33,7 +33,7 @@ ROWS = [
 
 
 def source(path: Path, **settings: Any) -> Source:
-    given = {"paths": [str(path)], "options": LineOptions(), "seed": 1, "order": "file", "step": 2, "streaming": ""}
+    given = {"paths": [str(path)], "options": LineOptions(), "seed": 1, "order": "file", "step": 2}
     return Source(**(given | {"grouped_by": "pair"} | settings))
 
 

@@ -168,8 +168,7 @@ def test_writer_keeps_the_excluded_and_says_so(tmp_path):
             "group",
             2,
             "a.jsonl:3: group 2 has 1 sample and group 1 has 2 samples; a step of batch.global_batch_size=2 takes "
-            "whole groups, which all must have the same size then. To take groups of any sizes, set "
-            "batch.groups_per_step and batch.global_batch_size=null",
+            "groups of one size; to take any sizes, set batch.groups_per_step and batch.global_batch_size=null",
         ),
     ],
 )

@@ -138,7 +138,8 @@ def test_pairs():
             turns(("a", None), ("a", 2), ("a", 2)),
             "rollout",
             4,
-            "f:2: rollout 2 has 2 samples and rollout f:1 has 1 sample; .*takes whole rollouts.*set batch.groups_per_s",
+            "f:2: rollout 2 has 2 samples and rollout f:1 has 1 sample; .*takes rollouts of one size; .*set "
+            "batch.groups_per_s",
         ),
     ],
 )

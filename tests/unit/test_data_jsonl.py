@@ -359,8 +359,6 @@ def test_messages_without_a_tokenizer(write):
     with pytest.raises(SampleError) as caught:
         read_samples(path)
     assert str(caught.value) == f"{path}:1: field 'messages' needs a tokenizer; set data.tokenizer, or give 'tokens'"
-    with pytest.raises(SampleError, match="; set --prefix-tree-tokenizer, or give 'tokens'"):
-        list(iter_sample_groups(path, LineOptions(tokenizer_setting="--prefix-tree-tokenizer")))
 
 
 def test_not_utf8(write):

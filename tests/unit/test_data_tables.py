@@ -32,7 +32,7 @@ from mcore_prefix_tree.data.write import rows_file
 
 FORMATS = ["parquet", "arrow", "arrow-lz4", "feather", "stream"]
 OPTIONS = LineOptions(tokenizer=CharacterTokenizer(), expand_turns=True, vocab_size=128, limits={"the limit": 30})
-KEYWORDS = {name: value for name, value in vars(OPTIONS).items() if name != "tokenizer_setting"}
+KEYWORDS = dict(vars(OPTIONS))
 
 
 def write_table(folder, table, form, *, rows_a_chunk=3, name="rows"):

@@ -218,13 +218,13 @@ BAD = {
     "response mask": ({"response_mask": [1, 3]}, "field 'response_mask' must be a list of 0 and 1"),
     "two responses": ({"prompt_tokens": [1]}, "fields 'tokens' and 'prompt_tokens' are both given"),
     "env mask": ({"env_mask": [0, 0, 1, 1]}, "field 'env_mask' is not read, though its name says that"),
-    "label ids": ({"label_ids": [5, 6, 7, 8]}, 'add {"labels": "label_ids"} to data.fields (--fields), or {"lab'),
-    "log-probabilities": ({"ref_log_prob": [0] * 4}, 'add {"ref_logprobs": "ref_log_prob"} to data.fields (--fields)'),
+    "label ids": ({"label_ids": [5, 6, 7, 8]}, 'add {"labels": "label_ids"} to data.fields, or {"lab'),
+    "log-probabilities": ({"ref_log_prob": [0] * 4}, 'add {"ref_logprobs": "ref_log_prob"} to data.fields'),
     "completion ids": (
         {"completion_ids": [7, 8]},
         "field 'completion_ids' is not read, and without a mask the prompt is scored too; give 'loss_mask' or",
     ),
-    "response length": ({"response_len": 2}, 'add {"response_length": "response_len"} to data.fields (--fields)'),
+    "response length": ({"response_len": 2}, 'add {"response_length": "response_len"} to data.fields'),
 }  # fmt: skip
 
 

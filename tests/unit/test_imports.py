@@ -47,7 +47,7 @@ ALLOWED = {
         "attention", "choices", "plan", "inputs", "data", "trie", "layout", "objectives", "sample", "signals",
         "versions", "xtoken",
     },
-    "arguments": {"attention", "data", "inputs", "layout", "objectives", "recipe"},
+    "arguments": {"attention", "data", "errors", "inputs", "objectives", "recipe"},
     "mcore": {
         "arguments", "choices", "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention",
         "logprob", "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
@@ -55,6 +55,7 @@ ALLOWED = {
     },
     "integrations": {
         "sample", "trie", "layout", "metadata", "attention", "logprob", "randomness", "upload", "plan", "mcore",
+        "errors",
     },
     "bench": {"versions", "recipe", "mcore"},
     "pretrain_gpt": {

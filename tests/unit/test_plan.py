@@ -151,7 +151,7 @@ def test_a_sample_of_the_budget_s_size_fits_and_a_longer_one_is_named():
     with pytest.raises(BudgetError) as error:
         plan_step(samples, max_tokens=5)
     assert str(error.value).startswith("a.jsonl:2 turn 3: 6 tokens do not fit")
-    assert "of max_tokens=5; raise max_tokens or" in str(error.value)
+    assert "of batch.max_tokens=5; raise batch.max_tokens or" in str(error.value)
     assert isinstance(error.value, SampleError)
 
 

@@ -433,8 +433,8 @@ def test_asked_for_micro_batches():
     samples = [Sample(tokens=[length] * 10) for length in range(4)]
     plan = plan_step(samples, max_tokens=40, dp_size=2, micro_batches=2, cost_model=CostModel())
     assert plan.physical_tokens == ((10, 10), (10, 10))
-    with pytest.raises(BudgetError, match=r"1 micro-batches on each of 2 ranks .* with the.budget=10; 2 can"):
-        plan_step(samples, max_tokens=10, dp_size=2, micro_batches=1, budget_name="the.budget")
+    with pytest.raises(BudgetError, match=r"1 micro-batches on each of 2 ranks .* with batch.max_tokens=10; 2 can"):
+        plan_step(samples, max_tokens=10, dp_size=2, micro_batches=1)
     with pytest.raises(ValueError, match="micro_batches=3 must be a positive multiple of micro_batch_multiple=2"):
         plan_step(samples, max_tokens=10, micro_batches=3, micro_batch_multiple=2)
 

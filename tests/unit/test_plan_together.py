@@ -74,9 +74,9 @@ def test_a_pair_beyond_the_budget_is_named():
     with pytest.raises(
         BudgetError,
         match=r"^pairs.jsonl:2 and pairs.jsonl:3 stay together, and their 14 unique tokens do not fit a micro-batch of "
-        r"--max=13; raise --max or shorten the samples$",
+        r"batch.max_tokens=13; raise batch.max_tokens or shorten the samples$",
     ):
-        plan_step(samples, max_tokens=13, together=["p", "p"], budget_name="--max")
+        plan_step(samples, max_tokens=13, together=["p", "p"])
     assert plan_step(samples, max_tokens=13, together=["p", "q"]).num_micro_batches == 2
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_prefix_tree.errors import spell
 from mcore_prefix_tree.plan import BudgetError, plan_step
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import sort_samples
@@ -48,7 +49,6 @@ def cut(
         max_tokens=max_tokens,
         micro_batch_multiple=multiple,
         together=together,
-        budget_name="max_token_len_per_gpu",
     )
     units = len(samples) // group_size
     error, needed = "on another rank", 0
@@ -59,7 +59,7 @@ def cut(
             plan = planned()
             needed = plan.num_micro_batches
         except BudgetError as refused:
-            error = str(refused)
+            error = spell(str(refused), {"batch.max_tokens": "max_token_len_per_gpu"})
     agreed = torch.tensor([needed, -units, needed == 0], dtype=torch.int64, device=device)
     if group is not None:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)

@@ -18,9 +18,6 @@ from mcore_prefix_tree.mcore.seam.attention import window_of
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 
-# How a recipe gives up the same bits twice.
-ANY_ORDER = "deterministic_attention=false"
-
 logger = logging.getLogger(__name__)
 
 
@@ -84,7 +81,6 @@ def resolve_backend(
     *,
     device: torch.device,
     deterministic: bool = True,
-    any_order: str = ANY_ORDER,
     say: Callable[[str], None] = logger.info,
 ) -> str:
     """Return the back-end of a job.
@@ -96,7 +92,6 @@ def resolve_backend(
             ``auto`` calls it.
         device: device of this rank.
         deterministic: whether attention has to give the same bits twice.
-        any_order: name of the setting that gives this up, for messages.
         say: callback that receives a line about what ``auto`` chose, and why.
 
     Raises:
@@ -104,10 +99,12 @@ def resolve_backend(
             non-deterministic attention is requested under Megatron's deterministic mode.
     """
     if config.deterministic_mode and not deterministic:
-        raise ValueError(f"{any_order} contradicts deterministic_mode=True of the model; leave one of them out")
+        raise ValueError(
+            "deterministic_attention=false contradicts deterministic_mode=True of the model; leave one of them out"
+        )
     case = case_of(config, device=device, deterministic=deterministic)
     if setting != AUTO:
-        check_case(setting, case, any_order=any_order)
+        check_case(setting, case)
         return setting
     # One forest of the whole step: its shape does not depend on how the step is dealt to ranks.
     shape = TreeShape.of([TreeMetadata.from_layout(fold(first_step()))])

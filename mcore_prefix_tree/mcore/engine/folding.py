@@ -22,7 +22,6 @@ class Folding:
 
     Attributes:
         max_tokens: physical tokens that a micro-batch may hold, before padding.
-        budget_name: name of the user's setting of ``max_tokens``, for errors.
         dp_size: number of data-parallel ranks.
         cost_model: cost model that compares the ranks' work; see :func:`mcore_prefix_tree.plan.plan_step`.
         micro_batch_multiple: divisor of the number of micro-batches per rank.
@@ -45,7 +44,6 @@ class Folding:
     dp_size: int
     cost_model: CostModel | None
     device: torch.device
-    budget_name: str = "max_tokens"
     micro_batch_multiple: int = 1
     bubble: float = 0.0
     sharing: Sharing = SHARE_ALL
@@ -86,7 +84,6 @@ class Folding:
             bubble=self.bubble,
             sharing=self.sharing,
             together=together,
-            budget_name=self.budget_name,
         )
 
     def fewest_micro_batches(self, samples: Sequence[Sample], *, together: Sequence[Hashable] | None = None) -> int:
@@ -98,7 +95,6 @@ class Folding:
             micro_batch_multiple=self.micro_batch_multiple,
             sharing=self.sharing,
             together=together,
-            budget_name=self.budget_name,
         )
 
     def physical_tokens(self, samples: Sequence[Sample]) -> int:

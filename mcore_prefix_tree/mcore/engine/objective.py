@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,47 +13,22 @@ from mcore_prefix_tree.objectives.scored import MissingSignalError
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreCommand:
-    """Names of the commands that write the fields that samples may lack, for messages.
-
-    Attributes:
-        name: name of the command or the argument.
-        reference: command or arguments that score a reference model.
-        teacher: command or arguments that write a teacher's likeliest tokens.
-    """
-
-    name: str
-    reference: str
-    teacher: str
-
-    def writing(self, field: str) -> list[str]:
-        """Return a phrase for the command that writes a field; empty if none does."""
-        ways = {
-            "old_logprobs": f"`{self.name}` with the checkpoints that the samples were drawn from writes it",
-            "ref_logprobs": f"`{self.reference}` writes it",
-            "values": f"`{self.name}` of a critic writes it",
-            "reward": f"`{self.name}` of a reward model writes one",
-            "teacher": f"`{self.teacher}` of the teacher writes it",
-        }
-        return [ways[field]] if field in ways else []
+# The commands that write the fields that samples may lack.
+_WRITERS = {
+    "old_logprobs": "`mcore-prefix-tree score` with the checkpoints that the samples were drawn from writes it",
+    "ref_logprobs": "`mcore-prefix-tree score --reference FOLDER` writes it",
+    "values": "`mcore-prefix-tree score` of a critic writes it",
+    "reward": "`mcore-prefix-tree score` of a reward model writes one",
+    "teacher": "`mcore-prefix-tree score --teacher-top-k K` of the teacher writes it",
+}
 
 
-RECIPE_SCORES = ScoreCommand(
-    name="mcore-prefix-tree score",
-    reference="mcore-prefix-tree score --reference FOLDER",
-    teacher="mcore-prefix-tree score --teacher-top-k K",
-)
-
-
-def check_samples(objective: Objective, samples: Sequence[Sample], *, scored_by: ScoreCommand = RECIPE_SCORES) -> None:
+def check_samples(objective: Objective, samples: Sequence[Sample]) -> None:
     """Check before the first step that the objective can train on whole groups, rollouts or pairs.
 
     Args:
         objective: objective of the job.
         samples: samples of whole groups, rollouts or pairs.
-        scored_by: names of the commands that add missing fields in the user's interface.
 
     Raises:
         SampleError: a sample lacks what the objective reads, or contradicts the others of its group. Names the command
@@ -62,9 +37,7 @@ def check_samples(objective: Objective, samples: Sequence[Sample], *, scored_by:
     try:
         objective.check(samples)
     except MissingSignalError as error:
-        ways_out = scored_by.writing(error.field)
-        if error.field in objective.remedies:
-            ways_out.append(objective.remedies[error.field])
+        ways_out = [table[error.field] for table in (_WRITERS, objective.remedies) if error.field in table]
         if not ways_out:
             raise
         raise SampleError(f"{error}; {', or '.join(ways_out)}") from None

@@ -16,7 +16,7 @@ from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.objectives.score_options import REFERENCE, ScoreOptions
+from mcore_prefix_tree.recipe.score import REFERENCE, ScoreConfig
 from mcore_prefix_tree.sample import Sample
 
 _ENTROPY = "entropy"
@@ -72,7 +72,7 @@ class ScoreReport:
 
 
 def readouts_of(
-    options: ScoreOptions, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
+    options: ScoreConfig, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
 ) -> dict[str, Scorer[Any]]:
     """Return each model's readout by column, the objective's own first.
 

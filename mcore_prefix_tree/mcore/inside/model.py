@@ -22,6 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
+from mcore_prefix_tree.errors import spelled
 from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.inside.check import check_comparable, compare
@@ -209,7 +210,8 @@ class Folding:
             if name == AUTO:
                 gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
                 name = choose(case, _TYPICAL, device_name=gpu).backend
-            check_case(name, case, any_order="deterministic_mode=False")
+            with spelled({"deterministic_attention=false": "deterministic_mode=False"}):
+                check_case(name, case)
             self._backend = name
         return self._backend
 

@@ -39,6 +39,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.arguments.named import (
+    APEX_MISSING,
     SPEC_EXAMPLE,
     check_data,
     check_launched,
@@ -210,11 +211,7 @@ def check_installed(args: argparse.Namespace) -> None:
     """
     # Upstream's vocabulary layer asks the same, on the last pipeline stage alone and when all models are built.
     if args.gradient_accumulation_fusion and not getattr(tensor_parallel_layers, "_grad_accum_fusion_available", True):
-        raise ArgumentError(
-            "--no-gradient-accumulation-fusion is missing: Megatron-LM's default needs NVIDIA Apex, whose extension "
-            "fused_weight_gradient_mlp_cuda is not installed; give the flag, or build https://github.com/NVIDIA/apex "
-            "with its CUDA extensions"
-        )
+        raise ArgumentError(APEX_MISSING)
     if hybrid_pattern(args) is not None and args.spec is None and not HAVE_TE:
         raise ArgumentError(
             "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers are TransformerEngine's, which "

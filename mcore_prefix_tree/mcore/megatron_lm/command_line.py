@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.arguments.named import check_checkpoint_args, check_checkpoints
 from mcore_prefix_tree.arguments.rules import ArgumentError, check_unused
 from mcore_prefix_tree.ending import end_without_stacks
-from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore import compat
 
 
@@ -68,7 +68,7 @@ class CheckedParser(argparse.ArgumentParser):
             SystemExit: status 2 for a job that cannot run, 0 after a dry run and for ``--help``.
         """
         words = sys.argv[1:] if args is None else args
-        with readable_errors(is_of_this_package):
+        with readable_arguments():
             parsed = super().parse_args(args, namespace)
             if parsed.prefix_tree:
                 end_without_stacks()  # a site's own script has no other place

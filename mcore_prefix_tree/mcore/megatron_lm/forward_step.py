@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers
 
-from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.mcore.engine.forward_step import divisor_part, for_model, tree_forward
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepMicroBatch
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
@@ -23,7 +23,7 @@ from mcore_prefix_tree.upload import upload
 LossOutput = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
-@readable_errors(is_of_this_package)
+@readable_arguments()
 def tree_forward_step(
     data_iterator: Iterator[StepMicroBatch], model: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from megatron.training import get_args, print_rank_0
 
+from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.arguments.rules import has_scalar_head
 from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
-from mcore_prefix_tree.errors import is_of_this_package, readable_errors
 from mcore_prefix_tree.mcore.megatron_lm.adapter import build_model
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.hf import load_weights
@@ -24,7 +24,7 @@ from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size
 
 
-@readable_errors(is_of_this_package)
+@readable_arguments()
 def tree_model_provider(
     pre_process: bool = True,
     post_process: bool = True,

@@ -8,16 +8,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import torch
-
-from mcore_prefix_tree.arguments.rules import NAMES, objective_section
+from mcore_prefix_tree.arguments.settings import read_objective, read_recipe
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe
 from mcore_prefix_tree.recipe.objective import objective_of as objective_of_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
 from mcore_prefix_tree.recipe.teacher import check_stage, teacher_recipes
@@ -29,19 +26,18 @@ def objective_of(args: argparse.Namespace) -> Objective:
     Raises:
         RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
     """
-    settings = settings_of(objective_section(args), NAMES)
+    settings = settings_of(read_objective(args))
     if not (settings.asks_model or settings.across_tokenizers):
         return settings
-    recipe = _recipe_of(args)
-    check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective, NAMES)
-    objective = objective_of_recipe(recipe, NAMES)
+    recipe = read_recipe(args)
+    check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective)
+    objective = objective_of_recipe(recipe)
     if objective.asks_model:
         check_teachers(
-            teacher_recipes(recipe, NAMES),
+            teacher_recipes(recipe),
             recipe.model,
             max_tokens=args.prefix_tree_max_tokens,
             across_tokenizers=objective.across_tokenizers,
-            names=NAMES,
         )
     return objective
 
@@ -63,10 +59,10 @@ def teacher_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: C
     """
     if not (job.objective.asks_model or job.objective.across_tokenizers):
         return None
-    recipe, vocab_size = _recipe_of(args), vocab_size_of(args)
+    recipe, vocab_size = read_recipe(args), vocab_size_of(args)
     assert vocab_size is not None, "a dry run loads no teacher"
     return load_teachers(
-        teacher_recipes(recipe, NAMES) if job.objective.asks_model else [],
+        teacher_recipes(recipe) if job.objective.asks_model else [],
         recipe,
         job,
         first_step=lambda: order.take(0, args.global_batch_size),
@@ -74,45 +70,4 @@ def teacher_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: C
         padded_vocab_size=args.padded_vocab_size,
         say=say,
         on_last_stage=True,
-        names=NAMES,
-    )
-
-
-def _recipe_of(args: argparse.Namespace) -> Recipe:
-    """Return the student that the arguments describe as a recipe, as far as its teachers depend on it."""
-    return Recipe(
-        data=DataConfig(
-            path=args.prefix_tree_data_path,
-            tokenizer=args.prefix_tree_tokenizer,
-            chat_template_kwargs=args.prefix_tree_chat_template_kwargs or {},
-        ),
-        model=ModelConfig(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            num_attention_heads=args.num_attention_heads,
-            vocab_size=args.vocab_size,
-            max_position_embeddings=args.max_position_embeddings,
-            position_embedding_type=(
-                "learned_absolute" if args.position_embedding_type == "learned_absolute" else "rope"
-            ),
-            dtype="bfloat16" if args.bf16 else "float32",
-            transformer_impl="transformer_engine" if args.transformer_impl == "transformer_engine" else "local",
-        ),
-        batch=BatchConfig(
-            max_tokens=args.prefix_tree_max_tokens,
-            global_batch_size=args.global_batch_size,
-            share=args.prefix_tree_share,
-            min_shared_tokens=args.prefix_tree_min_shared_tokens,
-        ),
-        train_iters=1,
-        attention_backend=args.prefix_tree_attention_backend,
-        deterministic_attention=args.prefix_tree_deterministic_attention,
-        fused_head=args.prefix_tree_fused_head,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        objective=objective_section(args),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            sequence_parallel=args.sequence_parallel,
-        ),
     )

@@ -11,16 +11,16 @@ from typing import Any
 
 from megatron.training import get_args, get_timers, print_rank_0
 
-from mcore_prefix_tree.arguments.rules import NAMES
+from mcore_prefix_tree.arguments.flags import SPELLINGS, readable_arguments
+from mcore_prefix_tree.arguments.settings import read_recipe
 from mcore_prefix_tree.choices import Order
-from mcore_prefix_tree.data import FieldNames, LineOptions, load_tokenizer
+from mcore_prefix_tree.data import FieldNames
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.grouping import StepSetting
 from mcore_prefix_tree.data.source import Source
-from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.errors import spell, spelled
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.objective import ScoreCommand, check_samples
+from mcore_prefix_tree.mcore.engine.objective import check_samples
 from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
@@ -34,20 +34,11 @@ from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_s
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.recipe.source import source_of as source_of_recipe
 
 __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 
 Provider = Callable[..., Any]
-
-_STEP = StepSetting(
-    name="--global-batch-size",
-    any_sizes="`mcore-prefix-tree train` with batch.groups_per_step takes {by}s of any sizes",
-)
-_SCORES = ScoreCommand(
-    name="--prefix-tree-score FILE",
-    reference="--prefix-tree-score FILE --prefix-tree-score-reference DIR",
-    teacher="--prefix-tree-score FILE --prefix-tree-score-teacher-top-k K",
-)
 
 
 def read_order(
@@ -61,13 +52,12 @@ def read_order(
         ValueError: there are fewer samples than a step of whole groups takes.
     """
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
-    check = None if objective.is_weighted_sum else partial(check_samples, objective, scored_by=_SCORES)
+    check = None if objective.is_weighted_sum else partial(check_samples, objective)
     source = source_of(args, paths, order, objective, names=names)
-    if validates:
-        source = replace(source, path_setting="--prefix-tree-valid-data-path")
-    samples, skipped = source.read(check=check, progress=ReadingProgress())
+    with spelled({"data.path": "validation.path"} if validates else {}):
+        samples, skipped = source.read(check=check, progress=ReadingProgress())
     if skipped:
-        print_rank_0(f"> {skipped}")
+        print_rank_0(f"> {spell(str(skipped), SPELLINGS)}")
     return samples
 
 
@@ -83,32 +73,14 @@ def source_of(
         objective: objective of the job; None reads no group, rollout or pair.
         names: names of the files' fields.
     """
-    name = args.prefix_tree_tokenizer
-    by = None if objective is None else objective.grouped_by
-    return Source(
-        paths=paths,
-        options=LineOptions(
-            tokenizer=None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs),
-            expand_turns=args.prefix_tree_expand_turns,
-            vocab_size=vocab_size_of(args),
-            renderings=() if objective is None else objective.renderings,
-            limits={"--seq-length": args.seq_length, "--prefix-tree-max-tokens": args.prefix_tree_max_tokens},
-            names=names,
-            tokenizer_setting=NAMES.tokenizer,
-        ),
-        seed=args.seed,
-        order=order,
-        step=args.global_batch_size,
-        grouped_by=by,
-        whole_steps=by is not None,
-        on_error=args.prefix_tree_on_error,
-        is_streamed=args.prefix_tree_streaming,
-        objective=f"--prefix-tree-objective {args.prefix_tree_objective}",
-        path_setting="--prefix-tree-data-path",
-        streaming="give --prefix-tree-streaming",
-        step_setting=_STEP,
-        ranks=all_ranks(),
+    recipe = read_recipe(args)
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, path=list(paths), order=order),
+        model=replace(recipe.model, vocab_size=vocab_size_of(args)),
     )
+    limits = {"--seq-length": args.seq_length}
+    return source_of_recipe(recipe, objective, ranks=all_ranks(), names=names, limits=limits)
 
 
 def training_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
@@ -156,7 +128,7 @@ class TreeDatasetsProvider:
         self._objective: Objective | None = None
         self._teacher: Teacher | None = None
 
-    @readable_errors(is_of_this_package)
+    @readable_arguments()
     def __call__(
         self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
     ) -> tuple[StepIterator | None, StepIterator | None, None]:
@@ -178,7 +150,7 @@ class TreeDatasetsProvider:
                 order = self._training_order(args, folding, objective, train_val_test_num_samples[0] or 0)
                 self._training = StepDealer(
                     order,
-                    self._job(args, folding, objective, order),
+                    self._job(args, objective, order),
                     chunks=chunks,
                     num_workers=args.num_workers,
                     clock=training_seconds,
@@ -197,13 +169,13 @@ class TreeDatasetsProvider:
                 end = train_val_test_num_samples[1] or 0
                 check_steps(order, lambda _: evaluation_size(args), folding, objective, consumed=consumed, end=end)
             # Training has chosen before: validation runs the same back-end.
-            job = self._job(args, folding, objective, order)
+            job = self._job(args, objective, order)
             self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
         return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
 
-    def _job(self, args: argparse.Namespace, folding: Folding, objective: Objective, order: SampleOrder) -> Job:
+    def _job(self, args: argparse.Namespace, objective: Objective, order: SampleOrder) -> Job:
         """Return a job; training and validation share one teacher."""
-        job = job_of(args, folding, objective, order)
+        job = job_of(args, objective, lambda: order.take(0, args.global_batch_size))
         if self._teacher is None:
             self._teacher = teacher_of(args, job, order, say=print_rank_0)
         return replace(job, teacher=self._teacher)
@@ -254,7 +226,7 @@ def prefix_tree_providers(
             provider = folded if get_args().prefix_tree else datasets_provider
             return provider(num_samples) if vp_stage is None else provider(num_samples, vp_stage=vp_stage)
 
-    @readable_errors(is_of_this_package)
+    @readable_arguments()
     def model(*args: Any, **kwargs: Any) -> Any:
         arguments = get_args()
         # --attention-backend tree: Megatron-Core is patched (patches/README.md), the script's own layers follow it.

@@ -12,18 +12,21 @@ from megatron.training import print_rank_0
 from megatron.training.checkpointing import load_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_prefix_tree.arguments.rules import ArgumentError, objective_kind, score_options
+from mcore_prefix_tree.arguments.flags import SPELLINGS
+from mcore_prefix_tree.arguments.rules import ArgumentError
+from mcore_prefix_tree.arguments.settings import read_objective, read_score
 from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.errors import spell
 from mcore_prefix_tree.mcore.engine.score_file import ScoreReport, readouts_of, write_scores
 from mcore_prefix_tree.mcore.megatron_lm.adapter import build_chunks, start
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
-from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
+from mcore_prefix_tree.mcore.megatron_lm.job import job_of
 from mcore_prefix_tree.mcore.megatron_lm.loaded import checkpoint_of
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, source_of
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
-from mcore_prefix_tree.objectives.score_options import REFERENCE
+from mcore_prefix_tree.recipe.score import REFERENCE
 
 _REFERENCE_ARGUMENT = "prefix_tree_score_reference"
 
@@ -42,12 +45,13 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
     config_in_provider(args)
     # The weights alone: there is no optimizer, and nothing goes on.
     args.finetune = args.no_load_optim = args.no_load_rng = True
-    options, kind = score_options(args), objective_kind(args)
+    options, kind = read_score(args), read_objective(args).kind
+    assert options is not None, "--prefix-tree-score is what starts this"
     names = FieldNames(given=args.prefix_tree_fields, keeps_others=True)
     # Whatever the objective reads of a sample: it may need these very scores.
     source = source_of(args, args.prefix_tree_data_path, "file", None, names=names)
     order, skipped = source.read(progress=ReadingProgress(), is_scored=options.reads_mask(kind))
-    job = job_of(args, folding_of(args, device=device_of_this_rank()), objective_of(args), order)
+    job = job_of(args, objective_of(args), lambda: order.take(0, args.global_batch_size))
     models = {options.column(kind): _filled(args, "load")}
     if options.reference is not None:
         models[REFERENCE] = _filled(args, _REFERENCE_ARGUMENT)
@@ -66,7 +70,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
         names=FieldNames(given=args.prefix_tree_fields),
         all_tokens=options.all_tokens,
     )
-    print_rank_0("\n".join(report.lines(args.prefix_tree_score)))
+    print_rank_0(spell("\n".join(report.lines(args.prefix_tree_score)), SPELLINGS))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, check_stage, parallel_of_teachers
+from mcore_prefix_tree.recipe.teacher import check_stage, parallel_of_teachers
 from mcore_prefix_tree.sample import Sample
 
 
@@ -36,7 +36,6 @@ def check_teachers(
     *,
     max_tokens: int,
     across_tokenizers: bool,
-    names: SettingNames = IN_RECIPES,
 ) -> None:
     """Check that a student can ask the models of recipes.
 
@@ -45,14 +44,13 @@ def check_teachers(
         student: model of the student.
         max_tokens: token budget of the student's micro-batches.
         across_tokenizers: whether the objective compares texts instead of tokens.
-        names: names of the settings, for messages.
 
     Raises:
         RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
             vocabulary or shorter positions.
     """
     for path, teacher in teachers:
-        setting, name = f"{names.teacher}={path}", teacher.objective.name
+        setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
         if teacher.objective.has_scalar_head:
             raise RecipeError(f"{setting}: its objective.name={name} has no vocabulary to learn from")
         if teacher.checkpoint.save is None and teacher.model.hf is None:
@@ -61,7 +59,7 @@ def check_teachers(
             )
         if not across_tokenizers:
             _check_vocabulary(teacher.model, student, setting)
-            _check_positions(teacher.model, student, {names.max_tokens: max_tokens}, setting)
+            _check_positions(teacher.model, student, {"batch.max_tokens": max_tokens}, setting)
 
 
 def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
@@ -98,7 +96,6 @@ def load_teachers(
     padded_vocab_size: int,
     say: Callable[[str], None],
     on_last_stage: bool = False,
-    names: SettingNames = IN_RECIPES,
 ) -> Teacher | None:
     """Return the teachers that a job asks before its student, with their last checkpoints' weights; None without any.
 
@@ -112,7 +109,6 @@ def load_teachers(
         say: function that receives which weights they are, on every rank.
         on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
             stages.
-        names: names of the settings, for messages.
 
     Raises:
         RecipeError: this parallel layout has no such model, or the checkpoint is missing or does not fit.
@@ -120,7 +116,7 @@ def load_teachers(
         ValueError: see :func:`resolve_backend`.
     """
     device = job.folding.device
-    layout = parallel_of_teachers(student.objective, student.parallel, names)
+    layout = parallel_of_teachers(student.objective, student.parallel)
     if on_last_stage:
         layout = replace(layout, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
     recipes = [
@@ -135,13 +131,13 @@ def load_teachers(
         for _, teacher in teachers
     ]
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    check_stage(stage.size(), student.objective, names)
+    check_stage(stage.size(), student.objective)
     tensor_parallel = layout.tensor_model_parallel_size
     load = partial(load_model, first_step=first_step, device=device, say=say)
     if not job.objective.across_tokenizers:
         if not recipes:
             return None
-        _check_divides(padded_vocab_size, layout, names)
+        _check_divides(padded_vocab_size, layout)
         ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
         return load(recipes[0], vocab_size, padded_vocab_size, ranks=ranks)
     objective = cast("BoundCrossTokenizer", job.objective)
@@ -156,7 +152,7 @@ def load_teachers(
     ]
     if objective.settings.teachers == "averaged_logits" and len(set(sizes)) > 1:
         raise RecipeError(
-            f"{names.options}.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
+            f"objective.options.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
             f"{max(sizes)} of them; give their recipes one model.vocab_size"
         )
     ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
@@ -173,11 +169,12 @@ def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
     return layout if has_experts else replace(layout, expert_model_parallel_size=1)
 
 
-def _check_divides(columns: int, layout: ParallelConfig, names: SettingNames) -> None:
+def _check_divides(columns: int, layout: ParallelConfig) -> None:
     """Check that a teacher of the student's vocabulary can be cut evenly."""
     if columns % layout.tensor_model_parallel_size:
         raise RecipeError(
-            f"{names.teacher_tensor_parallel}={layout.tensor_model_parallel_size} does not divide the {columns} tokens "
+            f"objective.teacher_tensor_model_parallel_size={layout.tensor_model_parallel_size} does not divide the "
+            f"{columns} tokens "
             "of the vocabulary, padding included, in which teacher and student are compared; choose another, or leave "
             "it out"
         )

@@ -66,10 +66,7 @@ def with_edge_head(model: Model) -> Model:
         return model
     reason = _why_not(layer)
     if reason is not None:
-        raise NotImplementedError(
-            f"the fused head does not support {reason}; turn it off with fused_head: false in a recipe, with "
-            "--prefix-tree-no-fused-head in Megatron-LM"
-        )
+        raise NotImplementedError(f"the fused head does not support {reason}; turn it off with fused_head=false")
     kind: Any = type(layer)
     layer.__class__ = tree_class(EdgeHeadMixin, kind)
     return model

@@ -24,10 +24,10 @@ from mcore_prefix_tree.mcore.readout import ExportedRows, TopLogprobs
 from mcore_prefix_tree.mcore.trainer.resolve import read_data
 from mcore_prefix_tree.mcore.trainer.session import Session, session
 from mcore_prefix_tree.objectives import CrossTokenizer
-from mcore_prefix_tree.objectives.score_options import TEACHER
 from mcore_prefix_tree.objectives.xtoken_rows import refuse_temperatures
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import settings_of
+from mcore_prefix_tree.recipe.score import TEACHER
 from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.recipe.xtoken import pairing_of
 from mcore_prefix_tree.sample import Sample
@@ -139,7 +139,6 @@ def _folding(joined: Session, model: TeacherModel, sharing: Sharing) -> Folding:
     recipe = joined.recipe
     return Folding(
         max_tokens=recipe.batch.max_tokens,
-        budget_name="batch.max_tokens of the teacher's recipe",
         dp_size=parallel_state.get_data_parallel_world_size(),
         cost_model=None,
         device=joined.device,

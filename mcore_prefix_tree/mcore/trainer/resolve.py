@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.data import Skipped
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.source import Source
-from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
-from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import check_samples
+from mcore_prefix_tree.mcore.engine.resolve import Run, make_job
 from mcore_prefix_tree.mcore.engine.verify import CannotVerifyError, VerifyReport, verify
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.fields import DTYPES
@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.models.model import build_chunks, transformer_confi
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, is_main_rank
 from mcore_prefix_tree.mcore.trainer.session import Session
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import CostModel, ModelWork
+from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.recipe import Recipe, RecipeError
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
 from mcore_prefix_tree.recipe.source import source_of
@@ -78,7 +78,8 @@ def read_data(
             takes, or the recipe counts steps in groups of an objective that has none.
     """
     recipe = session.recipe
-    source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample, keeps_others=keeps_others)
+    names = FieldNames(given=recipe.data.fields, keeps_others=keeps_others)
+    source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample, names=names)
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
         order, skipped = source.read(check=check, progress=progress, is_scored=is_scored)
@@ -234,44 +235,21 @@ def resolve(
         RecipeError: the length buckets fit neither the budget nor the parallel layout.
     """
     recipe = session.recipe
-    backend = resolve_backend(
-        recipe.attention_backend,
+    model = replace(recipe.model, vocab_size=data.source.options.vocab_size)
+    run = Run(
+        device=session.device,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        work=ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head),
+        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
+        measured=session.measured,
+    )
+    job = make_job(
+        recipe,
+        run,
+        objective,
         session.config,
         lambda: data.order.take(0, recipe.batch.per_step),
-        device=session.device,
-        deterministic=recipe.deterministic_attention,
         say=say if is_main_rank() else logger.debug,
     )
-    model = replace(recipe.model, vocab_size=data.source.options.vocab_size)
-    recipe = replace(recipe, attention_backend=backend, model=model)
-    work = ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head)
-    cost_model = CostModel.from_work(work)
-    if session.measured:
-        cost_model = cost_model.calibrated(session.measured)
-    deterministic = recipe.deterministic_attention
-    folding = Folding(
-        max_tokens=recipe.batch.max_tokens,
-        budget_name="batch.max_tokens",
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cost_model=cost_model,
-        device=session.device,
-        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
-        bubble=recipe.parallel.bubble,
-        sharing=recipe.batch.sharing,
-        padding=recipe.padding,
-        attention_backend=backend,
-        attention_cases=cases_of(session.config, device=session.device, deterministic=deterministic),
-        deterministic_attention=deterministic,
-        only_supervised=recipe.fused_head,
-        head_chunk_rows=recipe.head_chunk_rows,
-    )
-    job = Job(
-        objective=objective,
-        folding=folding,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        config=session.config,
-        work=work,
-        is_local=model.transformer_impl == "local",
-        fused_head=recipe.fused_head,
-    )
+    recipe = replace(recipe, attention_backend=job.folding.attention_backend, model=model)
     return Resolved(recipe=recipe, order=data.order, job=job)

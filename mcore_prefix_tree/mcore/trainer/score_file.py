@@ -16,11 +16,11 @@ from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.objectives.score_options import REFERENCE, ScoreOptions
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.check import check_recipe
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
+from mcore_prefix_tree.recipe.score import REFERENCE, ScoreConfig
 
 
 def run_score(
@@ -63,10 +63,16 @@ def run_score(
     try:
         check_rows_output(output, [*recipe.inputs, *([] if reference is None else [reference])])
     except ValueError as error:
-        raise RecipeError(f"--output {error}") from None
+        raise RecipeError(f"score.output={error}") from None
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
     kind = recipe.objective.kind
-    options = ScoreOptions(reference=reference, all_tokens=all_tokens, entropy=entropy, teacher_top_k=teacher_top_k)
+    options = ScoreConfig(
+        output=str(output),
+        reference=None if reference is None else str(reference),
+        all_tokens=all_tokens,
+        entropy=entropy,
+        teacher_top_k=teacher_top_k,
+    )
     try:
         options.check(kind, setting=f"objective.name={recipe.objective.name}", vocab_size=recipe.model.vocab_size)
     except ValueError as error:
@@ -161,14 +167,14 @@ def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
     if not (Path(folder) / CONFIG).is_file():
         return _Weights(folder=folder)
     if model.hf is None:
-        raise RecipeError(f"--reference {folder} is a Hugging Face folder; set model.hf, whose architecture it has")
+        raise RecipeError(f"score.reference={folder} is a Hugging Face folder; set model.hf, whose architecture it has")
     try:
         difference = HuggingFaceFolder.read(model.hf).difference(HuggingFaceFolder.read(folder))
     except ValueError as error:
-        raise RecipeError(f"--reference {error}") from None
+        raise RecipeError(f"score.reference: {error}") from None
     if difference:
         raise RecipeError(
-            f"--reference {folder} is another model than model.hf={model.hf}: config.json has another "
+            f"score.reference={folder} is another model than model.hf={model.hf}: config.json has another "
             f"'{difference}'; score it in a run of its own, with --hf"
         )
     return _Weights(folder=folder, is_hf=True)

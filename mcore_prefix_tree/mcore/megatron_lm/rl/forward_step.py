@@ -23,16 +23,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, get_timers
-from megatron.training.arguments import core_transformer_config_from_args
 
-from mcore_prefix_tree.errors import is_of_this_package, readable_errors
-from mcore_prefix_tree.mcore.engine.backend import cases_of
+from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import for_model, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.steps import fold_micro_batches
 from mcore_prefix_tree.mcore.megatron_lm.forward_step import straggler_timers
-from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, work_of
+from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, job_of
 from mcore_prefix_tree.mcore.megatron_lm.rl.objective import ScriptLoss, ScriptObjective
 from mcore_prefix_tree.mcore.megatron_lm.rl.script import Script, load_script
 from mcore_prefix_tree.mcore.megatron_lm.rl.trajectories import LoopMicroBatch, read_micro_batch
@@ -73,7 +71,7 @@ class FoldedForwardStep:
         self._job: Job | None = None
         self._dealt: deque[FoldedMicroBatch] = deque()
 
-    @readable_errors(is_of_this_package)
+    @readable_arguments()
     def __call__(
         self, data_iterator: Iterator[Any], model: Any, loss_only: bool = False
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
@@ -164,17 +162,9 @@ def _cut(
 
 
 def _job_of(args: argparse.Namespace, script: Script) -> Job:
-    config, device = core_transformer_config_from_args(args), device_of_this_rank()
-    cases = cases_of(config, device=device, deterministic=args.prefix_tree_deterministic_attention)
-    return Job(
-        objective=ScriptObjective(script=script, args=args, dtypes={}),
-        folding=replace(folding_of(args, device=device), attention_cases=cases),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        config=config,
-        work=work_of(args),
-        is_local=args.transformer_impl == "local",
-        fused_head=args.prefix_tree_fused_head,
-    )
+    objective = ScriptObjective(script=script, args=args, dtypes={})
+    # The model provider has resolved the back-end: there is no first step to look at.
+    return job_of(args, objective, lambda: [])
 
 
 def _forget_rotary_tables(model: Any) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from megatron.training import get_args, get_tokenizer, print_rank_0
 
-from mcore_prefix_tree.errors import is_of_this_package, readable_errors
+from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend
 from mcore_prefix_tree.mcore.inside.answers import RowLogprobs, loss_of_logits
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows, PackedRows, RowsPackedSeqParams
@@ -34,7 +34,7 @@ from mcore_prefix_tree.upload import upload
 Int64Array = npt.NDArray[np.int64]
 
 
-@readable_errors(is_of_this_package)
+@readable_arguments()
 def rl_model_provider(
     pre_process: bool = True,
     post_process: bool = True,
@@ -85,7 +85,6 @@ def _resolved(args: argparse.Namespace, config: Any) -> str:
         group,
         device=device_of_this_rank(),
         deterministic=args.prefix_tree_deterministic_attention,
-        any_order="--prefix-tree-no-deterministic-attention",
         say=print_rank_0,
     )
 
