@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mcore_prefix_tree.objectives.objective import Objective
 
-# Columns of the file, which training reads, beside those that objectives name.
-REFERENCE, TEACHER = "ref_logprobs", "teacher"
+# Columns of the file, which training reads: a policy's, and those that no objective names.
+POLICY, REFERENCE, TEACHER = "old_logprobs", "ref_logprobs", "teacher"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class ScoreOptions:
             ValueError: the model does not support them.
         """
         k = self.teacher_top_k
-        if k is not None and objective.has_scalar_head:
+        if k is not None and objective.scored_as != POLICY:
             raise ValueError(f"{self.prefix}teacher-top-k wants a vocabulary, and {setting} has none")
         if k is not None and (k < 1 or (vocab_size is not None and k > vocab_size)):
             raise ValueError(
                 f"{self.prefix}teacher-top-k {k}: it must be from 1 to the vocabulary's {vocab_size or 'size'}"
             )
-        if self.reference is not None and (objective.has_scalar_head or k is not None):
+        if self.reference is not None and self.column(objective) != POLICY:
             raise ValueError(
                 f"{self.prefix}reference gives ref_logprobs beside those of a policy, but this model gives "
                 f"{self.column(objective)} alone; score the reference in a run of its own"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers, teacher_recipes
+from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers
 from mcore_prefix_tree.recipe.xtoken import bound
+
+# For settings that are not yet an objective: functions that read the rest, from the settings, the recipe and the names.
+BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe, SettingNames], Objective]] = {CrossTokenizer: bound}
 
 
 def settings_of(given: ObjectiveConfig, names: SettingNames = IN_RECIPES) -> Objective:
@@ -45,30 +49,31 @@ def check_teachers_named(
     Raises:
         RecipeError: the named teachers do not fit the objective.
     """
-    teachers, across = given.teacher_recipes, objective.across_tokenizers
+    teachers, needed = given.teacher_recipes, objective.second_models
+    asked, across = needed is not None and needed.asked, needed is not None and not needed.same_vocabulary
     full = f"{names.options}.teacher: full"
     if across and not teachers:
         raise RecipeError(
             f"{names.objective.format('xtoken')} learns from a model with another tokenizer; name its recipe with "
             f"{names.teacher}"
         )
-    if objective.asks_model and not teachers:
+    if asked and not teachers:
         raise RecipeError(
             f"{full} asks a second model in every step; name its recipe with {names.teacher}, or put the teacher's "
             "likeliest tokens into the data and set top_k"
         )
-    if (objective.asks_model or across) and not fused_head:
+    if needed is not None and not fused_head:
         setting = names.objective.format("xtoken") if across else full
         raise RecipeError(
             f"{names.no_fused_head} keeps all logits of the student, and {setting} would keep the teacher's too; leave "
             "it out"
         )
-    if teachers and not objective.asks_model and not across:
+    if teachers and needed is None:
         raise RecipeError(
             f"{names.teacher}={', '.join(teachers)}: only {names.objective.format('distill')} with "
             f"{names.options}.teacher=full, and xtoken, ask a second model; leave it out"
         )
-    if given.teacher_tensor_model_parallel_size and not objective.asks_model:
+    if given.teacher_tensor_model_parallel_size and not asked:
         raise RecipeError(
             f"{names.teacher_tensor_parallel} applies only to teachers that are asked in every step; leave it out"
         )
@@ -103,14 +108,5 @@ def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
         RecipeError: see :func:`checked_settings`; or what is read does not fit together.
     """
     objective = checked_settings(recipe, names)
-    if not objective.across_tokenizers:
-        return objective
-    return bound(
-        cast("CrossTokenizer", objective),
-        teacher_recipes(recipe, names),
-        recipe.data,
-        sharing=recipe.batch.sharing,
-        pad_to_multiple_of=recipe.padding.multiple,
-        block_rows=recipe.head_chunk_rows,
-        names=names,
-    )
+    bind = BINDINGS.get(type(objective))
+    return objective if bind is None else bind(objective, recipe, names)

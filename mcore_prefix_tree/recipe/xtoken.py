@@ -9,49 +9,37 @@ from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
 from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames
-from mcore_prefix_tree.trie import Sharing
+from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, teacher_recipes
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
-def bound(
-    settings: CrossTokenizer,
-    teachers: Sequence[tuple[str, Recipe]],
-    data: DataConfig,
-    *,
-    sharing: Sharing,
-    pad_to_multiple_of: int,
-    block_rows: int | None,
-    names: SettingNames = IN_RECIPES,
-) -> BoundCrossTokenizer:
+def bound(settings: CrossTokenizer, recipe: Recipe, names: SettingNames = IN_RECIPES) -> BoundCrossTokenizer:
     """Return the objective of a recipe's settings.
 
     Args:
         settings: settings in ``objective.options``.
-        teachers: name of each teacher's recipe, and the recipe, which names its tokenizer.
-        data: data section that names the student's tokenizer.
-        sharing: see :meth:`CrossTokenizer.bound`, as for the other two.
-        pad_to_multiple_of: divisor of the layouts' sizes.
-        block_rows: maximum number of predictors of a block.
+        recipe: recipe of the job, which names the tokenizers of the student and, in their recipes, of the teachers.
         names: names of the settings, for messages.
 
     Raises:
         RecipeError: a tokenizer or a projection is missing, or does not fit.
         ValueError, OSError: a tokenizer or a file cannot be read; names it.
     """
-    reads = settings.losses.reads
+    reads, teachers, multiple = settings.losses.reads, teacher_recipes(recipe, names), recipe.padding.multiple
     projections = _projections(settings, reads, len(teachers), names)
-    student = _tokenizer(data, names.tokenizer, names)
+    student = _tokenizer(recipe.data, names.tokenizer, names)
     sides = []
     for (path, teacher), projection in zip(teachers, projections, strict=True):
         pairing = _pairing(settings, student, path, teacher.data, teacher.model, names)
         sides.append(_side(pairing, reads, projection, names))
     _check_columns(settings, sides, names)
     try:
-        return settings.bound(sides, sharing=sharing, pad_to_multiple_of=pad_to_multiple_of, block_rows=block_rows)
+        return settings.bound(
+            sides, sharing=recipe.batch.sharing, pad_to_multiple_of=multiple, block_rows=recipe.head_chunk_rows
+        )
     except ValueError as error:
         raise RecipeError(f"{names.options}: {error}") from None
 

@@ -104,12 +104,12 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         work=ModelWork.from_dimensions(
             num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=STUDENT_SIZE
         ),
-        teacher=(ExportedTeacher if job.rows else PairedTeachers)(
+        hook=(ExportedTeacher if job.rows else PairedTeachers)(
             objective=objective, models=models, student_columns=STUDENT_SIZE // layout.tp, device=device
         ),
     )
     step = fold_step(samples, resolved)
-    batches = resolved.taught(step.micro_batches, resolved.forward(trainer.chunks))
+    batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
     reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
-from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
-from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
+from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
 from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.hf import described
@@ -24,9 +20,9 @@ from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.models.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.objectives import BoundCrossTokenizer
-from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, check_stage, parallel_of_teachers
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, teacher_recipes
 from mcore_prefix_tree.sample import Sample
 
 
@@ -35,7 +31,7 @@ def check_teachers(
     student: ModelConfig,
     *,
     max_tokens: int,
-    across_tokenizers: bool,
+    same_vocabulary: bool,
     names: SettingNames = IN_RECIPES,
 ) -> None:
     """Check that a student can ask the models of recipes.
@@ -44,7 +40,7 @@ def check_teachers(
         teachers: recipes of the teachers, from :func:`teacher_recipes`.
         student: model of the student.
         max_tokens: token budget of the student's micro-batches.
-        across_tokenizers: whether the objective compares texts instead of tokens.
+        same_vocabulary: whether the objective compares tokens instead of texts.
         names: names of the settings, for messages.
 
     Raises:
@@ -59,7 +55,7 @@ def check_teachers(
             raise RecipeError(
                 f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
             )
-        if not across_tokenizers:
+        if same_vocabulary:
             _check_vocabulary(teacher.model, student, setting)
             _check_positions(teacher.model, student, {names.max_tokens: max_tokens}, setting)
 
@@ -88,99 +84,78 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[st
         )
 
 
-def load_teachers(
-    teachers: Sequence[tuple[str, Recipe]],
-    student: Recipe,
-    job: Job,
-    *,
-    first_step: Callable[[], Sequence[Sample]],
-    vocab_size: int,
-    padded_vocab_size: int,
-    say: Callable[[str], None],
-    on_last_stage: bool = False,
-    names: SettingNames = IN_RECIPES,
-) -> Teacher | None:
-    """Return the teachers that a job asks before its student, with their last checkpoints' weights; None without any.
+def asked_teachers(objective: Objective, student: Recipe, names: SettingNames = IN_RECIPES) -> list[tuple[str, Recipe]]:
+    """Return the recipes of the teachers that each step asks, checked; none if the objective asks no model.
 
     Args:
-        teachers: recipes that :func:`check_teachers` checked; empty if the objective asks no second model.
+        objective: objective of the job.
         student: recipe of the job.
-        job: job without its teachers.
-        first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
-        vocab_size: number of tokens of the student's vocabulary.
-        padded_vocab_size: number of rows of its embedding.
-        say: function that receives which weights they are, on every rank.
-        on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
-            stages.
         names: names of the settings, for messages.
 
     Raises:
-        RecipeError: this parallel layout has no such model, or the checkpoint is missing or does not fit.
-        NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
-        ValueError: see :func:`resolve_backend`.
+        RecipeError: see :func:`teacher_recipes` and :func:`check_teachers`.
     """
-    device = job.folding.device
-    layout = parallel_of_teachers(student.objective, student.parallel, names)
-    if on_last_stage:
-        layout = replace(layout, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
-    recipes = [
-        replace(
-            teacher,
-            objective=ObjectiveConfig(),
-            parallel=_for(teacher.model, layout),
-            fused_head=True,
-            device=student.device,
-            deterministic_attention=student.deterministic_attention,
-        )
-        for _, teacher in teachers
-    ]
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    check_stage(stage.size(), student.objective, names)
-    tensor_parallel = layout.tensor_model_parallel_size
-    load = partial(load_model, first_step=first_step, device=device, say=say)
-    if not job.objective.across_tokenizers:
-        if not recipes:
-            return None
-        _check_divides(padded_vocab_size, layout, names)
-        ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
-        return load(recipes[0], vocab_size, padded_vocab_size, ranks=ranks)
-    objective = cast("BoundCrossTokenizer", job.objective)
-    columns = padded_vocab_size // student.parallel.tensor_model_parallel_size
-    if not recipes:
-        return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
-    # As many columns on each rank of the teacher, and on each of the student.
-    cut = max(layout, student.parallel, key=lambda one: one.tensor_model_parallel_size)
-    sizes = [
-        cut.padded_vocab_size(vocabulary_of(recipe.model, side.teacher_size))
-        for recipe, side in zip(recipes, objective.sides, strict=True)
-    ]
-    if objective.settings.teachers == "averaged_logits" and len(set(sizes)) > 1:
+    needed = objective.second_models
+    if needed is None or not needed.asked:
+        return []
+    teachers, most = teacher_recipes(student, names), student.batch.max_tokens
+    check_teachers(teachers, student.model, max_tokens=most, same_vocabulary=needed.same_vocabulary, names=names)
+    return teachers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherLoading:
+    """Teachers of a job, and the place where their models go.
+
+    Attributes:
+        objective: objective of the job.
+        recipes: recipes of the teachers whose models are asked, with the settings that they share with the student.
+        parallel: parallel layout of the student.
+        layout: parallel layout of the teachers.
+        vocab_size: number of tokens of the student's vocabulary.
+        padded_vocab_size: number of rows of its embedding.
+        device: device of the job.
+        on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
+            stages.
+        names: names of the settings, for messages.
+        load: :func:`load_model` with the arguments that all teachers have in common, except ``ranks``.
+    """
+
+    objective: Any
+    recipes: Sequence[Recipe]
+    parallel: ParallelConfig
+    layout: ParallelConfig
+    vocab_size: int
+    padded_vocab_size: int
+    device: torch.device
+    on_last_stage: bool
+    names: SettingNames
+    load: Callable[..., TeacherModel]
+
+    def models(self, sizes: Sequence[tuple[int, int]]) -> list[TeacherModel]:
+        """Return the teachers with the weights of their last checkpoints.
+
+        Args:
+            sizes: each one's number of tokens, and of rows of its embedding.
+        """
+        ranks = TeacherRanks.of(self.layout.tensor_model_parallel_size, on_last_stage=self.on_last_stage)
+        return [self.load(recipe, *of, ranks=ranks) for recipe, of in zip(self.recipes, sizes, strict=True)]
+
+
+def same_vocabulary_teacher(loading: TeacherLoading) -> TeacherModel:
+    """Return the hook that runs a teacher of the student's vocabulary.
+
+    Raises:
+        RecipeError: the vocabulary cannot be cut evenly over the teacher's ranks.
+    """
+    columns, ranks = loading.padded_vocab_size, loading.layout.tensor_model_parallel_size
+    if columns % ranks:
         raise RecipeError(
-            f"{names.options}.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
-            f"{max(sizes)} of them; give their recipes one model.vocab_size"
+            f"{loading.names.teacher_tensor_parallel}={ranks} does not divide the {columns} tokens of the vocabulary, "
+            "padding included, in which teacher and student are compared; choose another, or leave it out"
         )
-    ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
-    models = [
-        load(recipe, side.teacher_size, size, ranks=ranks)
-        for recipe, side, size in zip(recipes, objective.sides, sizes, strict=True)
-    ]
-    return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
-
-
-def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
-    """Return the layout of a teacher, whose student may be the only one with experts."""
-    has_experts = model.hf is not None or model.transformer.get("num_moe_experts") is not None
-    return layout if has_experts else replace(layout, expert_model_parallel_size=1)
-
-
-def _check_divides(columns: int, layout: ParallelConfig, names: SettingNames) -> None:
-    """Check that a teacher of the student's vocabulary can be cut evenly."""
-    if columns % layout.tensor_model_parallel_size:
-        raise RecipeError(
-            f"{names.teacher_tensor_parallel}={layout.tensor_model_parallel_size} does not divide the {columns} tokens "
-            "of the vocabulary, padding included, in which teacher and student are compared; choose another, or leave "
-            "it out"
-        )
+    (model,) = loading.models([(loading.vocab_size, columns)])
+    return model
 
 
 def vocabulary_of(model: ModelConfig, tokens: int) -> int:
@@ -219,7 +194,9 @@ def load_model(
         ranks: ranks of a layout other than the job's; None takes the job's.
 
     Raises:
-        RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.
+        RecipeError: this parallel layout has no such model, or the checkpoint is missing or does not fit.
+        NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
+        ValueError: see :func:`resolve_backend`.
     """
     try:
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")

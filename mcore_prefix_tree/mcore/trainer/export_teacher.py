@@ -59,7 +59,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
     """
     settings = _settings_of(recipe.objective)
     ((path, teacher),) = teachers = teacher_recipes(recipe)
-    check_teachers(teachers, recipe.model, max_tokens=recipe.batch.max_tokens, across_tokenizers=True)
+    check_teachers(teachers, recipe.model, max_tokens=recipe.batch.max_tokens, same_vocabulary=False)
     pairing = pairing_of(settings, recipe.data, path, teacher.data, teacher.model)
     check_setting(teacher.attention_backend)
     if top_k > pairing.teacher.vocab_size:

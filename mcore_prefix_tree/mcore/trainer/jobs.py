@@ -18,7 +18,8 @@ from mcore_prefix_tree.mcore.engine.objective import check_samples
 from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.retention import check_not_overwritten
-from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
+from mcore_prefix_tree.mcore.models.step_hooks import load_hook
+from mcore_prefix_tree.mcore.models.teacher import asked_teachers
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
@@ -35,7 +36,6 @@ from mcore_prefix_tree.recipe import (
 )
 from mcore_prefix_tree.recipe.check import check_logs, check_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
-from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -101,13 +101,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     check_logs(recipe.log, recipe.inputs)
     objective = objective_of(recipe)
     _check_optimizer(recipe)
-    teachers = teacher_recipes(recipe) if objective.asks_model else []
-    check_teachers(
-        teachers,
-        recipe.model,
-        max_tokens=recipe.batch.max_tokens,
-        across_tokenizers=objective.across_tokenizers,
-    )
+    teachers = asked_teachers(objective, recipe)
     target = recipe.checkpoint.export_hf
     if target is not None:
         check_export(target, f"checkpoint.export_hf={target}")
@@ -130,7 +124,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
-        teacher = load_teachers(
+        hook = load_hook(
             teachers,
             recipe,
             run.job,
@@ -139,7 +133,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             padded_vocab_size=run.padded_vocab_size,
             say=say,
         )
-        run = replace(run, job=replace(run.job, teacher=teacher))
+        run = replace(run, job=replace(run.job, hook=hook))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
