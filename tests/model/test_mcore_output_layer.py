@@ -20,7 +20,7 @@ from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.logprob import chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
-from mcore_prefix_tree.mcore.models.step_hooks import HOOKS
+from mcore_prefix_tree.mcore.models.teacher import HOOKS
 from mcore_prefix_tree.mcore.readout import (
     READOUTS,
     ChunkLosses,

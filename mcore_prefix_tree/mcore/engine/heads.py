@@ -1,14 +1,11 @@
-"""Heads of models in verification, comparison and calibration: a loss that reads no signal, folded and unfolded.
-
-Legend: n tokens of a sample, padding included.
-"""
+"""Heads of models in verification, comparison and calibration: a loss that reads no signal, folded and unfolded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,51 +15,25 @@ from mcore_prefix_tree.mcore.engine.hook import StepHook
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.outcome import Rows
 from mcore_prefix_tree.mcore.engine.score import score
-from mcore_prefix_tree.mcore.engine.unfolded import StockBatch, stock_forward, stock_logprobs, stock_square_loss
+from mcore_prefix_tree.mcore.engine.unfolded import StockBatch, stock_forward, stock_logprobs
 from mcore_prefix_tree.mcore.readout import Logprobs, Values
 from mcore_prefix_tree.objectives import Critic, Objective, SupervisedFineTuning
-from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
 
-class Head(Protocol):
-    """One kind of head, with a stand-in for the objectives that train it.
+class Head:
+    """A vocabulary's head, with the supervised loss as the stand-in for all objectives."""
 
-    Attributes:
-        skips_unscored: whether a fused head computes only the tokens that are scored.
-    """
-
-    skips_unscored: ClassVar[bool]
+    # Whether a fused head computes only the tokens that are scored.
+    skips_unscored: ClassVar[bool] = True
 
     def stand_in(self, samples: Sequence[Sample]) -> tuple[Objective, list[Sample]]:
-        """Return an objective that reads no signal, and compares no sample with another; and samples for it."""
-
-    def check(self, samples: Sequence[Sample]) -> None:
-        """Check that there is something to compare; raises SampleError."""
-
-    def folded_rows(self, chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[Rows]:
-        """Return what is compared of each sample, from the folded model."""
-
-    def labels(self, batch: StockBatch) -> torch.Tensor | None:
-        """Return the labels that the stock forward trains with."""
-
-    def stock_loss(self, batch: StockBatch, output: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the stock forward with :meth:`labels`."""
-
-    def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, Rows]:
-        """Return the loss of the stock forward without labels, and what is compared of the sample."""
-
-
-class VocabularyHead(Head):
-    """A vocabulary's head, with the supervised loss."""
-
-    skips_unscored = True
-
-    def stand_in(self, samples: Sequence[Sample]) -> tuple[Objective, list[Sample]]:
+        """Return an objective that reads no signal and compares no sample with another, and samples for it."""
         return SupervisedFineTuning(), list(samples)
 
     def check(self, samples: Sequence[Sample]) -> None:
+        """Check that there is something to compare; raises SampleError."""
         if not any(sample.loss_mask[1:].any() for sample in samples):
             raise SampleError(
                 f"{samples[0].source}: neither this nor another sample of the first step has a token to train on after "
@@ -70,6 +41,7 @@ class VocabularyHead(Head):
             )
 
     def folded_rows(self, chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[Rows]:
+        """Return what is compared of each sample, from the folded model."""
         found: list[Rows] = []
         readout = Logprobs(entropy=True, fused=job.fused_head)
         for scores in score(chunks, samples, job.folding, readout, all_tokens=True):
@@ -82,18 +54,20 @@ class VocabularyHead(Head):
             )
         return found
 
-    def labels(self, batch: StockBatch) -> torch.Tensor | None:
-        return batch.labels
-
-    def stock_loss(self, batch: StockBatch, output: torch.Tensor) -> torch.Tensor:
-        """Return the sum of Megatron's own cross-entropy."""
-        return torch.dot(output.squeeze(0).float(), batch.loss_mask)
-
     def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+        """Return the loss and what is compared of a sample, from the output of the stock forward."""
         logprob, entropy = stock_logprobs(output, batch)
         scored = max(batch.length - 1, 0)
         rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
         return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), rows
+
+    def stock_forward(self, model: Any, batch: StockBatch) -> torch.Tensor:
+        """Return the output of the stock forward in training: Megatron's own cross-entropy."""
+        return stock_forward(model, batch, batch.labels)
+
+    def stock_loss(self, batch: StockBatch, output: torch.Tensor) -> torch.Tensor:
+        """Return the loss from the output of :meth:`stock_forward`."""
+        return torch.dot(output.squeeze(0).float(), batch.loss_mask)
 
 
 class ScalarHead(Head):
@@ -114,30 +88,25 @@ class ScalarHead(Head):
             for one in score(chunks, samples, job.folding, Values(), all_tokens=True)
         ]
 
-    def labels(self, batch: StockBatch) -> torch.Tensor | None:
-        return None
+    def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+        return self.stock_loss(batch, output), {"value": _on_host(output.flatten()[: batch.length])}
+
+    def stock_forward(self, model: Any, batch: StockBatch) -> torch.Tensor:
+        return stock_forward(model, batch)
 
     def stock_loss(self, batch: StockBatch, output: torch.Tensor) -> torch.Tensor:
-        return stock_square_loss(output.flatten(), batch)
-
-    def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, Rows]:
-        values = output.flatten()
-        return stock_square_loss(values, batch), {"value": _on_host(values[: batch.length])}
-
-
-# Heads of other outputs than a vocabulary's.
-_OTHERS: Mapping[Output, Head] = {"values": ScalarHead()}
+        return torch.dot(output.flatten().square(), batch.loss_mask.to(output.dtype)) / 2
 
 
 def head_of(job: Job) -> Head:
     """Return the head of a job's model."""
-    return _OTHERS.get(job.objective.output, VocabularyHead())
+    return ScalarHead() if job.objective.output == "values" else Head()
 
 
 def plain(job: Job, samples: Sequence[Sample]) -> tuple[Job, list[Sample]]:
     """Return stand-ins for a job and its samples in verification, comparison and calibration."""
-    objective, plain_samples = head_of(job).stand_in(samples)
-    return replace(job, objective=objective, hook=StepHook()), plain_samples
+    objective, stand_ins = head_of(job).stand_in(samples)
+    return replace(job, objective=objective, hook=StepHook()), stand_ins
 
 
 def stock_forward_step(
@@ -145,7 +114,7 @@ def stock_forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
     """Train as ``pretrain_gpt.py`` does; a scalar head by half the square of its values."""
     batch = next(data_iterator)
-    return stock_forward(model, batch, head.labels(batch)), partial(_reported, head, batch)
+    return head.stock_forward(model, batch), partial(_reported, head, batch)
 
 
 def _reported(head: Head, batch: StockBatch, output: torch.Tensor) -> Reported:

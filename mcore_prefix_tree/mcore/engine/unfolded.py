@@ -140,11 +140,6 @@ def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = N
     return output
 
 
-def stock_square_loss(values: torch.Tensor, batch: StockBatch) -> torch.Tensor:
-    """Return half the sum over the labels of mask times the squared value before each; ``values`` is ``[n]``."""
-    return torch.dot(values.square(), batch.loss_mask.to(values.dtype)) / 2
-
-
 def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each label's log-probability and each prediction's entropy, ``[n]`` each, in plain torch over all columns.
 

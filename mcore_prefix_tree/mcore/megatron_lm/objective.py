@@ -15,8 +15,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.hook import StepHook
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
-from mcore_prefix_tree.mcore.models.step_hooks import load_hook
-from mcore_prefix_tree.mcore.models.teacher import asked_teachers
+from mcore_prefix_tree.mcore.models.teacher import HookLoader, asked_teachers
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe
 from mcore_prefix_tree.recipe.objective import objective_of as objective_of_recipe
@@ -36,7 +35,7 @@ def objective_of(args: argparse.Namespace) -> Objective:
     recipe = _recipe_of(args)
     check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective, NAMES)
     objective = objective_of_recipe(recipe, NAMES)
-    asked_teachers(objective, recipe, NAMES)
+    asked_teachers(objective.second_models, recipe, NAMES)
     return objective
 
 
@@ -53,16 +52,16 @@ def hook_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Call
         say: function that receives which weights they have, on every rank.
 
     Raises:
-        RecipeError, NotImplementedError, ValueError: see :func:`load_hook`.
+        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
     """
     if job.objective.second_models is None:
         return StepHook()
     recipe, vocab_size = _recipe_of(args), vocab_size_of(args)
     assert vocab_size is not None, "a dry run loads no teacher"
-    return load_hook(
-        asked_teachers(job.objective, recipe, NAMES),
-        recipe,
-        job,
+    loader = HookLoader(
+        teachers=asked_teachers(job.objective.second_models, recipe, NAMES),
+        student=recipe,
+        job=job,
         first_step=lambda: order.take(0, args.global_batch_size),
         vocab_size=vocab_size,
         padded_vocab_size=args.padded_vocab_size,
@@ -70,6 +69,7 @@ def hook_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Call
         on_last_stage=True,
         names=NAMES,
     )
+    return loader.hook()
 
 
 def _recipe_of(args: argparse.Namespace) -> Recipe:

@@ -18,8 +18,7 @@ from mcore_prefix_tree.mcore.engine.objective import check_samples
 from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.retention import check_not_overwritten
-from mcore_prefix_tree.mcore.models.step_hooks import load_hook
-from mcore_prefix_tree.mcore.models.teacher import asked_teachers
+from mcore_prefix_tree.mcore.models.teacher import HookLoader, asked_teachers
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
@@ -101,7 +100,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     check_logs(recipe.log, recipe.inputs)
     objective = objective_of(recipe)
     _check_optimizer(recipe)
-    teachers = asked_teachers(objective, recipe)
+    teachers = asked_teachers(objective.second_models, recipe)
     target = recipe.checkpoint.export_hf
     if target is not None:
         check_export(target, f"checkpoint.export_hf={target}")
@@ -124,16 +123,16 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
-        hook = load_hook(
-            teachers,
-            recipe,
-            run.job,
+        loader = HookLoader(
+            teachers=teachers,
+            student=recipe,
+            job=run.job,
             first_step=run.first_step,
             vocab_size=run.vocab_size,
             padded_vocab_size=run.padded_vocab_size,
             say=say,
         )
-        run = replace(run, job=replace(run.job, hook=hook))
+        run = replace(run, job=replace(run.job, hook=loader.hook()))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
