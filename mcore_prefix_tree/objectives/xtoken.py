@@ -71,7 +71,7 @@ def _same(one: TeacherSide, other: TeacherSide) -> bool:
 class CrossTokenizer(Objective):
     """Settings of a distillation from teachers with another tokenizer; see the formulas above.
 
-    :meth:`bound` makes the objective that a job trains with.
+    :class:`BoundCrossTokenizer` is the objective that a job trains with.
 
     Attributes:
         mode: loss of chunks, see docs/xtoken.md.
@@ -168,37 +168,10 @@ class CrossTokenizer(Objective):
     def targets(self, samples: Sequence[Sample]) -> Targets:
         raise ValueError("a distillation across tokenizers reads both tokenizers; bind the settings to them first")
 
-    def bound(
-        self,
-        sides: Sequence[TeacherSide],
-        *,
-        sharing: Sharing = SHARE_ALL,
-        pad_to_multiple_of: int = 1,
-        block_rows: int | None = None,
-    ) -> BoundCrossTokenizer:
-        """Return the objective of these settings.
-
-        Args:
-            sides: facts of each teacher.
-            sharing: common prefixes that the teachers' layouts share.
-            pad_to_multiple_of: number whose multiples these layouts' sizes are padded to.
-            block_rows: largest number of predictors of a block; by default as many as bound its logits.
-
-        Raises:
-            ValueError: the teachers do not fit the settings.
-        """
-        return BoundCrossTokenizer(
-            settings=self,
-            sides=tuple(sides),
-            sharing=sharing,
-            pad_to_multiple_of=pad_to_multiple_of,
-            block_rows=block_rows,
-        )
-
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
 class BoundCrossTokenizer(Objective):
-    """A distillation from teachers with another tokenizer.
+    """A distillation from teachers with another tokenizer; raises ValueError if they do not fit the settings.
 
     Attributes:
         settings: settings of the losses.

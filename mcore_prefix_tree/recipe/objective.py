@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers
-from mcore_prefix_tree.recipe.xtoken import bound
+from mcore_prefix_tree.recipe.xtoken import bind
 
 # For settings that are not yet an objective: functions that read the rest, from the settings, the recipe and the names.
-BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe, SettingNames], Objective]] = {CrossTokenizer: bound}
+BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe, SettingNames], Objective]] = {CrossTokenizer: bind}
 
 
 def settings_of(given: ObjectiveConfig, names: SettingNames = IN_RECIPES) -> Objective:
@@ -108,5 +108,5 @@ def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
         RecipeError: see :func:`checked_settings`; or what is read does not fit together.
     """
     objective = checked_settings(recipe, names)
-    bind = BINDINGS.get(type(objective))
-    return objective if bind is None else bind(objective, recipe, names)
+    bind_settings = BINDINGS.get(type(objective))
+    return objective if bind_settings is None else bind_settings(objective, recipe, names)

@@ -16,7 +16,7 @@ from mcore_prefix_tree.xtoken.projection_file import read_projection
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
-def bound(settings: CrossTokenizer, recipe: Recipe, names: SettingNames = IN_RECIPES) -> BoundCrossTokenizer:
+def bind(settings: CrossTokenizer, recipe: Recipe, names: SettingNames = IN_RECIPES) -> BoundCrossTokenizer:
     """Return the objective of a recipe's settings.
 
     Args:
@@ -37,8 +37,12 @@ def bound(settings: CrossTokenizer, recipe: Recipe, names: SettingNames = IN_REC
         sides.append(_side(pairing, reads, projection, names))
     _check_columns(settings, sides, names)
     try:
-        return settings.bound(
-            sides, sharing=recipe.batch.sharing, pad_to_multiple_of=multiple, block_rows=recipe.head_chunk_rows
+        return BoundCrossTokenizer(
+            settings=settings,
+            sides=tuple(sides),
+            sharing=recipe.batch.sharing,
+            pad_to_multiple_of=multiple,
+            block_rows=recipe.head_chunk_rows,
         )
     except ValueError as error:
         raise RecipeError(f"{names.options}: {error}") from None
@@ -57,7 +61,7 @@ def pairing_of(
         teacher_model: model section of that recipe, which may have learned positions.
 
     Raises:
-        RecipeError, ValueError: see :func:`bound`.
+        RecipeError, ValueError: see :func:`bind`.
     """
     names = IN_RECIPES
     student = _tokenizer(data, names.tokenizer, names)

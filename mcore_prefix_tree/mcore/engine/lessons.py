@@ -96,52 +96,37 @@ class PairedTeachers(StepHook):
         ]
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return [replace(batch, hook_data=None) for batch in batches]
-        lessons = self._averaged(found) if self._averages else self._separate(found, asked)
-        return [
-            replace(batch, hook_data=tuple(self._on(batch, lesson, at) for lesson in lessons))
-            for at, batch in enumerate(batches)
-        ]
+        if self._averages:
+            weights = self.objective.settings.teacher_weights or [1.0] * len(found)
+            mix = tuple(weight / sum(weights) for weight in weights)
+            lessons = [self._lessons(batches, 0, found, mix, 1.0, len(found[0][0].weight))]
+        else:
+            lessons = [
+                self._lessons(batches, number, [found[number]], (1.0,), share, len(found[number][0].weight))
+                for number, share in enumerate(self._shares(found, asked))
+            ]
+        of_batches = zip(*lessons, strict=True)
+        return [replace(batch, hook_data=own) for batch, own in zip(batches, of_batches, strict=True)]
 
     @property
     def _averages(self) -> bool:
         return self.objective.settings.teachers == "averaged_logits" and len(self.models) > 1
 
-    def _on(self, batch: MicroBatch, lesson: _StepLesson, at: int) -> ChunkLesson:
-        """Return a step's lesson on one micro-batch."""
-        settings = self.objective.settings
-        kd_weight = settings.kd_weight if settings.scaling == "fixed" else 1.0
-        return ChunkLesson(
-            taught_by=tuple(of_model[at] for of_model in lesson.taught_by),
-            mix=lesson.mix,
-            terms=lesson.terms,
-            vocabularies=lesson.vocabularies,
-            number=lesson.number,
-            factor=kd_weight * lesson.share * chunk_rows(batch).taught[lesson.number].per_chunk,
-        )
-
-    def _separate(
-        self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]
-    ) -> list[_StepLesson]:
-        return [
-            self._lesson(number, [found[number]], (1.0,), share, len(found[number][0].weight))
-            for number, share in enumerate(self._shares(found, asked))
-        ]
-
-    def _averaged(self, found: Sequence[Sequence[TeacherHidden]]) -> list[_StepLesson]:
-        weights = self.objective.settings.teacher_weights or [1.0] * len(found)
-        mix = tuple(weight / sum(weights) for weight in weights)
-        return [self._lesson(0, found, mix, 1.0, len(found[0][0].weight))]
-
-    def _lesson(
+    def _lessons(
         self,
+        batches: Sequence[MicroBatch],
         number: int,
         taught_by: Sequence[Sequence[TeacherHidden]],
         mix: tuple[float, ...],
         share: float,
         columns: int,
-    ) -> _StepLesson:
-        """Return a lesson; ``columns`` are the teacher's on each tensor-parallel rank, padding included."""
-        settings = self.objective.settings.losses
+    ) -> list[ChunkLesson]:
+        """Return a teacher's lesson on each micro-batch, with its weight ``share``.
+
+        ``taught_by`` are each model's hidden states of each micro-batch; ``columns`` the teacher's on each
+        tensor-parallel rank, padding included.
+        """
+        settings, kd_weight = self.objective.settings.losses, self.objective.settings.kd_weight
         vocabularies = self._both(number, columns)
         if settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
             # Other columns in every step.
@@ -151,9 +136,17 @@ class PairedTeachers(StepHook):
                 self._losses[number] = make_loss(settings, vocabularies)
             loss = self._losses[number]
         terms = ChunkTerms(loss=loss, temperature=settings.temperature, scale=settings.scale)
-        return _StepLesson(
-            taught_by=taught_by, mix=mix, terms=terms, vocabularies=vocabularies, number=number, share=share
-        )
+        return [
+            ChunkLesson(
+                taught_by=tuple(of_model[at] for of_model in taught_by),
+                mix=mix,
+                terms=terms,
+                vocabularies=vocabularies,
+                number=number,
+                factor=kd_weight * share * chunk_rows(batch).taught[number].per_chunk,
+            )
+            for at, batch in enumerate(batches)
+        ]
 
     def _both(self, number: int, columns: int) -> Vocabularies:
         """Return both vocabularies; made once.
@@ -233,25 +226,8 @@ class ExportedTeacher(PairedTeachers):
         (side,) = self.objective.sides
         columns = -(-side.teacher_size // parallel_state.get_tensor_model_parallel_world_size())
         (share,) = self.objective.settings.teacher_weights or [1.0]
-        lesson = self._lesson(0, (), (), share, columns)
-        return [replace(batch, hook_data=(self._on(batch, lesson, at),)) for at, batch in enumerate(batches)]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _StepLesson:
-    """A lesson on all micro-batches of a step; for the other attributes see :class:`ChunkLesson`.
-
-    Attributes:
-        taught_by: each model's hidden states of each micro-batch.
-        share: weight of the teacher.
-    """
-
-    taught_by: Sequence[Sequence[TeacherHidden]]
-    mix: tuple[float, ...]
-    terms: ChunkTerms
-    vocabularies: Vocabularies
-    number: int
-    share: float
+        lessons = self._lessons(batches, 0, (), (), share, columns)
+        return [replace(batch, hook_data=(lesson,)) for batch, lesson in zip(batches, lessons, strict=True)]
 
 
 def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
