@@ -20,11 +20,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.engine.heads import head_of, plain
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.outcome import Outcome, Rows, compare_outcomes, rounding_of
 from mcore_prefix_tree.mcore.engine.repeats import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
     StockBatch,
@@ -147,7 +147,7 @@ def verify(
         NotImplementedError: the model draws random numbers.
         SampleError: no token of the batch is scored, so there is nothing to compare.
     """
-    head_of(job).check(samples)
+    stand_in_of(job).check(samples)
     companion = COMPANION[job.config.params_dtype] if tolerance is None else None
     obstacle = why_stock_does_not_fit(samples, job, companion=companion)
     if obstacle is not None:
@@ -170,7 +170,7 @@ def _verified(
     step = fold_step(samples, job)
     alone = plan_unfolded(samples, job)
     begun = _Begun(progress, len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches))
-    rows = _repeated(partial(head_of(job).folded_rows, chunks, samples, job))
+    rows = _repeated(partial(stand_in_of(job).folded_rows, chunks, samples, job))
     folded = replace(_run_folded(chunks, step, job, begun), rows=dict(enumerate(rows)))
     unfolded = _run_unfolded(chunks, alone, job, begun)
     reference, rounding = unfolded, None
@@ -250,10 +250,10 @@ def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
 
 
 def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> Outcome:
-    head = head_of(job)
+    stand_in = stand_in_of(job)
 
     def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
-        loss, rows = head.stock_rows(batch, output)
+        loss, rows = stand_in.stock_rows(batch, output)
         return loss, [rows]
 
     return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job, begun)

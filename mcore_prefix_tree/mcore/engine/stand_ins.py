@@ -1,4 +1,4 @@
-"""Heads of models in verification, comparison and calibration: a loss that reads no signal, folded and unfolded."""
+"""Stand-ins for objectives in verification, comparison and calibration: losses without signals, folded and unfolded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
 
-class Head:
-    """A vocabulary's head, with the supervised loss as the stand-in for all objectives."""
+class VocabularyStandIn:
+    """The supervised loss, for a model with a vocabulary."""
 
     # Whether a fused head computes only the tokens that are scored.
     skips_unscored: ClassVar[bool] = True
 
-    def stand_in(self, samples: Sequence[Sample]) -> tuple[Objective, list[Sample]]:
+    def trained_on(self, samples: Sequence[Sample]) -> tuple[Objective, list[Sample]]:
         """Return an objective that reads no signal and compares no sample with another, and samples for it."""
         return SupervisedFineTuning(), list(samples)
 
@@ -70,12 +70,12 @@ class Head:
         return torch.dot(output.squeeze(0).float(), batch.loss_mask)
 
 
-class ScalarHead(Head):
-    """A scalar head, with half the mean square of the values: a critic whose returns are all 0."""
+class ValuesStandIn(VocabularyStandIn):
+    """Half the mean square of the values, for a model with a scalar head: a critic whose returns are all 0."""
 
     skips_unscored = False
 
-    def stand_in(self, samples: Sequence[Sample]) -> tuple[Objective, list[Sample]]:
+    def trained_on(self, samples: Sequence[Sample]) -> tuple[Objective, list[Sample]]:
         regressed = [replace(sample, signals=Signals(returns=np.zeros(len(sample)))) for sample in samples]
         return Critic(returns="given", clip_eps=None), regressed
 
@@ -98,27 +98,27 @@ class ScalarHead(Head):
         return torch.dot(output.flatten().square(), batch.loss_mask.to(output.dtype)) / 2
 
 
-def head_of(job: Job) -> Head:
-    """Return the head of a job's model."""
-    return ScalarHead() if job.objective.output == "values" else Head()
+def stand_in_of(job: Job) -> VocabularyStandIn:
+    """Return the stand-in for a job's objective."""
+    return ValuesStandIn() if job.objective.output == "values" else VocabularyStandIn()
 
 
 def plain(job: Job, samples: Sequence[Sample]) -> tuple[Job, list[Sample]]:
     """Return stand-ins for a job and its samples in verification, comparison and calibration."""
-    objective, stand_ins = head_of(job).stand_in(samples)
-    return replace(job, objective=objective, hook=StepHook()), stand_ins
+    objective, plain_samples = stand_in_of(job).trained_on(samples)
+    return replace(job, objective=objective, hook=StepHook()), plain_samples
 
 
 def stock_forward_step(
-    data_iterator: Iterator[StockBatch], model: Any, *, head: Head
+    data_iterator: Iterator[StockBatch], model: Any, *, stand_in: VocabularyStandIn
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
     """Train as ``pretrain_gpt.py`` does; a scalar head by half the square of its values."""
     batch = next(data_iterator)
-    return head.stock_forward(model, batch), partial(_reported, head, batch)
+    return stand_in.stock_forward(model, batch), partial(_reported, stand_in, batch)
 
 
-def _reported(head: Head, batch: StockBatch, output: torch.Tensor) -> Reported:
-    loss, num_tokens = head.stock_loss(batch, output), batch.loss_mask.count_nonzero().to(torch.int)
+def _reported(stand_in: VocabularyStandIn, batch: StockBatch, output: torch.Tensor) -> Reported:
+    loss, num_tokens = stand_in.stock_loss(batch, output), batch.loss_mask.count_nonzero().to(torch.int)
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 
 
