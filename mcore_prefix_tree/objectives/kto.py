@@ -5,7 +5,7 @@ Legend: P padded tokens, K scored tokens, S samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.objective import StepCheck, TokenObjective
+from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import STRICT
@@ -53,7 +53,7 @@ class KTO(TokenObjective):
     terms: ClassVar[Terms] = "sample"
 
     @property
-    def step_check(self) -> StepCheck | None:
+    def step_check(self) -> Callable[[int, Sequence[Sample]], None] | None:
         return _check_step if self.reference_point == "mismatched" else None
 
     def check(self, samples: Sequence[Sample]) -> None:

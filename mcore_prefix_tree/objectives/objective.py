@@ -16,8 +16,6 @@ from mcore_prefix_tree.signals import GroupedBy
 # Output of the last pipeline stage that a loss is computed from: a weighted sum of log-probabilities, or each token's;
 # values of a scalar head; divergences from a teacher's distributions; losses of chunks of text.
 Output = Literal["weighted_sum", "logprobs", "values", "divergences", "chunks"]
-# Checks what only all samples of a step show, by the number of the step; raises SampleError.
-StepCheck = Callable[[int, Sequence[Sample]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +79,8 @@ class Objective(Protocol):
         return ()
 
     @property
-    def step_check(self) -> StepCheck | None:
-        """Return the check of each step's samples before the first step, if there is one."""
+    def step_check(self) -> Callable[[int, Sequence[Sample]], None] | None:
+        """Return the check of what only all samples of a step show, by its number; it raises SampleError."""
         return None
 
     def check(self, samples: Sequence[Sample]) -> None:

@@ -36,7 +36,6 @@ from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.xtoken_rows import (
     ChunkRows,
     ChunkTargets,
-    Lesson,
     TaughtChunks,
     TeacherSide,
     kd_metric,
@@ -325,7 +324,7 @@ class BoundCrossTokenizer(Objective):
 
     def value(
         self,
-        lessons: Sequence[Lesson],
+        lessons: Sequence[tuple[int, float]],
         terms: Sequence[torch.Tensor],
         logprob: torch.Tensor | None,
         rows: ChunkRows,
@@ -333,18 +332,18 @@ class BoundCrossTokenizer(Objective):
         """Return the weighted sum over a micro-batch.
 
         Args:
-            lessons: lessons, each with its teacher's number and the factor of its weighted sum.
+            lessons: each teacher's number, and the factor of the weighted sum of its terms.
             terms: ``[C]``, terms of each lesson.
             logprob: ``[E]``, log-probabilities of the scored tokens; None where CE is not part of the loss.
             rows: rows of the micro-batch.
         """
         loss = terms[0].new_zeros(())
         metrics, bad = {}, []
-        for lesson, of_teacher in zip(lessons, terms, strict=True):
-            taught = rows.taught[lesson.number]
+        for (number, factor), of_teacher in zip(lessons, terms, strict=True):
+            taught = rows.taught[number]
             total = torch.dot(of_teacher, taught.weight.to(of_teacher.dtype))
-            loss = loss + lesson.factor * total
-            name = kd_metric(lesson.number, len(lessons))
+            loss = loss + factor * total
+            name = kd_metric(number, len(lessons))
             metrics[name] = torch.stack([total.detach().double(), taught.multiplicity.sum()])
             bad.append(first_bad_sample(of_teacher, taught.first_sample))
         if logprob is not None:

@@ -80,8 +80,8 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
         gradient, values = gradient_and_values(packed)
-        rows, lessons = chunk_rows(batch), batch.hook_data
-        sizes = [len(rows.taught[lesson.number].weight) for lesson in lessons]
+        rows, lessons = chunk_rows(batch), [(lesson.number, lesson.factor) for lesson in batch.hook_data]
+        sizes = [len(rows.taught[number].weight) for number, _ in lessons]
         *terms, logprob = values.split([*sizes, len(values) - sum(sizes)])
         value = self.objective.value(lessons, terms, logprob if self.objective.settings.reads_ce else None, rows)
         return replace(value, loss=value.loss + gradient)

@@ -140,7 +140,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         if target is not None:
             # Like a step, it is finished first: a signal would leave half a folder, and no other copy without a save.
             with EndRequest():
-                export_model(recipe.model, chunks, target, scalar_head=objective.has_scalar_head)
+                export_model(recipe.model, chunks, target)
             say(f"the {'weights are' if recipe.model.lora is None else 'adapter is'} exported to {target}")
         if data.skipped:
             say(f"not trained on: {data.skipped}")
