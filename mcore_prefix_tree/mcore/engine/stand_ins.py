@@ -46,20 +46,16 @@ class VocabularyStandIn:
         readout = Logprobs(entropy=True, fused=job.fused_head)
         for scores in score(chunks, samples, job.folding, readout, all_tokens=True):
             assert scores.entropy is not None
-            found.append(
-                {
-                    "logprob": scores.logprobs[1:].astype(np.float64),
-                    "entropy": scores.entropy[1:].astype(np.float64),
-                }
-            )
+            rows = {"logprob": scores.logprobs, "entropy": scores.entropy}
+            found.append({name: row[1:].astype(np.float64) for name, row in rows.items()})
         return found
 
-    def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, Rows]:
-        """Return the loss and what is compared of a sample, from the output of the stock forward."""
+    def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
+        """Return the loss and what is compared of the sample, from the output of the stock forward."""
         logprob, entropy = stock_logprobs(output, batch)
         scored = max(batch.length - 1, 0)
         rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
-        return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), rows
+        return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), [rows]
 
     def stock_forward(self, model: Any, batch: StockBatch) -> torch.Tensor:
         """Return the output of the stock forward in training: Megatron's own cross-entropy."""
@@ -88,8 +84,8 @@ class ValuesStandIn(VocabularyStandIn):
             for one in score(chunks, samples, job.folding, Values(), all_tokens=True)
         ]
 
-    def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, Rows]:
-        return self.stock_loss(batch, output), {"value": _on_host(output.flatten()[: batch.length])}
+    def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
+        return self.stock_loss(batch, output), [{"value": _on_host(output.flatten()[: batch.length])}]
 
     def stock_forward(self, model: Any, batch: StockBatch) -> torch.Tensor:
         return stock_forward(model, batch)

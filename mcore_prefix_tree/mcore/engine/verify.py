@@ -27,7 +27,6 @@ from mcore_prefix_tree.mcore.engine.schedule import run_schedule
 from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
-    StockBatch,
     UnfoldedStep,
     plan_unfolded,
     stock_forward,
@@ -250,12 +249,7 @@ def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
 
 
 def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> Outcome:
-    stand_in = stand_in_of(job)
-
-    def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
-        loss, rows = stand_in.stock_rows(batch, output)
-        return loss, [rows]
-
+    score = stand_in_of(job).stock_rows
     return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job, begun)
 
 
