@@ -170,7 +170,7 @@ class Runs:
         from harness.forked_ranks import launch
 
         arguments = ["-m", "mcore_prefix_tree", *map(str, words)]
-        code, _, complaint = launch(ranks, arguments, environment=dict(os.environ), timeout_s=300)
+        code, _, complaint = launch(ranks, arguments, environment=dict(os.environ), timeout_s=1800)
         if code:
             raise SystemExit(f"{self._tree}: {' '.join(arguments)} failed\n{complaint}")
 
