@@ -3,7 +3,7 @@
 from mcore_prefix_tree.objectives.distill import Distillation, TeacherRows
 from mcore_prefix_tree.objectives.kto import KTO
 from mcore_prefix_tree.objectives.metrics import LossOutput, add_means
-from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.objective import Objective, TokenObjective
 from mcore_prefix_tree.objectives.policy import PolicyGradient
 from mcore_prefix_tree.objectives.preference import Preference
 from mcore_prefix_tree.objectives.registry import OBJECTIVES, make_objective, option_faults
@@ -32,6 +32,7 @@ __all__ = [
     "Targets",
     "TeacherRows",
     "TeacherSide",
+    "TokenObjective",
     "add_means",
     "make_objective",
     "option_faults",

@@ -36,7 +36,7 @@ from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.lazy_torch import dist, torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.objective import Output, SecondModels, TokenObjective
 from mcore_prefix_tree.objectives.rows import LossRows, Targets
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
@@ -74,7 +74,7 @@ class TeacherRows(LossRows):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Distillation(Objective):
+class Distillation(TokenObjective):
     """A divergence between teacher and student at every scored token; see the formulas above.
 
     Attributes:
@@ -94,8 +94,12 @@ class Distillation(Objective):
         refuse_unused(self, [("jsd_beta", self.divergence == "jsd", "divergence=jsd")])
 
     @property
-    def asks_model(self) -> bool:
-        return self.teacher == "full"
+    def output(self) -> Output:
+        return "divergences" if self.teacher == "full" else "logprobs"
+
+    @property
+    def second_models(self) -> SecondModels | None:
+        return SecondModels(asked=True, same_vocabulary=True) if self.teacher == "full" else None
 
     @property
     def grouped_by(self) -> Unit | None:

@@ -5,7 +5,7 @@ Legend: P padded tokens, K scored tokens, S samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import STRICT
@@ -24,7 +24,7 @@ from mcore_prefix_tree.signals import SampleError
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class KTO(Objective):
+class KTO(TokenObjective):
     """Kahneman-Tversky optimisation of labelled completions (Ethayarajh et al., 2024, arXiv:2402.01306, section 4).
 
     With r = sum over the scored tokens of ``mask (log pi - log ref)``, the loss of a sample is
@@ -53,20 +53,12 @@ class KTO(Objective):
     terms: ClassVar[Terms] = "sample"
 
     @property
-    def looks_at_steps(self) -> bool:
-        return self.reference_point == "mismatched"
+    def step_check(self) -> Callable[[int, Sequence[Sample]], None] | None:
+        return _check_step if self.reference_point == "mismatched" else None
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Check samples before the first step; the reference point is of a whole step."""
         replace(self, reference_point="zero").targets(samples)
-
-    def check_step(self, iteration: int, samples: Sequence[Sample]) -> None:
-        if self.looks_at_steps and not any(sample.signals.mismatched for sample in samples):
-            raise SampleError(
-                f"step {iteration}, which {samples[0].source} is in, has no mismatched sample, and kto with "
-                "reference_point=mismatched needs one in every step; take larger steps, mix them into the "
-                "files and keep their order, or set the option reference_point=zero"
-            )
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Labels and the reference point of a step, on the host.
@@ -127,4 +119,13 @@ class KTO(Objective):
                 "reward_rejected": mean_of(self.beta * reward, label < 0),
             },
             bad_sample=first_bad_sample(scored, rows.sample),
+        )
+
+
+def _check_step(iteration: int, samples: Sequence[Sample]) -> None:
+    if not any(sample.signals.mismatched for sample in samples):
+        raise SampleError(
+            f"step {iteration}, which {samples[0].source} is in, has no mismatched sample, and kto with "
+            "reference_point=mismatched needs one in every step; take larger steps, mix them into the "
+            "files and keep their order, or set the option reference_point=zero"
         )

@@ -1,9 +1,10 @@
-"""The protocol of objectives: a loss, and what it asks of the step around it."""
+"""The protocols of objectives: a loss, and what it asks of the step around it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.lazy_torch import torch
@@ -12,14 +13,29 @@ from mcore_prefix_tree.objectives.rows import LossRows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
 
+# Output of the last pipeline stage that a loss is computed from: a weighted sum of log-probabilities, or each token's;
+# values of a scalar head; divergences from a teacher's distributions; losses of chunks of text.
+Output = Literal["weighted_sum", "logprobs", "values", "divergences", "chunks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondModels:
+    """Teachers that an objective learns from.
+
+    Attributes:
+        asked: whether each step asks their models; if not, the samples bring their rows.
+        same_vocabulary: whether the teacher has the student's vocabulary; if not, each has a tokenizer of its own.
+    """
+
+    asked: bool
+    same_vocabulary: bool
+
 
 class Objective(Protocol):
     """Loss that a recipe's samples are trained with. Subclasses change the defaults.
 
     Attributes:
         has_scalar_head: whether the model ends in a scalar head, whose values the loss reads.
-        across_tokenizers: whether the loss compares chunks of text with second models that have tokenizers of their
-            own.
         watches_entropy: whether to report the entropy, also where the loss does not read it.
         improves_policy: whether training starts from a policy that somebody trained before.
         scored_as: field of the samples that ``score`` writes with a model of this objective.
@@ -27,11 +43,20 @@ class Objective(Protocol):
     """
 
     has_scalar_head: ClassVar[bool] = False
-    across_tokenizers: ClassVar[bool] = False
     watches_entropy: ClassVar[bool] = False
     improves_policy: ClassVar[bool] = False
     scored_as: ClassVar[str] = "old_logprobs"
     remedies: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def output(self) -> Output:
+        """Return what the last pipeline stage computes."""
+        return "values" if self.has_scalar_head else "logprobs"
+
+    @property
+    def second_models(self) -> SecondModels | None:
+        """Return which second models the loss reads, if any."""
+        return None
 
     @property
     def terms(self) -> Terms:
@@ -46,12 +71,7 @@ class Objective(Protocol):
     @property
     def is_weighted_sum(self) -> bool:
         """Return whether the loss is ``sft_loss``, which reads no sample by itself and needs no targets."""
-        return False
-
-    @property
-    def asks_model(self) -> bool:
-        """Return whether the loss reads the logits of a second model."""
-        return False
+        return self.output == "weighted_sum"
 
     @property
     def renderings(self) -> Sequence[Any]:
@@ -59,17 +79,13 @@ class Objective(Protocol):
         return ()
 
     @property
-    def looks_at_steps(self) -> bool:
-        """Return whether :meth:`check_step` checks anything."""
-        return False
+    def step_check(self) -> Callable[[int, Sequence[Sample]], None] | None:
+        """Return the check of what only all samples of a step show, by its number; it raises SampleError."""
+        return None
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Check whole groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
         self.targets(samples)
-
-    def check_step(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """Check what only all samples of a step show, before the first step; raises SampleError."""
-        return
 
     def together(self, samples: Sequence[Sample]) -> list[Hashable] | None:
         """Return what ``plan_step(together=...)`` takes: the loss of a pair needs both sides in one micro-batch."""
@@ -90,6 +106,10 @@ class Objective(Protocol):
     ) -> LossRows:
         """Return the part of one micro-batch; see :meth:`Targets.rows`."""
         return targets.rows(layout, indices, device=device)
+
+
+class TokenObjective(Objective, Protocol):
+    """Objective whose loss reads a number of each token: a log-probability, or a value."""
 
     def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Any) -> LossOutput:
         """Return the weighted sum over a micro-batch.

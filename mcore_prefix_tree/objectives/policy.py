@@ -36,7 +36,7 @@ from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPena
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.mismatch import Level, Mode, importance_weight, is_far_off_policy
 from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
@@ -67,7 +67,7 @@ def clipped_surrogate(
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PolicyGradient(Objective):
+class PolicyGradient(TokenObjective):
     """Policy gradient on the log-probabilities of sampled tokens; see the formulas above.
 
     Attributes:

@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.lazy_torch import F, torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
@@ -79,7 +79,7 @@ def pair_targets(samples: Sequence[Sample], setting: str, reference: bool) -> Ta
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Preference(Objective):
+class Preference(TokenObjective):
     """Loss on pairs of completions; see the formulas above.
 
     Attributes:

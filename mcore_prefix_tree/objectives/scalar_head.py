@@ -17,7 +17,7 @@ from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
 from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
@@ -27,7 +27,7 @@ from mcore_prefix_tree.signals import GroupedBy
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Critic(Objective):
+class Critic(TokenObjective):
     """Regression of values on returns, clipped around the old values as in PPO's reference implementation.
 
     Per scored token, with the value V of the state that the token is chosen in, that is, at its predictor:
@@ -103,7 +103,7 @@ class Critic(Objective):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RewardModel(Objective):
+class RewardModel(TokenObjective):
     """Bradley-Terry loss of pairs: ``-log sigma(r(chosen) - r(rejected)) + center_coef (r(chosen) + r(rejected))^2``.
 
     r is the score after the sample's last token (Ouyang et al., 2022, arXiv:2203.02155, eq. 1); the second term keeps

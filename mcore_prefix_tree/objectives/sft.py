@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import Objective
+from mcore_prefix_tree.objectives.objective import Output, TokenObjective
 from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
@@ -36,7 +36,7 @@ def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SupervisedFineTuning(Objective):
+class SupervisedFineTuning(TokenObjective):
     """``- sum_t w_t log p_t`` with the loss mask as weight.
 
     Attributes:
@@ -56,9 +56,9 @@ class SupervisedFineTuning(Objective):
         return counted_as_one(self.normalise)
 
     @property
-    def is_weighted_sum(self) -> bool:
-        """Return whether the loss is :func:`sft_loss`, whose weights the layouts have."""
-        return self.normalise == "token"
+    def output(self) -> Output:
+        """Return ``weighted_sum`` for :func:`sft_loss`, whose weights the layouts have."""
+        return "weighted_sum" if self.normalise == "token" else "logprobs"
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Check samples before the first step; a weighted sum takes any."""

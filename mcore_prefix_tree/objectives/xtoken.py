@@ -29,14 +29,13 @@ from mcore_prefix_tree.choices import Aligner
 from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample
-from mcore_prefix_tree.objectives.objective import Objective
-from mcore_prefix_tree.objectives.rows import LossRows, Targets
+from mcore_prefix_tree.objectives.objective import Objective, Output, SecondModels
+from mcore_prefix_tree.objectives.rows import Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.xtoken_rows import (
     ChunkRows,
     ChunkTargets,
-    Lesson,
     TaughtChunks,
     TeacherSide,
     kd_metric,
@@ -67,20 +66,11 @@ def _same(one: TeacherSide, other: TeacherSide) -> bool:
     )
 
 
-class _OfChunks(Objective):
-    """An objective whose terms belong to chunks, not to tokens."""
-
-    across_tokenizers: ClassVar[bool] = True
-
-    def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: LossRows) -> LossOutput:
-        raise TypeError("the loss of chunks is not one of log-probabilities; read it with ChunkLosses")
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CrossTokenizer(_OfChunks):
+class CrossTokenizer(Objective):
     """Settings of a distillation from teachers with another tokenizer; see the formulas above.
 
-    :meth:`bound` makes the objective that a job trains with.
+    :class:`BoundCrossTokenizer` is the objective that a job trains with.
 
     Attributes:
         mode: loss of chunks, see docs/xtoken.md.
@@ -128,6 +118,7 @@ class CrossTokenizer(_OfChunks):
     teachers: Literal["weights", "scores", "lowest_ce", "averaged_logits"] = "weights"
     teacher_weights: list[NonNegativeFloat] | None = None
     score_sharpness: float = Field(default=1.0, gt=0)
+    output: ClassVar[Output] = "chunks"
 
     def __post_init__(self) -> None:
         reads, fixed, asks = MODES[self.mode], self.scaling == "fixed", self.teacher == "full"
@@ -152,8 +143,8 @@ class CrossTokenizer(_OfChunks):
             raise ValueError("kd_weight=0 and ce_weight=0 leave no loss; set one of them above 0")
 
     @property
-    def asks_model(self) -> bool:
-        return self.teacher == "full"
+    def second_models(self) -> SecondModels:
+        return SecondModels(asked=self.teacher == "full", same_vocabulary=False)
 
     @property
     def losses(self) -> LossSettings:
@@ -176,37 +167,10 @@ class CrossTokenizer(_OfChunks):
     def targets(self, samples: Sequence[Sample]) -> Targets:
         raise ValueError("a distillation across tokenizers reads both tokenizers; bind the settings to them first")
 
-    def bound(
-        self,
-        sides: Sequence[TeacherSide],
-        *,
-        sharing: Sharing = SHARE_ALL,
-        pad_to_multiple_of: int = 1,
-        block_rows: int | None = None,
-    ) -> BoundCrossTokenizer:
-        """Return the objective of these settings.
-
-        Args:
-            sides: facts of each teacher.
-            sharing: common prefixes that the teachers' layouts share.
-            pad_to_multiple_of: number whose multiples these layouts' sizes are padded to.
-            block_rows: largest number of predictors of a block; by default as many as bound its logits.
-
-        Raises:
-            ValueError: the teachers do not fit the settings.
-        """
-        return BoundCrossTokenizer(
-            settings=self,
-            sides=tuple(sides),
-            sharing=sharing,
-            pad_to_multiple_of=pad_to_multiple_of,
-            block_rows=block_rows,
-        )
-
 
 @plain_dataclass(frozen=True, kw_only=True, eq=False)
-class BoundCrossTokenizer(_OfChunks):
-    """A distillation from teachers with another tokenizer.
+class BoundCrossTokenizer(Objective):
+    """A distillation from teachers with another tokenizer; raises ValueError if they do not fit the settings.
 
     Attributes:
         settings: settings of the losses.
@@ -222,6 +186,7 @@ class BoundCrossTokenizer(_OfChunks):
     pad_to_multiple_of: int = 1
     block_rows: int | None = None
     ce_weight: float = field(init=False)
+    output: ClassVar[Output] = "chunks"
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -248,8 +213,8 @@ class BoundCrossTokenizer(_OfChunks):
         object.__setattr__(self, "ce_weight", settings.ce_weight if settings.scaling == "fixed" else 1.0)
 
     @property
-    def asks_model(self) -> bool:
-        return self.settings.asks_model
+    def second_models(self) -> SecondModels:
+        return self.settings.second_models
 
     @property
     def renderings(self) -> list[Any]:
@@ -268,7 +233,7 @@ class BoundCrossTokenizer(_OfChunks):
         paired = tuple(
             tuple(side.pairing.of(sample, number) for sample in samples) for number, side in enumerate(self.sides)
         )
-        if not self.asks_model:
+        if not self.second_models.asked:
             self._check_rows(paired[0])
         return ChunkTargets(scored=scored, weight=scored.mask, count=scored.lens, paired=paired)
 
@@ -324,7 +289,7 @@ class BoundCrossTokenizer(_OfChunks):
 
         side = self.sides[number]
         pairs = [targets.paired[number][index] for index in indices]
-        exported = None if self.asks_model else Labelled.of(pairs)
+        exported = None if self.second_models.asked else Labelled.of(pairs)
         samples = [pair.teacher for pair in pairs] if exported is None else exported.samples
         of_teacher = fold(samples, trie=build_trie(samples, self.sharing), pad_to_multiple_of=self.pad_to_multiple_of)
         asked = Edges.from_layout(of_teacher, needed=of_teacher.loss_weight != 0)
@@ -359,7 +324,7 @@ class BoundCrossTokenizer(_OfChunks):
 
     def value(
         self,
-        lessons: Sequence[Lesson],
+        lessons: Sequence[tuple[int, float]],
         terms: Sequence[torch.Tensor],
         logprob: torch.Tensor | None,
         rows: ChunkRows,
@@ -367,18 +332,18 @@ class BoundCrossTokenizer(_OfChunks):
         """Return the weighted sum over a micro-batch.
 
         Args:
-            lessons: lessons, each with its teacher's number and the factor of its weighted sum.
+            lessons: each teacher's number, and the factor of the weighted sum of its terms.
             terms: ``[C]``, terms of each lesson.
             logprob: ``[E]``, log-probabilities of the scored tokens; None where CE is not part of the loss.
             rows: rows of the micro-batch.
         """
         loss = terms[0].new_zeros(())
         metrics, bad = {}, []
-        for lesson, of_teacher in zip(lessons, terms, strict=True):
-            taught = rows.taught[lesson.number]
+        for (number, factor), of_teacher in zip(lessons, terms, strict=True):
+            taught = rows.taught[number]
             total = torch.dot(of_teacher, taught.weight.to(of_teacher.dtype))
-            loss = loss + lesson.factor * total
-            name = kd_metric(lesson.number, len(lessons))
+            loss = loss + factor * total
+            name = kd_metric(number, len(lessons))
             metrics[name] = torch.stack([total.detach().double(), taught.multiplicity.sum()])
             bad.append(first_bad_sample(of_teacher, taught.first_sample))
         if logprob is not None:

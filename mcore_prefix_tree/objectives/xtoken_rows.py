@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.lazy_torch import torch
@@ -19,21 +19,6 @@ from mcore_prefix_tree.xtoken.projection import Projection
 if TYPE_CHECKING:
     from mcore_prefix_tree.logprob import Edges
     from mcore_prefix_tree.xtoken.losses import Block, Endings, KnownRows
-
-
-class Lesson(Protocol):
-    """Inputs of the value of a loss from a lesson.
-
-    Attributes:
-        number: index of its teacher among the objective's teachers.
-        factor: factor of the weighted sum of its terms.
-    """
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def factor(self) -> float: ...
 
 
 def refuse_temperatures(samples: Sequence[Sample]) -> None:

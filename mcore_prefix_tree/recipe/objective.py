@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import parallel_of_teachers, teacher_recipes
-from mcore_prefix_tree.recipe.xtoken import bound
+from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
+from mcore_prefix_tree.recipe.xtoken import bind
+
+# For settings that are not yet an objective: functions that read the rest, from the settings, the recipe and the names.
+BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe], Objective]] = {CrossTokenizer: bind}
 
 
 def settings_of(given: ObjectiveConfig) -> Objective:
@@ -41,31 +45,32 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
     Raises:
         RecipeError: the named teachers do not fit the objective.
     """
-    teachers, across = given.teacher_recipes, objective.across_tokenizers
+    teachers, needed = given.teacher_recipes, objective.second_models
+    asked, across = needed is not None and needed.asked, needed is not None and not needed.same_vocabulary
     full = "objective.options.teacher: full"
     if across and not teachers:
         raise RecipeError(
             "objective.name=xtoken learns from a model with another tokenizer; name its recipe with "
             "objective.teacher_recipe"
         )
-    if objective.asks_model and not teachers:
+    if asked and not teachers:
         raise RecipeError(
             f"{full} asks a second model in every step; name its recipe with objective.teacher_recipe, or put the "
             "teacher's "
             "likeliest tokens into the data and set top_k"
         )
-    if (objective.asks_model or across) and not fused_head:
+    if needed is not None and not fused_head:
         setting = "objective.name=xtoken" if across else full
         raise RecipeError(
             f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; leave "
             "it out"
         )
-    if teachers and not objective.asks_model and not across:
+    if teachers and needed is None:
         raise RecipeError(
             f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
             f"objective.options.teacher=full, and xtoken, ask a second model; leave it out"
         )
-    if given.teacher_tensor_model_parallel_size and not objective.asks_model:
+    if given.teacher_tensor_model_parallel_size and not asked:
         raise RecipeError(
             "objective.teacher_tensor_model_parallel_size applies only to teachers that are asked in every step; leave "
             "it out"
@@ -99,13 +104,5 @@ def objective_of(recipe: Recipe) -> Objective:
         RecipeError: see :func:`checked_settings`; or what is read does not fit together.
     """
     objective = checked_settings(recipe)
-    if not objective.across_tokenizers:
-        return objective
-    return bound(
-        cast("CrossTokenizer", objective),
-        teacher_recipes(recipe),
-        recipe.data,
-        sharing=recipe.batch.sharing,
-        pad_to_multiple_of=recipe.padding.multiple,
-        block_rows=recipe.head_chunk_rows,
-    )
+    bind_settings = BINDINGS.get(type(objective))
+    return objective if bind_settings is None else bind_settings(objective, recipe)

@@ -11,8 +11,8 @@ from mcore_prefix_tree.recipe.values import STRICT, LocalPath, PositiveInt
 if TYPE_CHECKING:
     from mcore_prefix_tree.objectives import Objective
 
-# Columns of the file, which training reads, in addition to those that objectives name.
-REFERENCE, TEACHER = "ref_logprobs", "teacher"
+# Columns of the file, which training reads: a policy's, and those that no objective names.
+POLICY, REFERENCE, TEACHER = "old_logprobs", "ref_logprobs", "teacher"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -54,11 +54,11 @@ class ScoreConfig:
             ValueError: the model does not support them.
         """
         k = self.teacher_top_k
-        if k is not None and objective.has_scalar_head:
+        if k is not None and objective.scored_as != POLICY:
             raise ValueError(f"score.teacher_top_k requires a vocabulary, and {setting} has none")
         if k is not None and vocab_size is not None and k > vocab_size:
             raise ValueError(f"score.teacher_top_k={k}: it must be from 1 to the vocabulary's {vocab_size}")
-        if self.reference is not None and (objective.has_scalar_head or k is not None):
+        if self.reference is not None and self.column(objective) != POLICY:
             raise ValueError(
                 f"score.reference adds ref_logprobs to those of a policy, but this model gives only "
                 f"{self.column(objective)}; score the reference in another run"

@@ -9,46 +9,40 @@ from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
 from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.sections import DataConfig, Recipe, RecipeError
-from mcore_prefix_tree.trie import Sharing
+from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
-def bound(
-    settings: CrossTokenizer,
-    teachers: Sequence[tuple[str, Recipe]],
-    data: DataConfig,
-    *,
-    sharing: Sharing,
-    pad_to_multiple_of: int,
-    block_rows: int | None,
-) -> BoundCrossTokenizer:
+def bind(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
     """Return the objective of a recipe's settings.
 
     Args:
         settings: settings in ``objective.options``.
-        teachers: name of each teacher's recipe, and the recipe, which names its tokenizer.
-        data: data section that names the student's tokenizer.
-        sharing: see :meth:`CrossTokenizer.bound`, as for the other two.
-        pad_to_multiple_of: divisor of the layouts' sizes.
-        block_rows: maximum number of predictors of a block.
+        recipe: recipe of the job, which names the tokenizers of the student and, in their recipes, of the teachers.
 
     Raises:
         RecipeError: a tokenizer or a projection is missing, or does not fit.
         ValueError, OSError: a tokenizer or a file cannot be read; names it.
     """
-    reads = settings.losses.reads
+    reads, teachers, multiple = settings.losses.reads, teacher_recipes(recipe), recipe.padding.multiple
     projections = _projections(settings, reads, len(teachers))
-    student = _tokenizer(data, "data.tokenizer")
+    student = _tokenizer(recipe.data, "data.tokenizer")
     sides = []
     for (path, teacher), projection in zip(teachers, projections, strict=True):
         pairing = _pairing(settings, student, path, teacher.data, teacher.model)
         sides.append(_side(pairing, reads, projection))
     _check_columns(settings, sides)
     try:
-        return settings.bound(sides, sharing=sharing, pad_to_multiple_of=pad_to_multiple_of, block_rows=block_rows)
+        return BoundCrossTokenizer(
+            settings=settings,
+            sides=tuple(sides),
+            sharing=recipe.batch.sharing,
+            pad_to_multiple_of=multiple,
+            block_rows=recipe.head_chunk_rows,
+        )
     except ValueError as error:
         raise RecipeError(f"objective.options: {error}") from None
 
@@ -66,7 +60,7 @@ def pairing_of(
         teacher_model: model section of that recipe, which may have learned positions.
 
     Raises:
-        RecipeError, ValueError: see :func:`bound`.
+        RecipeError, ValueError: see :func:`bind`.
     """
     student = _tokenizer(data, "data.tokenizer")
     return _pairing(settings, student, path, teacher_data, teacher_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import runpy
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHELL = ["docs", "extras", "gpu_check", "quickstart", "test", "tritons", "versions"]
+SHELL = ["docs", "extras", "gpu_check", "quickstart", "same_steps", "test", "tritons", "versions"]
 PYTHON = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 
 
@@ -65,3 +66,17 @@ def test_help_of_a_python_script_changes_nothing(
     assert f"usage: {name}".lower() in capsys.readouterr().out.lower()
     assert [path.stat().st_mtime_ns for path in wanted] == before
     assert not list(tmp_path.iterdir())
+
+
+def test_same_steps_finds_the_last_bit_of_a_loss_and_a_weight() -> None:
+    compare = runpy.run_path(str(ROOT / "scripts" / "lib" / "same_steps.py"))["compare"]
+    run = {
+        "steps": [{"loss": 0.1, "grad_norm": 1.0}, {"loss": 0.2, "grad_norm": 1.0}],
+        "weights": {"w": "ab", "b": "c"},
+    }
+    assert compare(run, run) == "same"
+    steps = [run["steps"][0], {"loss": math.nextafter(0.2, 1)}]
+    assert compare(run, run | {"steps": steps}) == "DIFFERS: line 2 of the metrics, loss: 0.2 and 0.20000000000000004"
+    assert compare(run, run | {"steps": steps[:1]}) == "DIFFERS: 2 and 1 lines of metrics"
+    assert compare(run, run | {"weights": {"w": "ab"}}) == "DIFFERS: 1 tensors of the checkpoint, first b"
+    assert compare(run, run | {"weights": {"w": "ad", "b": "c"}}) == "DIFFERS: 1 tensors of the checkpoint, first w"

@@ -14,9 +14,9 @@ import torch
 from train_jobs import batch_of, command, write_job
 
 from mcore_prefix_tree.mcore.engine import compare as module
-from mcore_prefix_tree.mcore.engine.objective import plain
 from mcore_prefix_tree.mcore.engine.parts import EventClock, HostClock, clocks_of, marked
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.stand_ins import plain
 from mcore_prefix_tree.mcore.engine.steps import fold_step
 from mcore_prefix_tree.mcore.trainer.jobs import run_once
 from mcore_prefix_tree.mcore.trainer.resolve import Resolved

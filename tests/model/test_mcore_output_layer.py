@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,10 +20,24 @@ from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.logprob import chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
-from mcore_prefix_tree.mcore.readout import EdgeLoss, Hidden, Logprobs, Readout, TopLogprobs, WeightedSum, readout_of
+from mcore_prefix_tree.mcore.models.teacher import HOOKS
+from mcore_prefix_tree.mcore.readout import (
+    READOUTS,
+    ChunkLosses,
+    DivergenceLoss,
+    EdgeLoss,
+    Hidden,
+    Logprobs,
+    Readout,
+    TopLogprobs,
+    ValueLoss,
+    WeightedSum,
+    readout_of,
+)
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.objectives import LossOutput, make_objective, sft_loss
+from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
 
@@ -197,6 +211,25 @@ def informed(samples: list[Sample]) -> list[Sample]:
         )
         for index, sample in enumerate(samples)
     ]
+
+
+def test_each_output_that_objectives_name_has_a_readout() -> None:
+    assert set(READOUTS) == set(get_args(Output))
+    readouts = {
+        "sft": WeightedSum,
+        "grpo": EdgeLoss,
+        "dpo": EdgeLoss,
+        "kto": EdgeLoss,
+        "critic": ValueLoss,
+        "reward_model": ValueLoss,
+        "distill": EdgeLoss,
+        "xtoken": ChunkLosses,
+    }
+    assert {name: type(readout_of(make_objective(name), fused_head=True)) for name in readouts} == readouts
+    asking = make_objective("distill", {"teacher": "full"})
+    assert type(readout_of(asking, fused_head=True)) is DivergenceLoss
+    assert type(readout_of(make_objective("sft", {"normalise": "sample"}), fused_head=True)) is EdgeLoss
+    assert {asking.output, make_objective("xtoken").output} == set(HOOKS)
 
 
 @pytest.mark.parametrize("chunk", [2, 5, 1000])

@@ -153,6 +153,18 @@ def test_the_rooms_of_mcore_import_downwards():
     assert not offenders, "\n".join(offenders)
 
 
+def test_the_engine_asks_no_objective_what_it_is():
+    """Readouts and step hooks follow from the output that an objective names; a table has a row for each."""
+    questions = {"has_scalar_head", "second_models"}
+    offenders = []
+    for file in [*(ROOT / "mcore" / "seam").glob("*.py"), *(ROOT / "mcore" / "engine").glob("*.py")]:
+        asked = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        offenders += [f"{module_of(file)} asks {name}" for name in sorted(asked & questions)]
+        if file.name != "lessons.py":
+            offenders += [f"{module_of(file)} imports {name}" for name in imports_of(file) if ".xtoken" in name]
+    assert not offenders, "\n".join(offenders)
+
+
 def test_the_order_has_no_cycle():
     ordered: list[str] = []
     rooms = {room: set(others) for room, others in ALLOWED.items()}

@@ -9,7 +9,7 @@ import pytest
 from xtoken_texts import samples, texts
 
 from mcore_prefix_tree.layout import fold
-from mcore_prefix_tree.objectives import make_objective
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, make_objective
 from mcore_prefix_tree.signals import Signals, Teacher
 from mcore_prefix_tree.trie import build_trie
 from mcore_prefix_tree.xtoken.exported import Labelled
@@ -74,7 +74,7 @@ def test_labels_spell_tokens_and_rows():
 @pytest.mark.parametrize("teacher", ["full", "top_k"])
 def test_micro_batch_of_no_samples_has_no_chunks(teacher):
     settings = make_objective("xtoken", {"mode": "alm", "teacher": teacher})
-    objective = settings.bound([texts().side(settings.losses)])
+    objective = BoundCrossTokenizer(settings=settings, sides=(texts().side(settings.losses),))
     targets = objective.targets([with_rows(sample) for sample in samples()])
     empty = fold([], trie=build_trie([]))
     (taught,) = objective.rows(targets, empty, []).taught

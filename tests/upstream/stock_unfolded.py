@@ -104,7 +104,7 @@ def objective_step(args: Any, samples: Any, model: Any) -> Any:
         logits: torch.Tensor = model(ids, torch.arange(len(tokens), device=device)[None], None)
         return logits[0].double()
 
-    if objective.across_tokenizers:
+    if objective.output == "chunks":
         divisor = sum(int((sample.loss_mask[1:] != 0).sum()) for sample in samples)
         total = chunk_loss(args, objective, samples, logits_of) * divisor
     else:

@@ -96,6 +96,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
 
     from mcore_prefix_tree.logprob import chunks as head_chunks
     from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.hook import StepHook
     from mcore_prefix_tree.mcore.engine.job import Job as Resolved
     from mcore_prefix_tree.mcore.engine.steps import fold_step
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
@@ -130,10 +131,10 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
             num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=VOCAB
         ),
         fused_head=job.fused_head,
-        teacher=teacher_of(job, layout) if job.teacher_config else None,
+        hook=teacher_of(job, layout) if job.teacher_config else StepHook(),
     )
     step, divisor = fold_step(samples, resolved), objective.targets(samples).divisor
-    batches = resolved.taught(step.micro_batches, trainer.chunks)
+    batches = resolved.hook.before_step(step.micro_batches, trainer.chunks)
     with mock.patch.object(head_chunks, "_CPU", (1, 3)):  # rows of the head: several chunks even here
         reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()

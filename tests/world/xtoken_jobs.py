@@ -57,7 +57,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
     from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
     from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-    from mcore_prefix_tree.objectives import add_means, make_objective
+    from mcore_prefix_tree.objectives import BoundCrossTokenizer, add_means, make_objective
     from mcore_prefix_tree.plan import ModelWork
 
     def model(config: Any, vocab_size: int, groups: Any = None) -> list[Any]:
@@ -68,9 +68,8 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
     trainer = Trainer.of(model(config, STUDENT_SIZE))
     multiple = layout.tp if layout.sequence_parallel else 1
     settings: Any = make_objective("xtoken", dict(job.options))
-    objective = settings.bound(
-        [texts().side(settings.losses)] * job.teachers, pad_to_multiple_of=multiple, block_rows=7
-    )
+    sides = (texts().side(settings.losses),) * job.teachers
+    objective = BoundCrossTokenizer(settings=settings, sides=sides, pad_to_multiple_of=multiple, block_rows=7)
     models = []
     tp = job.teacher_tp or layout.tp
     own = replace(layout, tp=tp, sequence_parallel=layout.sequence_parallel and tp == layout.tp)
@@ -104,12 +103,12 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         work=ModelWork.from_dimensions(
             num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=STUDENT_SIZE
         ),
-        teacher=(ExportedTeacher if job.rows else PairedTeachers)(
+        hook=(ExportedTeacher if job.rows else PairedTeachers)(
             objective=objective, models=models, student_columns=STUDENT_SIZE // layout.tp, device=device
         ),
     )
     step = fold_step(samples, resolved)
-    batches = resolved.taught(step.micro_batches, resolved.forward(trainer.chunks))
+    batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
     reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.objective import plain
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of
 from mcore_prefix_tree.mcore.engine.steps import fold_micro_batches, targets_of
 from mcore_prefix_tree.plan import CostModel, Measured
 from mcore_prefix_tree.sample import Sample
@@ -63,7 +63,7 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
     job, samples = plain(job, samples)
     folding = job.folding
     cut = _choose(samples, folding)
-    scored_alone = job.fused_head and not job.objective.has_scalar_head
+    scored_alone = job.fused_head and stand_in_of(job).skips_unscored
     if scored_alone:
         for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
             cut.append([*range(len(samples), len(samples) + len(indices))])

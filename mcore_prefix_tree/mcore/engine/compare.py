@@ -14,15 +14,11 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.objective import plain
 from mcore_prefix_tree.mcore.engine.parts import clocks_of, marked
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of, stock_forward_step
 from mcore_prefix_tree.mcore.engine.steps import fold_step
-from mcore_prefix_tree.mcore.engine.unfolded import (
-    plan_unfolded,
-    stock_forward_step,
-    why_stock_does_not_fit,
-)
+from mcore_prefix_tree.mcore.engine.unfolded import plan_unfolded, why_stock_does_not_fit
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.memory import PeakMemory
 from mcore_prefix_tree.plan import Bound, Counts, ExpectedSpeedup, Parts, work_ratios
@@ -297,7 +293,7 @@ def _ways(samples: Sequence[Sample], job: Job) -> tuple[dict[str, _Way], str | N
             name="unfolded, stock",
             tokens=logical,
             make=lambda: plan_unfolded(samples, job).micro_batches,
-            step=partial(stock_forward_step, of_values=job.objective.has_scalar_head),
+            step=partial(stock_forward_step, stand_in=stand_in_of(job)),
         )
     return ways, stock_missing
 

@@ -96,7 +96,7 @@ class HeldOut:
         started = time.perf_counter()
         reported = []
         for cut in self._parts:
-            folded = self._job.taught(
+            folded = self._job.hook.before_step(
                 fold_micro_batches(self._samples, cut, self._job, self._targets), self._job.forward(chunks)
             )
             with torch.no_grad():

@@ -11,10 +11,9 @@ import torch
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
+from mcore_prefix_tree.mcore.engine.hook import Forward, StepHook
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
-from mcore_prefix_tree.mcore.engine.teacher import Forward, Teacher
 from mcore_prefix_tree.mcore.readout import Readout, readout_of
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.plan import ModelWork
 
@@ -33,7 +32,7 @@ class Job:
         work: FLOPs of the model.
         is_local: whether the stock model's layers are megatron-core's own, not TransformerEngine's.
         fused_head: whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
-        teacher: second model of an objective that reads one.
+        hook: work before each step that the objective needs.
         readout: readout of the last pipeline stage; follows from the objective and ``fused_head``.
         forward_step: forward step that Megatron's schedules call; follows from the readout.
     """
@@ -45,7 +44,7 @@ class Job:
     work: ModelWork
     is_local: bool = True
     fused_head: bool = True
-    teacher: Teacher | None = None
+    hook: StepHook = field(default_factory=StepHook)
     readout: Readout[LossOutput] = field(init=False)
     forward_step: ForwardStep = field(init=False)
 
@@ -57,14 +56,3 @@ class Job:
     def forward(self, student: Sequence[torch.nn.Module]) -> Forward:
         """Return the forward pass of the student over micro-batches, by Megatron's schedule."""
         return partial(run_schedule, student, forward_step=self.forward_step, forward_only=True)
-
-    def taught(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
-        """Return a step's micro-batches with the teacher's outputs; all ranks call it together.
-
-        Args:
-            batches: micro-batches of this rank.
-            student: forward pass of the student, for losses that weigh their parts by results of the whole step.
-        """
-        if self.teacher is None:
-            return batches
-        return self.teacher.teach(batches, student)

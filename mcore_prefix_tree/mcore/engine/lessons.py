@@ -23,9 +23,11 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.logprob import Chunks, head_logprobs
 from mcore_prefix_tree.logprob.edges import ROWS, slices
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
-from mcore_prefix_tree.mcore.engine.teacher import Forward, Teacher, TeacherModel
-from mcore_prefix_tree.mcore.readout.chunks import chunk_rows
-from mcore_prefix_tree.mcore.seam.micro_batch import ChunkLesson, MicroBatch, TeacherHidden
+from mcore_prefix_tree.mcore.engine.hook import Forward, StepHook
+from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
+from mcore_prefix_tree.mcore.readout import TeacherHidden
+from mcore_prefix_tree.mcore.readout.chunks import ChunkLesson, chunk_rows
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.objectives.xtoken_rows import kd_metric
 from mcore_prefix_tree.upload import moved
@@ -41,7 +43,7 @@ from mcore_prefix_tree.xtoken.losses import (
 
 
 @dataclass(eq=False)
-class PairedTeachers(Teacher):
+class PairedTeachers(StepHook):
     """The teachers of a distillation across tokenizers.
 
     Args:
@@ -60,9 +62,9 @@ class PairedTeachers(Teacher):
         self._vocabularies: dict[int, Vocabularies] = {}
         self._losses: dict[int, ChunkLoss] = {}
 
-    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def prepare(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return the micro-batches with the same samples in the tokens of each teacher."""
-        return [replace(batch, of_teachers=tuple(self._of_teachers(batch))) for batch in batches]
+        return [replace(batch, hook_data=tuple(self._of_teachers(batch))) for batch in batches]
 
     def _of_teachers(self, batch: MicroBatch) -> list[MicroBatch]:
         found = []
@@ -78,8 +80,8 @@ class PairedTeachers(Teacher):
             found.append(asked)
         return found
 
-    def teach(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches with their lessons; see :class:`Teacher`."""
+    def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
+        """Return the micro-batches with their lessons; see :class:`StepHook`."""
         taught = self._taught(batches)
         if self.objective.settings.scaling != "dynamic":
             return taught
@@ -87,60 +89,44 @@ class PairedTeachers(Teacher):
             return _balanced(taught, student(taught))
 
     def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        asked = [[batch.of_teachers[number] for batch in batches] for number in range(len(self.models))]
+        asked = [[batch.hook_data[number] for batch in batches] for number in range(len(self.models))]
         found = [
             moved(tuple(model.hidden(of_model)), self.device)
             for model, of_model in zip(self.models, asked, strict=True)
         ]
-        plain = [replace(batch, of_teachers=()) for batch in batches]
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            return plain
-        lessons = self._averaged(found) if self._averages else self._separate(found, asked)
-        return [
-            replace(batch, lessons=tuple(self._on(batch, lesson, at) for lesson in lessons))
-            for at, batch in enumerate(plain)
-        ]
+            return [replace(batch, hook_data=None) for batch in batches]
+        if self._averages:
+            weights = self.objective.settings.teacher_weights or [1.0] * len(found)
+            mix = tuple(weight / sum(weights) for weight in weights)
+            lessons = [self._lessons(batches, 0, found, mix, 1.0, len(found[0][0].weight))]
+        else:
+            lessons = [
+                self._lessons(batches, number, [found[number]], (1.0,), share, len(found[number][0].weight))
+                for number, share in enumerate(self._shares(found, asked))
+            ]
+        of_batches = zip(*lessons, strict=True)
+        return [replace(batch, hook_data=own) for batch, own in zip(batches, of_batches, strict=True)]
 
     @property
     def _averages(self) -> bool:
         return self.objective.settings.teachers == "averaged_logits" and len(self.models) > 1
 
-    def _on(self, batch: MicroBatch, lesson: _StepLesson, at: int) -> ChunkLesson:
-        """Return a step's lesson on one micro-batch."""
-        settings = self.objective.settings
-        kd_weight = settings.kd_weight if settings.scaling == "fixed" else 1.0
-        return ChunkLesson(
-            taught_by=tuple(of_model[at] for of_model in lesson.taught_by),
-            mix=lesson.mix,
-            terms=lesson.terms,
-            vocabularies=lesson.vocabularies,
-            number=lesson.number,
-            factor=kd_weight * lesson.share * chunk_rows(batch).taught[lesson.number].per_chunk,
-        )
-
-    def _separate(
-        self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]
-    ) -> list[_StepLesson]:
-        return [
-            self._lesson(number, [found[number]], (1.0,), share, len(found[number][0].weight))
-            for number, share in enumerate(self._shares(found, asked))
-        ]
-
-    def _averaged(self, found: Sequence[Sequence[TeacherHidden]]) -> list[_StepLesson]:
-        weights = self.objective.settings.teacher_weights or [1.0] * len(found)
-        mix = tuple(weight / sum(weights) for weight in weights)
-        return [self._lesson(0, found, mix, 1.0, len(found[0][0].weight))]
-
-    def _lesson(
+    def _lessons(
         self,
+        batches: Sequence[MicroBatch],
         number: int,
         taught_by: Sequence[Sequence[TeacherHidden]],
         mix: tuple[float, ...],
         share: float,
         columns: int,
-    ) -> _StepLesson:
-        """Return a lesson; ``columns`` are the teacher's on each tensor-parallel rank, padding included."""
-        settings = self.objective.settings.losses
+    ) -> list[ChunkLesson]:
+        """Return a teacher's lesson on each micro-batch, with its weight ``share``.
+
+        ``taught_by`` are each model's hidden states of each micro-batch; ``columns`` the teacher's on each
+        tensor-parallel rank, padding included.
+        """
+        settings, kd_weight = self.objective.settings.losses, self.objective.settings.kd_weight
         vocabularies = self._both(number, columns)
         if settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
             # Other columns in every step.
@@ -150,9 +136,17 @@ class PairedTeachers(Teacher):
                 self._losses[number] = make_loss(settings, vocabularies)
             loss = self._losses[number]
         terms = ChunkTerms(loss=loss, temperature=settings.temperature, scale=settings.scale)
-        return _StepLesson(
-            taught_by=taught_by, mix=mix, terms=terms, vocabularies=vocabularies, number=number, share=share
-        )
+        return [
+            ChunkLesson(
+                taught_by=tuple(of_model[at] for of_model in taught_by),
+                mix=mix,
+                terms=terms,
+                vocabularies=vocabularies,
+                number=number,
+                factor=kd_weight * share * chunk_rows(batch).taught[number].per_chunk,
+            )
+            for at, batch in enumerate(batches)
+        ]
 
     def _both(self, number: int, columns: int) -> Vocabularies:
         """Return both vocabularies; made once.
@@ -222,9 +216,7 @@ class PairedTeachers(Teacher):
 class ExportedTeacher(PairedTeachers):
     """A teacher whose rows the samples bring; it has no model."""
 
-    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches, which have the rows."""
-        return list(batches)
+    prepare = StepHook.prepare  # the micro-batches have the rows
 
     def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -232,25 +224,8 @@ class ExportedTeacher(PairedTeachers):
         (side,) = self.objective.sides
         columns = -(-side.teacher_size // parallel_state.get_tensor_model_parallel_world_size())
         (share,) = self.objective.settings.teacher_weights or [1.0]
-        lesson = self._lesson(0, (), (), share, columns)
-        return [replace(batch, lessons=(self._on(batch, lesson, at),)) for at, batch in enumerate(batches)]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _StepLesson:
-    """A lesson on all micro-batches of a step; for the other attributes see :class:`ChunkLesson`.
-
-    Attributes:
-        taught_by: each model's hidden states of each micro-batch.
-        share: weight of the teacher.
-    """
-
-    taught_by: Sequence[Sequence[TeacherHidden]]
-    mix: tuple[float, ...]
-    terms: ChunkTerms
-    vocabularies: Vocabularies
-    number: int
-    share: float
+        lessons = self._lessons(batches, 0, (), (), share, columns)
+        return [replace(batch, hook_data=(lesson,)) for batch, lesson in zip(batches, lessons, strict=True)]
 
 
 def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
@@ -264,17 +239,18 @@ def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any
     """
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return list(batches)
-    numbers = [lesson.number for lesson in batches[0].lessons] if batches else []
+    lessons: tuple[ChunkLesson, ...] = batches[0].hook_data if batches else ()
+    numbers = [lesson.number for lesson in lessons]
     names = [kd_metric(number, len(numbers)) for number in numbers] + ["ce"]
     sums = sum(torch.stack([entry["metrics"][name] for name in names]) for entry in reported)
     assert isinstance(sums, torch.Tensor), "every rank has a micro-batch"
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     *of_lessons, (ce, _) = sums.tolist()
     # Both before the division by the step's divisor.
-    factors = [lesson.factor for lesson in batches[0].lessons]
+    factors = [lesson.factor for lesson in lessons]
     kd = sum(factor * total for factor, (total, _) in zip(factors, of_lessons, strict=True))
     scale = abs(ce / kd) if kd else 1.0
     return [
-        replace(batch, lessons=tuple(replace(lesson, factor=scale * lesson.factor) for lesson in batch.lessons))
+        replace(batch, hook_data=tuple(replace(lesson, factor=scale * lesson.factor) for lesson in batch.hook_data))
         for batch in batches
     ]

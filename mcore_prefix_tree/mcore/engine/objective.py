@@ -1,17 +1,12 @@
-"""Checks and stand-ins of a job that follow from its objective."""
+"""Checks of samples that follow from an objective."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
-
-from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.objectives import Critic, Objective, SupervisedFineTuning
+from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.objectives.scored import MissingSignalError
 from mcore_prefix_tree.sample import Sample, SampleError
-from mcore_prefix_tree.signals import Signals
 
 # The commands that write the fields that samples may lack.
 _WRITERS = {
@@ -41,15 +36,3 @@ def check_samples(objective: Objective, samples: Sequence[Sample]) -> None:
         if not ways_out:
             raise
         raise SampleError(f"{error}; {', or '.join(ways_out)}") from None
-
-
-def plain(job: Job, samples: Sequence[Sample]) -> tuple[Job, list[Sample]]:
-    """Return stand-ins for a job and its samples in verification, comparison and calibration.
-
-    The objective reads no signal, and compares no sample with another: for a model with a vocabulary it is the
-    supervised loss; for one with a scalar head half the mean square of the values, a critic whose returns are all 0.
-    """
-    if not job.objective.has_scalar_head:
-        return replace(job, objective=SupervisedFineTuning(), teacher=None), list(samples)
-    regressed = [replace(sample, signals=Signals(returns=np.zeros(len(sample)))) for sample in samples]
-    return replace(job, objective=Critic(returns="given", clip_eps=None), teacher=None), regressed

@@ -16,7 +16,7 @@ from mcore_prefix_tree.mcore.engine.score import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.readout import Logprobs, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe.score import REFERENCE, ScoreConfig
+from mcore_prefix_tree.recipe.score import POLICY, REFERENCE, ScoreConfig
 from mcore_prefix_tree.sample import Sample
 
 _ENTROPY = "entropy"
@@ -82,13 +82,14 @@ def readouts_of(
         vocab_size: size of the vocabulary before padding.
         fused_head: whether the models use the fused head.
     """
-    main: Scorer[Any] = Logprobs(entropy=options.entropy, fused=fused_head)
-    if objective.has_scalar_head:
-        main = Values()
+    column = options.column(objective)
+    main: Scorer[Any] = Values()
+    if column == POLICY:
+        main = Logprobs(entropy=options.entropy, fused=fused_head)
     elif options.teacher_top_k is not None:
         main = TopLogprobs(k=options.teacher_top_k, vocab_size=vocab_size)
     reference = {} if options.reference is None else {REFERENCE: Logprobs(fused=fused_head)}
-    return {options.column(objective): main, **reference}
+    return {column: main, **reference}
 
 
 def write_scores(

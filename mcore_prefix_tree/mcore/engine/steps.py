@@ -101,7 +101,7 @@ def fold_micro_batches(
         batches = [
             with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)
         ]
-    return batches if job.teacher is None else job.teacher.prepared(batches)
+    return list(job.hook.prepare(batches))
 
 
 class StepSize(Protocol):

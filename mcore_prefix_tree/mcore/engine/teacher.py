@@ -6,9 +6,9 @@ time: neither model's logits are ever held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,35 +17,16 @@ from megatron.core.utils import get_attr_wrapped_model
 from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.logprob import Head
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
+from mcore_prefix_tree.mcore.engine.hook import Forward, StepHook
 from mcore_prefix_tree.mcore.engine.schedule import forward_only
 from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
-from mcore_prefix_tree.mcore.readout import Hidden
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, TeacherHidden
+from mcore_prefix_tree.mcore.readout import Hidden, TeacherHidden
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.output_layer import output_weight, output_weight_and_head
-
-# A pass over micro-batches without gradients, which returns what their losses report.
-Forward = Callable[[Sequence[MicroBatch]], Sequence[Mapping[str, Any]]]
-
-
-class Teacher(Protocol):
-    """Source of a teacher's outputs, which a job reads before its student runs."""
-
-    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return micro-batches with the teacher's inputs, made on the host."""
-
-    def teach(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches of a step with the teacher's outputs, on the last pipeline stage.
-
-        All ranks call it together, as in the student's own forward.
-
-        Args:
-            batches: micro-batches with the rows of the job's objective.
-            student: forward pass of the student, for losses that weigh their parts by results of the whole step.
-        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TeacherModel(Teacher):
+class TeacherModel(StepHook):
     """This rank's part of a teacher, sharded like its student or in a layout of its own.
 
     Attributes:
@@ -71,18 +52,18 @@ class TeacherModel(Teacher):
     def _model(self) -> Any:
         return get_attr_wrapped_model(self.chunks[-1], "position_embedding_type", return_model_obj=True)
 
-    def prepared(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def prepare(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the plans of its attention."""
         for batch in batches:
             plan_attention(batch, self.attention_backend, self.attention_cases)
         return list(batches)
 
-    def teach(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches with its hidden states; see :class:`Teacher`."""
+    def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
+        """Return the micro-batches with its hidden states; see :class:`StepHook`."""
         found = self.hidden(batches)
         if not found:
             return list(batches)
-        return [replace(batch, teacher=hidden) for batch, hidden in zip(batches, found, strict=True)]
+        return [replace(batch, hook_data=hidden) for batch, hidden in zip(batches, found, strict=True)]
 
     def hidden(self, batches: Sequence[MicroBatch]) -> list[TeacherHidden]:
         """Return the inputs of its logits at each micro-batch's predictors; empty before the last stage."""
@@ -122,7 +103,7 @@ class TeacherModel(Teacher):
                 )
                 for layout in of_replica
             ]
-            asked += self.prepared(others)
+            asked += self.prepare(others)
         return asked, slice(start, start + len(ours))
 
     def _on_backend(self, batch: MicroBatch) -> MicroBatch:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from mcore_prefix_tree.mcore.engine.forward_step import Reported
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.memory import available_bytes
@@ -140,28 +138,6 @@ def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = N
         input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
     )
     return output
-
-
-def stock_forward_step(
-    data_iterator: Iterator[StockBatch], model: Any, *, of_values: bool
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
-    """Train as ``pretrain_gpt.py`` does, with Megatron's own cross-entropy; ``of_values`` by half their square."""
-    batch = next(data_iterator)
-    return stock_forward(model, batch, None if of_values else batch.labels), partial(_stock_loss, batch, of_values)
-
-
-def _stock_loss(batch: StockBatch, of_values: bool, output: torch.Tensor) -> Reported:
-    if of_values:
-        loss = stock_square_loss(output.flatten(), batch)
-    else:
-        loss = torch.dot(output.squeeze(0).float(), batch.loss_mask)
-    num_tokens = batch.loss_mask.count_nonzero().to(torch.int)
-    return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
-
-
-def stock_square_loss(values: torch.Tensor, batch: StockBatch) -> torch.Tensor:
-    """Return half the sum over the labels of mask times the squared value before each; ``values`` is ``[n]``."""
-    return torch.dot(values.square(), batch.loss_mask.to(values.dtype)) / 2
 
 
 def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,26 +21,20 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.objective import plain
 from mcore_prefix_tree.mcore.engine.outcome import Outcome, Rows, compare_outcomes, rounding_of
 from mcore_prefix_tree.mcore.engine.repeats import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.engine.schedule import run_schedule
-from mcore_prefix_tree.mcore.engine.score import score
+from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of
 from mcore_prefix_tree.mcore.engine.steps import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
-    StockBatch,
     UnfoldedStep,
     plan_unfolded,
     stock_forward,
-    stock_logprobs,
-    stock_square_loss,
     why_stock_does_not_fit,
 )
 from mcore_prefix_tree.mcore.ranks import everyone, has_logits
-from mcore_prefix_tree.mcore.readout import Logprobs, Values
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.signals import SampleError
 
 # In which dtype the stock model runs once more, to show how large its own rounding is.
 COMPANION = {torch.bfloat16: torch.float32, torch.float32: torch.float64, torch.float64: torch.float32}
@@ -152,11 +146,7 @@ def verify(
         NotImplementedError: the model draws random numbers.
         SampleError: no token of the batch is scored, so there is nothing to compare.
     """
-    if not job.objective.has_scalar_head and not any(sample.loss_mask[1:].any() for sample in samples):
-        raise SampleError(
-            f"{samples[0].source}: neither this nor another sample of the first step has a token to train on after its "
-            "first: 'loss_mask' is 0 in all of them"
-        )
+    stand_in_of(job).check(samples)
     companion = COMPANION[job.config.params_dtype] if tolerance is None else None
     obstacle = why_stock_does_not_fit(samples, job, companion=companion)
     if obstacle is not None:
@@ -179,7 +169,7 @@ def _verified(
     step = fold_step(samples, job)
     alone = plan_unfolded(samples, job)
     begun = _Begun(progress, len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches))
-    rows = _repeated(partial(_folded_rows, chunks, samples, job))
+    rows = _repeated(partial(stand_in_of(job).folded_rows, chunks, samples, job))
     folded = replace(_run_folded(chunks, step, job, begun), rows=dict(enumerate(rows)))
     unfolded = _run_unfolded(chunks, alone, job, begun)
     reference, rounding = unfolded, None
@@ -244,25 +234,6 @@ def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, b
     return _run(chunks, step.micro_batches, no_rows, forward, loss, job, begun)
 
 
-def _folded_rows(chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[Rows]:
-    if job.objective.has_scalar_head:
-        return [
-            {"value": np.append(one.values[1:], one.last).astype(np.float64)}
-            for one in score(chunks, samples, job.folding, Values(), all_tokens=True)
-        ]
-    found: list[Rows] = []
-    readout = Logprobs(entropy=True, fused=job.fused_head)
-    for scores in score(chunks, samples, job.folding, readout, all_tokens=True):
-        assert scores.entropy is not None
-        found.append(
-            {
-                "logprob": scores.logprobs[1:].astype(np.float64),
-                "entropy": scores.entropy[1:].astype(np.float64),
-            }
-        )
-    return found
-
-
 def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
     """Return the rows of a run, which are the same on every rank, if another run gives them too."""
     rows: list[Rows] = []
@@ -278,23 +249,8 @@ def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
 
 
 def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> Outcome:
-    of_values = job.objective.has_scalar_head
-
-    def score(batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
-        if of_values:
-            values = output.flatten()
-            return stock_square_loss(values, batch), [{"value": _on_host(values[: batch.length])}]
-        logprob, entropy = stock_logprobs(output, batch)
-        scored = max(batch.length - 1, 0)
-        rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
-        return -torch.dot(logprob, batch.loss_mask.to(logprob.dtype)), [rows]
-
+    score = stand_in_of(job).stock_rows
     return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job, begun)
-
-
-def _on_host(values: torch.Tensor) -> np.ndarray:
-    row: np.ndarray = values.detach().double().cpu().numpy()
-    return row
 
 
 def _run(

@@ -145,7 +145,7 @@ class DealtStep:
         """
         device = self._job.folding.device
         if not self._waiting:
-            taught = self._job.taught(self._batches, partial(self._forward, model))
+            taught = self._job.hook.before_step(self._batches, partial(self._forward, model))
             self._waiting = [WaitingMicroBatch(batch, device, chunks=self._chunks) for batch in taught]
         return self._waiting[index].take()
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from mcore_prefix_tree.arguments.settings import read_objective, read_recipe
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.mcore.engine.hook import StepHook
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
-from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
+from mcore_prefix_tree.mcore.models.teacher import HookLoader, asked_teachers
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe.objective import objective_of as objective_of_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
-from mcore_prefix_tree.recipe.teacher import check_stage, teacher_recipes
+from mcore_prefix_tree.recipe.teacher import check_stage
 
 
 def objective_of(args: argparse.Namespace) -> Objective:
@@ -27,23 +27,17 @@ def objective_of(args: argparse.Namespace) -> Objective:
         RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
     """
     settings = settings_of(read_objective(args))
-    if not (settings.asks_model or settings.across_tokenizers):
+    if settings.second_models is None:
         return settings
     recipe = read_recipe(args)
     check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective)
     objective = objective_of_recipe(recipe)
-    if objective.asks_model:
-        check_teachers(
-            teacher_recipes(recipe),
-            recipe.model,
-            max_tokens=args.prefix_tree_max_tokens,
-            across_tokenizers=objective.across_tokenizers,
-        )
+    asked_teachers(objective.second_models, recipe)
     return objective
 
 
-def teacher_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> Teacher | None:
-    """Return the second models of a job's objective, loaded; all ranks together. None if it asks none.
+def hook_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
+    """Return what a job's objective needs before a step, such as its teachers, loaded; all ranks together.
 
     Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
     stage, which alone asks it.
@@ -55,19 +49,20 @@ def teacher_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: C
         say: function that receives which weights they have, on every rank.
 
     Raises:
-        RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.
+        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
     """
-    if not (job.objective.asks_model or job.objective.across_tokenizers):
-        return None
+    if job.objective.second_models is None:
+        return StepHook()
     recipe, vocab_size = read_recipe(args), vocab_size_of(args)
     assert vocab_size is not None, "a dry run loads no teacher"
-    return load_teachers(
-        teacher_recipes(recipe) if job.objective.asks_model else [],
-        recipe,
-        job,
+    loader = HookLoader(
+        teachers=asked_teachers(job.objective.second_models, recipe),
+        student=recipe,
+        job=job,
         first_step=lambda: order.take(0, args.global_batch_size),
         vocab_size=vocab_size,
         padded_vocab_size=args.padded_vocab_size,
         say=say,
         on_last_stage=True,
     )
+    return loader.hook()

@@ -19,16 +19,16 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.errors import spell, spelled
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.hook import StepHook
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.objective import check_samples
-from mcore_prefix_tree.mcore.engine.teacher import Teacher
 from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
 from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider, with_head
-from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of, teacher_of
+from mcore_prefix_tree.mcore.megatron_lm.objective import hook_of, objective_of
 from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
 from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
@@ -126,7 +126,7 @@ class TreeDatasetsProvider:
         self._consumed_before = 0  # samples, of other data than these
         self._validation: StepDealer | None = None
         self._objective: Objective | None = None
-        self._teacher: Teacher | None = None
+        self._hook: StepHook | None = None
 
     @readable_arguments()
     def __call__(
@@ -174,11 +174,11 @@ class TreeDatasetsProvider:
         return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
 
     def _job(self, args: argparse.Namespace, objective: Objective, order: SampleOrder) -> Job:
-        """Return a job; training and validation share one teacher."""
+        """Return a job; training and validation share one hook, with its teachers."""
         job = job_of(args, objective, lambda: order.take(0, args.global_batch_size))
-        if self._teacher is None:
-            self._teacher = teacher_of(args, job, order, say=print_rank_0)
-        return replace(job, teacher=self._teacher)
+        if self._hook is None:
+            self._hook = hook_of(args, job, order, say=print_rank_0)
+        return replace(job, hook=self._hook)
 
     def _training_order(
         self, args: argparse.Namespace, folding: Folding, objective: Objective, end: int

@@ -1,12 +1,11 @@
-"""The recipes and the weights of a distillation's teachers."""
+"""Teachers of a distillation: their recipes, their weights, and the hook that runs them before each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
+from mcore_prefix_tree.mcore.engine.hook import StepHook
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.lessons import ExportedTeacher, PairedTeachers
-from mcore_prefix_tree.mcore.engine.teacher import Teacher, TeacherModel
+from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
 from mcore_prefix_tree.mcore.engine.teacher_ranks import TeacherRanks
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.hf import described
@@ -24,31 +24,31 @@ from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.models.model import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.objectives import BoundCrossTokenizer
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation
+from mcore_prefix_tree.objectives.objective import Output, SecondModels
 from mcore_prefix_tree.recipe import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import check_stage, parallel_of_teachers
+from mcore_prefix_tree.recipe.teacher import (
+    check_stage,
+    parallel_of_teachers,
+    teacher_recipes,
+)
 from mcore_prefix_tree.sample import Sample
 
 
-def check_teachers(
-    teachers: Sequence[tuple[str, Recipe]],
-    student: ModelConfig,
-    *,
-    max_tokens: int,
-    across_tokenizers: bool,
-) -> None:
-    """Check that a student can ask the models of recipes.
+def asked_teachers(needed: SecondModels | None, student: Recipe) -> list[tuple[str, Recipe]]:
+    """Return the recipes of the teachers that each step asks, as :func:`teacher_recipes` does; none if none is asked.
 
     Args:
-        teachers: recipes of the teachers, from :func:`teacher_recipes`.
-        student: model of the student.
-        max_tokens: token budget of the student's micro-batches.
-        across_tokenizers: whether the objective compares texts instead of tokens.
+        needed: second models that the objective reads.
+        student: recipe of the job.
 
     Raises:
         RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
             vocabulary or shorter positions.
     """
+    if needed is None or not needed.asked:
+        return []
+    teachers = teacher_recipes(student)
     for path, teacher in teachers:
         setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
         if teacher.objective.has_scalar_head:
@@ -57,9 +57,10 @@ def check_teachers(
             raise RecipeError(
                 f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
             )
-        if not across_tokenizers:
-            _check_vocabulary(teacher.model, student, setting)
-            _check_positions(teacher.model, student, {"batch.max_tokens": max_tokens}, setting)
+        if needed.same_vocabulary:
+            _check_vocabulary(teacher.model, student.model, setting)
+            _check_positions(teacher.model, student.model, {"batch.max_tokens": student.batch.max_tokens}, setting)
+    return teachers
 
 
 def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
@@ -86,98 +87,124 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[st
         )
 
 
-def load_teachers(
-    teachers: Sequence[tuple[str, Recipe]],
-    student: Recipe,
-    job: Job,
-    *,
-    first_step: Callable[[], Sequence[Sample]],
-    vocab_size: int,
-    padded_vocab_size: int,
-    say: Callable[[str], None],
-    on_last_stage: bool = False,
-) -> Teacher | None:
-    """Return the teachers that a job asks before its student, with their last checkpoints' weights; None without any.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HookLoader:
+    """Loader of what a job's objective needs before a step, such as teachers with their last checkpoints' weights.
 
-    Args:
-        teachers: recipes that :func:`check_teachers` checked; empty if the objective asks no second model.
+    Attributes:
+        teachers: recipes that :func:`asked_teachers` returned.
         student: recipe of the job.
-        job: job without its teachers.
+        job: job without its hook.
         first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
         vocab_size: number of tokens of the student's vocabulary.
         padded_vocab_size: number of rows of its embedding.
         say: function that receives which weights they are, on every rank.
         on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
             stages.
-
-    Raises:
-        RecipeError: this parallel layout has no such model, or the checkpoint is missing or does not fit.
-        NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
-        ValueError: see :func:`resolve_backend`.
     """
-    device = job.folding.device
-    layout = parallel_of_teachers(student.objective, student.parallel)
-    if on_last_stage:
-        layout = replace(layout, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
-    recipes = [
-        replace(
-            teacher,
-            objective=ObjectiveConfig(),
-            parallel=_for(teacher.model, layout),
-            fused_head=True,
-            device=student.device,
-            deterministic_attention=student.deterministic_attention,
+
+    teachers: Sequence[tuple[str, Recipe]]
+    student: Recipe
+    job: Job
+    first_step: Callable[[], Sequence[Sample]]
+    vocab_size: int
+    padded_vocab_size: int
+    say: Callable[[str], None]
+    on_last_stage: bool = False
+
+    def hook(self) -> StepHook:
+        """Return the hook; all ranks together.
+
+        Raises:
+            RecipeError: this parallel layout has no such model, or the checkpoint is missing or does not fit.
+            NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
+            ValueError: see :func:`resolve_backend`.
+        """
+        make = HOOKS.get(self.job.objective.output)
+        if make is None:
+            return StepHook()
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        check_stage(stage.size(), self.student.objective)
+        return make(self, self.job.objective)
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """Return the parallel layout of the teachers."""
+        layout = parallel_of_teachers(self.student.objective, self.student.parallel)
+        if not self.on_last_stage:
+            return layout
+        return replace(layout, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
+
+    def models(self, sizes: Sequence[tuple[int, int]]) -> list[TeacherModel]:
+        """Return the teachers' models; ``sizes`` are each one's tokens and rows of the embedding."""
+        student, layout = self.student, self.layout
+        ranks = TeacherRanks.of(layout.tensor_model_parallel_size, on_last_stage=self.on_last_stage)
+        return [
+            load_model(
+                replace(
+                    teacher,
+                    objective=ObjectiveConfig(),
+                    parallel=_for(teacher.model, layout),
+                    fused_head=True,
+                    device=student.device,
+                    deterministic_attention=student.deterministic_attention,
+                ),
+                *of_model,
+                first_step=self.first_step,
+                device=self.job.folding.device,
+                say=self.say,
+                ranks=ranks,
+            )
+            for (_, teacher), of_model in zip(self.teachers, sizes, strict=True)
+        ]
+
+
+def _same_vocabulary(loader: HookLoader, objective: Distillation) -> StepHook:
+    """Return the hook of a teacher whose vocabulary is compared token by token."""
+    columns, ranks = loader.padded_vocab_size, loader.layout.tensor_model_parallel_size
+    if columns % ranks:
+        raise RecipeError(
+            f"objective.teacher_tensor_model_parallel_size={ranks} does not divide the {columns} tokens of the "
+            "vocabulary, "
+            "padding included, in which teacher and student are compared; choose another, or leave it out"
         )
-        for _, teacher in teachers
-    ]
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    check_stage(stage.size(), student.objective)
-    tensor_parallel = layout.tensor_model_parallel_size
-    load = partial(load_model, first_step=first_step, device=device, say=say)
-    if not job.objective.across_tokenizers:
-        if not recipes:
-            return None
-        _check_divides(padded_vocab_size, layout)
-        ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
-        return load(recipes[0], vocab_size, padded_vocab_size, ranks=ranks)
-    objective = cast("BoundCrossTokenizer", job.objective)
-    columns = padded_vocab_size // student.parallel.tensor_model_parallel_size
-    if not recipes:
+    (model,) = loader.models([(loader.vocab_size, columns)])
+    return model
+
+
+def _across_tokenizers(loader: HookLoader, objective: BoundCrossTokenizer) -> StepHook:
+    """Return the hook of teachers with tokenizers of their own, or of rows that the samples bring."""
+    parallel, device = loader.student.parallel, loader.job.folding.device
+    columns = loader.padded_vocab_size // parallel.tensor_model_parallel_size
+    if not loader.teachers:
         return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
     # As many columns on each rank of the teacher, and on each of the student.
-    cut = max(layout, student.parallel, key=lambda one: one.tensor_model_parallel_size)
+    cut = max(loader.layout, parallel, key=lambda one: one.tensor_model_parallel_size)
+    tokens = [side.teacher_size for side in objective.sides]
     sizes = [
-        cut.padded_vocab_size(vocabulary_of(recipe.model, side.teacher_size))
-        for recipe, side in zip(recipes, objective.sides, strict=True)
+        cut.padded_vocab_size(vocabulary_of(teacher.model, size))
+        for (_, teacher), size in zip(loader.teachers, tokens, strict=True)
     ]
     if objective.settings.teachers == "averaged_logits" and len(set(sizes)) > 1:
         raise RecipeError(
             f"objective.options.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
             f"{max(sizes)} of them; give their recipes one model.vocab_size"
         )
-    ranks = TeacherRanks.of(tensor_parallel, on_last_stage=on_last_stage)
-    models = [
-        load(recipe, side.teacher_size, size, ranks=ranks)
-        for recipe, side, size in zip(recipes, objective.sides, sizes, strict=True)
-    ]
+    models = loader.models(list(zip(tokens, sizes, strict=True)))
     return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
+
+
+# By the output that an objective names; others need nothing before a step.
+HOOKS: Mapping[Output, Callable[[HookLoader, Any], StepHook]] = {
+    "divergences": _same_vocabulary,
+    "chunks": _across_tokenizers,
+}
 
 
 def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
     """Return the layout of a teacher, whose student may be the only one with experts."""
     has_experts = model.hf is not None or model.transformer.get("num_moe_experts") is not None
     return layout if has_experts else replace(layout, expert_model_parallel_size=1)
-
-
-def _check_divides(columns: int, layout: ParallelConfig) -> None:
-    """Check that a teacher of the student's vocabulary can be cut evenly."""
-    if columns % layout.tensor_model_parallel_size:
-        raise RecipeError(
-            f"objective.teacher_tensor_model_parallel_size={layout.tensor_model_parallel_size} does not divide the "
-            f"{columns} tokens "
-            "of the vocabulary, padding included, in which teacher and student are compared; choose another, or leave "
-            "it out"
-        )
 
 
 def vocabulary_of(model: ModelConfig, tokens: int) -> int:
@@ -216,7 +243,7 @@ def load_model(
         ranks: ranks of a layout other than the job's; None takes the job's.
 
     Raises:
-        RecipeError, NotImplementedError, ValueError: see :func:`load_teachers`.
+        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
     """
     try:
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from mcore_prefix_tree.mcore.readout.base import Logits, Readout, SampleScores
 from mcore_prefix_tree.mcore.readout.chunks import ChunkLosses
 from mcore_prefix_tree.mcore.readout.edge_loss import EdgeLoss
 from mcore_prefix_tree.mcore.readout.logprobs import Logprobs, Scores
-from mcore_prefix_tree.mcore.readout.teacher import DivergenceLoss, Hidden
+from mcore_prefix_tree.mcore.readout.teacher import DivergenceLoss, Hidden, TeacherHidden
 from mcore_prefix_tree.mcore.readout.top import ExportedRows, TopLogprobs, TopTokens
 from mcore_prefix_tree.mcore.readout.values import SampleValues, ValueLoss, Values
 from mcore_prefix_tree.mcore.readout.weighted_sum import WeightedSum
-from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation, LossOutput, Objective
+from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.objectives.objective import Output
 
 __all__ = [
     "ChunkLosses",
@@ -26,6 +28,7 @@ __all__ = [
     "SampleScores",
     "SampleValues",
     "Scores",
+    "TeacherHidden",
     "TopLogprobs",
     "TopTokens",
     "ValueLoss",
@@ -35,14 +38,16 @@ __all__ = [
 ]
 
 
+# The readout of each output that an objective names, from the objective and whether the head is fused.
+READOUTS: Mapping[Output, Callable[[Any, bool], Readout[LossOutput]]] = {
+    "weighted_sum": lambda _, fused: WeightedSum(fused=fused),
+    "logprobs": lambda objective, fused: EdgeLoss(objective=objective, fused=fused),
+    "values": lambda objective, _: ValueLoss(objective=objective),
+    "divergences": lambda objective, _: DivergenceLoss(objective=objective),
+    "chunks": lambda objective, _: ChunkLosses(objective=objective),
+}
+
+
 def readout_of(objective: Objective, *, fused_head: bool) -> Readout[LossOutput]:
     """Return the readout of training with an objective; without ``fused_head`` it keeps the logits of all tokens."""
-    if objective.has_scalar_head:
-        return ValueLoss(objective=objective)
-    if objective.is_weighted_sum:
-        return WeightedSum(fused=fused_head)
-    if objective.across_tokenizers:
-        return ChunkLosses(objective=cast("BoundCrossTokenizer", objective))
-    if objective.asks_model:
-        return DivergenceLoss(objective=cast("Distillation", objective))
-    return EdgeLoss(objective=objective, fused=fused_head)
+    return READOUTS[objective.output](objective, fused_head)

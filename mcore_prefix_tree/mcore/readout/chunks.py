@@ -12,11 +12,34 @@ import torch
 
 from mcore_prefix_tree.logprob import Head, head_block_losses, head_weighted_sum
 from mcore_prefix_tree.mcore.readout.base import VocabularyReadout, gradient_and_values, with_gradient
-from mcore_prefix_tree.mcore.seam.micro_batch import ChunkLesson, MicroBatch
+from mcore_prefix_tree.mcore.readout.teacher import TeacherHidden
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows, LossOutput
 from mcore_prefix_tree.objectives.xtoken_rows import TaughtChunks
-from mcore_prefix_tree.xtoken.losses import block_loss, teacher_logits
+from mcore_prefix_tree.xtoken.losses import ChunkTerms, Vocabularies, block_loss, teacher_logits
 from mcore_prefix_tree.xtoken.losses.head import TeacherLogits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkLesson:
+    """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
+
+    Attributes:
+        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty where the
+            samples bring the teacher's rows.
+        mix: factor on the logits of each of them.
+        terms: loss of chunks.
+        vocabularies: vocabularies of the student and the teacher.
+        number: index of the teacher among the objective's.
+        factor: factor on the weighted sum of the terms.
+    """
+
+    taught_by: tuple[TeacherHidden, ...]
+    mix: tuple[float, ...]
+    terms: ChunkTerms
+    vocabularies: Vocabularies
+    number: int
+    factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +47,17 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
     """The losses of chunks, which make both models' logits a block of chunks at a time.
 
     Attributes:
-        objective: objective of the step; the micro-batches have its rows and the teachers' lessons.
+        objective: objective of the step; the micro-batches have its rows, and the teachers' lessons as ``hook_data``.
     """
 
     objective: BoundCrossTokenizer
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        lessons: tuple[ChunkLesson, ...] = batch.hook_data
+        assert lessons, "the teachers are asked before the student"
         rows, values = chunk_rows(batch), []
-        assert batch.lessons, "the teachers are asked before the student"
         gradient = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for lesson in batch.lessons:
+        for lesson in lessons:
             taught = rows.taught[lesson.number]
             blocks = taught.blocks
             of_teacher, found = head_block_losses(
@@ -56,10 +80,10 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
         gradient, values = gradient_and_values(packed)
-        rows = chunk_rows(batch)
-        sizes = [len(rows.taught[lesson.number].weight) for lesson in batch.lessons]
+        rows, lessons = chunk_rows(batch), [(lesson.number, lesson.factor) for lesson in batch.hook_data]
+        sizes = [len(rows.taught[number].weight) for number, _ in lessons]
         *terms, logprob = values.split([*sizes, len(values) - sum(sizes)])
-        value = self.objective.value(batch.lessons, terms, logprob if self.objective.settings.reads_ce else None, rows)
+        value = self.objective.value(lessons, terms, logprob if self.objective.settings.reads_ce else None, rows)
         return replace(value, loss=value.loss + gradient)
 
 

@@ -12,7 +12,7 @@ import torch
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss
 from mcore_prefix_tree.mcore.readout.base import VocabularyReadout, gradient_and_values, split_logits, with_gradient
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.objectives import LossOutput, TokenObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
         objective: objective of the step; the micro-batches have its rows.
     """
 
-    objective: Objective
+    objective: TokenObjective
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
 

@@ -16,6 +16,21 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Distillation, LossOutput, TeacherRows
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherHidden:
+    """Hidden states and weights that give a teacher's logits of a micro-batch's predictors, without a gradient.
+
+    Attributes:
+        hidden: ``[R, h]``, the teacher's last hidden states.
+        weight: ``[Vl, h]``, this rank's part of its output weight.
+        head: other inputs of its logits.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    head: Head
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hidden(VocabularyReadout[torch.Tensor]):
     """The last hidden states of the predictors, ``[R, h]``."""
@@ -32,14 +47,15 @@ class DivergenceLoss(VocabularyReadout[LossOutput]):
     """The divergence of whole vocabularies from a teacher's, which makes both models' logits a few rows at a time.
 
     Attributes:
-        objective: objective of the step; the micro-batches have its rows and the teacher's hidden states.
+        objective: objective of the step; the micro-batches have its rows, and the teacher's hidden states as
+            ``hook_data``.
     """
 
     objective: Distillation
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-        taught, rows = batch.teacher, _rows(batch)
-        assert taught is not None, "the teacher is asked before the student"
+        taught, rows = batch.hook_data, _rows(batch)
+        assert isinstance(taught, TeacherHidden), "the teacher is asked before the student"
         teacher = Chunks(taught.hidden, taught.weight, replace(taught.head, head_chunk_rows=ROWS))
 
         def loss(chunk: slice, logits: torch.Tensor) -> torch.Tensor:

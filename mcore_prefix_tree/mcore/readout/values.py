@@ -15,7 +15,7 @@ import torch
 from mcore_prefix_tree.mcore.readout.base import FloatArray, Readout, SampleScores, T_co
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_head import ScalarHead
-from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.objectives import LossOutput, TokenObjective
 from mcore_prefix_tree.sample import Sample
 
 
@@ -77,7 +77,7 @@ class ValueLoss(_OfScalarHead[LossOutput]):
         objective: objective of the step; the micro-batches have its rows.
     """
 
-    objective: Objective
+    objective: TokenObjective
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> LossOutput:
         return self.objective.loss(output.flatten(), None, batch.rows)

@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob import Edges, Head
+from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import LossRows
 from mcore_prefix_tree.upload import moved, upload
-from mcore_prefix_tree.xtoken.losses import ChunkTerms, Vocabularies
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TeacherHidden:
-    """Hidden states and weights that give a teacher's logits of a micro-batch's predictors, without a gradient.
-
-    Attributes:
-        hidden: ``[R, h]``, the teacher's last hidden states.
-        weight: ``[Vl, h]``, this rank's part of its output weight.
-        head: other inputs of its logits.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    head: Head
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ChunkLesson:
-    """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
-
-    Attributes:
-        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty where the
-            samples bring the teacher's rows.
-        mix: factor on the logits of each of them.
-        terms: loss of chunks.
-        vocabularies: vocabularies of the student and the teacher.
-        number: index of the teacher among the objective's.
-        factor: factor on the weighted sum of the terms.
-    """
-
-    taught_by: tuple[TeacherHidden, ...]
-    mix: tuple[float, ...]
-    terms: ChunkTerms
-    vocabularies: Vocabularies
-    number: int
-    factor: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,10 +31,8 @@ class MicroBatch:
         packed_seq_params: parameters with the tree metadata.
         head_chunk_rows: most predictors whose logits the fused head holds at a time; None leaves it to the head.
         rows: rows that the loss of the step's objective reads, unless it is a weighted sum of log-probabilities.
-        teacher: teacher's hidden states for a distillation by whole vocabularies, on the last pipeline stage.
-        of_teachers: micro-batch of the same samples in the tokens of each teacher with another tokenizer, until these
-            have run.
-        lessons: lessons of these teachers, on the last pipeline stage.
+        hook_data: data that the job's step hook adds for itself and for its objective's readout, such as outputs of
+            teachers; None without a hook.
     """
 
     layout: FlatLayout
@@ -83,9 +44,7 @@ class MicroBatch:
     packed_seq_params: TreePackedSeqParams
     head_chunk_rows: int | None = None
     rows: LossRows | None = None
-    teacher: TeacherHidden | None = None
-    of_teachers: tuple[MicroBatch, ...] = ()
-    lessons: tuple[ChunkLesson, ...] = ()
+    hook_data: Any = None
 
     @classmethod
     def from_layout(

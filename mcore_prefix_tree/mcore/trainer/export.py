@@ -58,9 +58,7 @@ def check_export(path: str | Path, setting: str) -> None:
         raise RecipeError(f"{setting}: {parent} is not a folder that can be written to")
 
 
-def export_model(
-    model: ModelConfig, chunks: Sequence[torch.nn.Module], target: str | Path, *, scalar_head: bool
-) -> None:
+def export_model(model: ModelConfig, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
     """Write what a recipe's model trains: its adapter in PEFT's format, or :func:`export` all weights; all ranks.
 
     Raises:
@@ -68,37 +66,35 @@ def export_model(
     """
     assert model.hf is not None, "the recipe checks it"
     if model.lora is None:
-        export(model.hf, chunks, target, scalar_head=scalar_head)
+        export(model.hf, chunks, target)
         return
     bridge = bridge_of(model.hf)
     weights = bridge.export_adapter_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False)
     _write_folder(target, weights, lambda folder: _AdapterWriter(model, folder))
 
 
-def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path, *, scalar_head: bool = False) -> None:
+def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
     """Write a model's weights as a Hugging Face folder; all ranks together, all or nothing.
+
+    A model with a scalar head becomes transformers' ``...ForSequenceClassification`` of one label.
 
     Args:
         source: folder of ``model.hf``.
         chunks: model chunks of this rank, in any wrappers.
         target: folder to make.
-        scalar_head: whether the model ends in a scalar head, transformers' ``...ForSequenceClassification`` of one
-            label.
 
     Raises:
         OSError: the folder cannot be written; nothing is left of it.
         RecipeError: Megatron-Bridge gives other weights than the source has.
     """
     with without_scalar_head(chunks) as (models, head):
-        _export(source, models, target, score=_score_of(head, has_head=scalar_head))
+        _export(source, models, target, score=_score_of(head))
 
 
-def _score_of(head: torch.nn.Module | None, *, has_head: bool) -> torch.Tensor | None:
+def _score_of(head: torch.nn.Module | None) -> torch.Tensor | None:
     """Return the weight of a scalar head on every rank, None for a language model; the last stage has it."""
-    if not has_head:
-        return None
     weights = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
-    return next(cast("torch.Tensor", weight) for weight in weights if weight is not None)
+    return next((weight for weight in weights if weight is not None), None)
 
 
 def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, score: torch.Tensor | None) -> None:
@@ -314,12 +310,15 @@ def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
             raise RecipeError(f"checkpoint.save={saved} holds no checkpoint; train first, or name the folder of a run")
         model = joined.recipe.model
         assert model.vocab_size is not None, "the folder gives it"
-        scalar_head = recipe.objective.has_scalar_head
         chunks = build_chunks(
-            model, joined.config, vocab_size=model.vocab_size, device=joined.device, scalar_head=scalar_head
+            model,
+            joined.config,
+            vocab_size=model.vocab_size,
+            device=joined.device,
+            scalar_head=recipe.objective.has_scalar_head,
         )
         checkpoint.load_weights(saved, iteration, chunks, model=model)
         # It is finished first: a signal would leave half a folder.
         with EndRequest():
-            export_model(model, chunks, target, scalar_head=scalar_head)
+            export_model(model, chunks, target)
         return iteration, is_main_rank()

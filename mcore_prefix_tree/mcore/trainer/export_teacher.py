@@ -18,17 +18,17 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score import ScoringStep
 from mcore_prefix_tree.mcore.engine.score_file import ScoreReport, batches
 from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
-from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_model, vocabulary_of
+from mcore_prefix_tree.mcore.models.teacher import asked_teachers, load_model, vocabulary_of
 from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.readout import ExportedRows, TopLogprobs
 from mcore_prefix_tree.mcore.trainer.resolve import read_data
 from mcore_prefix_tree.mcore.trainer.session import Session, session
 from mcore_prefix_tree.objectives import CrossTokenizer
+from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.objectives.xtoken_rows import refuse_temperatures
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import settings_of
 from mcore_prefix_tree.recipe.score import TEACHER
-from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.recipe.xtoken import pairing_of
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing
@@ -58,8 +58,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         SampleError, OSError, NotImplementedError: see what raises them.
     """
     settings = _settings_of(recipe.objective)
-    ((path, teacher),) = teachers = teacher_recipes(recipe)
-    check_teachers(teachers, recipe.model, max_tokens=recipe.batch.max_tokens, across_tokenizers=True)
+    ((path, teacher),) = asked_teachers(SecondModels(asked=True, same_vocabulary=False), recipe)
     pairing = pairing_of(settings, recipe.data, path, teacher.data, teacher.model)
     check_setting(teacher.attention_backend)
     if top_k > pairing.teacher.vocab_size:

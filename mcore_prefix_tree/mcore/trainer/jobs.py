@@ -18,7 +18,7 @@ from mcore_prefix_tree.mcore.engine.objective import check_samples
 from mcore_prefix_tree.mcore.engine.verify import VerifyReport
 from mcore_prefix_tree.mcore.models import checkpoint
 from mcore_prefix_tree.mcore.models.retention import check_not_overwritten
-from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
+from mcore_prefix_tree.mcore.models.teacher import HookLoader, asked_teachers
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
@@ -35,7 +35,6 @@ from mcore_prefix_tree.recipe import (
 )
 from mcore_prefix_tree.recipe.check import check_logs, check_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
-from mcore_prefix_tree.recipe.teacher import teacher_recipes
 from mcore_prefix_tree.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -101,13 +100,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     check_logs(recipe.log, recipe.inputs)
     objective = objective_of(recipe)
     _check_optimizer(recipe)
-    teachers = teacher_recipes(recipe) if objective.asks_model else []
-    check_teachers(
-        teachers,
-        recipe.model,
-        max_tokens=recipe.batch.max_tokens,
-        across_tokenizers=objective.across_tokenizers,
-    )
+    teachers = asked_teachers(objective.second_models, recipe)
     target = recipe.checkpoint.export_hf
     if target is not None:
         check_export(target, f"checkpoint.export_hf={target}")
@@ -130,16 +123,16 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
-        teacher = load_teachers(
-            teachers,
-            recipe,
-            run.job,
+        loader = HookLoader(
+            teachers=teachers,
+            student=recipe,
+            job=run.job,
             first_step=run.first_step,
             vocab_size=run.vocab_size,
             padded_vocab_size=run.padded_vocab_size,
             say=say,
         )
-        run = replace(run, job=replace(run.job, teacher=teacher))
+        run = replace(run, job=replace(run.job, hook=loader.hook()))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
         trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
@@ -147,7 +140,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         if target is not None:
             # Like a step, it is finished first: a signal would leave half a folder, and no other copy without a save.
             with EndRequest():
-                export_model(recipe.model, chunks, target, scalar_head=objective.has_scalar_head)
+                export_model(recipe.model, chunks, target)
             say(f"the {'weights are' if recipe.model.lora is None else 'adapter is'} exported to {target}")
         if data.skipped:
             say(f"not trained on: {data.skipped}")

@@ -150,13 +150,13 @@ class Resolved:
                 :func:`load_start`.
         """
         recipe, objective = self.recipe, self.job.objective
-        chunks = self.new_model()
+        chunks, new_head = self.new_model(), ", with a new scalar head" if objective.has_scalar_head else ""
         folder = recipe.checkpoint.pretrained_checkpoint
         if folder is None and recipe.model.hf is not None:
             load_start(recipe.model, chunks)
             new = ""
-            if objective.has_scalar_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head:
-                new = ", with a new scalar head"
+            if new_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head:
+                new = new_head
             elif recipe.model.lora is not None:
                 new = f", with {'a new adapter' if recipe.model.adapter is None else recipe.model.adapter}"
             say(f"the weights start from {recipe.model.hf}{new}")
@@ -174,8 +174,7 @@ class Resolved:
                 f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run"
             )
         has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
-        new = ", with a new scalar head" if objective.has_scalar_head and not has_head else ""
-        say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{new}")
+        say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{'' if has_head else new_head}")
         return chunks
 
     def verified(

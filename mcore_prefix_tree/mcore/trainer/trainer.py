@@ -241,11 +241,12 @@ class Trainer:
 
     def _check_steps(self, done: int) -> None:
         """Check all steps after the first ``done`` ones before they run; streamed samples are not there to check."""
-        if self._order.is_streamed or not self._job.objective.looks_at_steps:
+        check = self._job.objective.step_check
+        if self._order.is_streamed or check is None:
             return
         with self._order.stream(self._consumed(done + 1)) as stream:
             for iteration in range(done + 1, self._recipe.train_iters + 1):
-                self._job.objective.check_step(iteration, stream.take(self._size.samples))
+                check(iteration, stream.take(self._size.samples))
 
     def _evaluate(self, iteration: int, log: Logs, reporter: Reporter) -> None:
         assert self._held_out is not None
@@ -368,7 +369,7 @@ class Trainer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        taught = self._job.taught(folded.micro_batches, self._job.forward(self._chunks))
+        taught = self._job.hook.before_step(folded.micro_batches, self._job.forward(self._chunks))
         reported = run_schedule(self._chunks, taught, self._job.forward_step)
         # Before the optimizer sees its gradient.
         check_finite(reported, folded.sample_index, folded.samples, self._job)

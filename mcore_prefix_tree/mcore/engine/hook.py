@@ -1,0 +1,33 @@
+"""The step hook of a job: the work of an objective between folding and the student's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+
+# A pass over micro-batches without gradients, which returns what their losses report.
+Forward = Callable[[Sequence[MicroBatch]], Sequence[Mapping[str, Any]]]
+
+
+class StepHook:
+    """Work that an objective needs before each step, such as running its teachers; this one does nothing.
+
+    It keeps its results in ``hook_data`` of the micro-batches, which the readout of the objective reads.
+    """
+
+    def prepare(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return micro-batches with the inputs of :meth:`before_step`, made on the host while another step computes."""
+        return batches
+
+    def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
+        """Return the micro-batches of a step with the results, on the last pipeline stage.
+
+        All ranks call it together, as in the student's own forward.
+
+        Args:
+            batches: micro-batches of this rank, with the rows of the job's objective.
+            student: forward pass of the student, for losses that weigh their parts by results of the whole step.
+        """
+        return batches
