@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, parallel_of_teachers, teacher_recipes
+from mcore_prefix_tree.recipe.teacher import IN_RECIPES, SettingNames, teacher_recipes
 from mcore_prefix_tree.recipe.xtoken import bound
 
 
@@ -76,22 +76,6 @@ def check_teachers_named(
         raise RecipeError(f"{names.teacher} names {len(teachers)} recipes, but distill has one teacher")
 
 
-def checked_settings(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
-    """Return the objective that a recipe names, by its options, checked against the recipe's other settings.
-
-    Args:
-        recipe: recipe of the job.
-        names: names of the settings, for messages.
-
-    Raises:
-        RecipeError: see :func:`settings_of` and :func:`check_teachers_named`.
-    """
-    objective = settings_of(recipe.objective, names)
-    check_teachers_named(objective, recipe.objective, fused_head=recipe.fused_head, names=names)
-    parallel_of_teachers(recipe.objective, recipe.parallel, names)
-    return objective
-
-
 def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
     """Return the objective that a recipe names, with what it reads before any model is built.
 
@@ -100,9 +84,9 @@ def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
         names: names of the settings, for messages.
 
     Raises:
-        RecipeError: see :func:`checked_settings`; or what is read does not fit together.
+        RecipeError: what is read does not fit together.
     """
-    objective = checked_settings(recipe, names)
+    objective = settings_of(recipe.objective, names)
     if not objective.across_tokenizers:
         return objective
     return bound(

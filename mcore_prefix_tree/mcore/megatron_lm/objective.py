@@ -20,7 +20,7 @@ from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import BatchConfig, DataConfig, ModelConfig, ParallelConfig, Recipe
 from mcore_prefix_tree.recipe.objective import objective_of as objective_of_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
-from mcore_prefix_tree.recipe.teacher import check_stage, teacher_recipes
+from mcore_prefix_tree.recipe.teacher import check_stage, parallel_of_teachers, teacher_recipes
 
 
 def objective_of(args: argparse.Namespace) -> Objective:
@@ -34,6 +34,7 @@ def objective_of(args: argparse.Namespace) -> Objective:
         return settings
     recipe = _recipe_of(args)
     check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective, NAMES)
+    parallel_of_teachers(recipe.objective, recipe.parallel, NAMES)
     objective = objective_of_recipe(recipe, NAMES)
     if objective.asks_model:
         check_teachers(
@@ -90,10 +91,11 @@ def _recipe_of(args: argparse.Namespace) -> Recipe:
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
             num_attention_heads=args.num_attention_heads,
+            kv_channels=args.kv_channels,
             vocab_size=args.vocab_size,
             max_position_embeddings=args.max_position_embeddings,
             position_embedding_type=(
-                "learned_absolute" if args.position_embedding_type == "learned_absolute" else "rope"
+                "learned_absolute" if args.position_embedding_type == "learned_absolute" else "none"
             ),
             dtype="bfloat16" if args.bf16 else "float32",
             transformer_impl="transformer_engine" if args.transformer_impl == "transformer_engine" else "local",

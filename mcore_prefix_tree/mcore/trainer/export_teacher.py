@@ -11,7 +11,6 @@ from typing import cast
 
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
@@ -61,7 +60,6 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
     ((path, teacher),) = teachers = teacher_recipes(recipe)
     check_teachers(teachers, recipe.model, max_tokens=recipe.batch.max_tokens, across_tokenizers=True)
     pairing = pairing_of(settings, recipe.data, path, teacher.data, teacher.model)
-    check_setting(teacher.attention_backend)
     if top_k > pairing.teacher.vocab_size:
         raise RecipeError(f"--top-k {top_k} is more than the {pairing.teacher.vocab_size} tokens of the teacher")
     try:
