@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ SAME_FUNCTION = re.compile(
     "hf|adapter|dtype|transformer_impl|max_position_embeddings"
     "|transformer\\.(.*(recompute|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|dropout).*)"
 )
-_OF_RECIPE = ("hf", "dtype", "transformer_impl", "lora", "adapter")
+_OF_RECIPE = ("hf", "dtype", "transformer_impl", "transformer", "lora", "adapter")
 # Keys that a recipe in a checkpoint has, which is written with all defaults.
 _OF_CHECKPOINTS = {"rotary_base", "swiglu", "qk_layernorm"}
 _LONGEST_HEADER = 100_000_000  # of the format
@@ -41,7 +41,7 @@ SIZES = {
 }
 _RUNS_CODE = "auto_map"
 _ADAPTER = "adapter_config.json"
-_TOKENIZER = "tokenizer.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Keys of a configuration that the function of its model does not depend on.
 _NOT_OF_THE_MODEL = (
     "_name_or_path",
@@ -168,7 +168,7 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
             f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
         )
     check_files_of(folder)
-    config, tokenizer = _read_configs(folder)
+    config, has_chat_template = _read_configs(folder)
     placed = _placed_weights(folder)
     headers = {file: tensors_in(folder / file) for file in sorted({SINGLE} if placed is None else set(placed.values()))}
     files = dict.fromkeys(headers[SINGLE], SINGLE) if placed is None else placed
@@ -188,8 +188,7 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
         files=files,
         dtypes={name: dtype for name, (dtype, _) in tensors.items()},
         shapes={name: shape for name, (_, shape) in tensors.items()},
-        has_chat_template=tokenizer is not None
-        and ((folder / "chat_template.jinja").is_file() or "chat_template" in tokenizer),
+        has_chat_template=has_chat_template,
     )
     if model.has_scalar_head and list(model.shapes.get(SCORE, ())) != [1, config.get("hidden_size")]:
         raise ValueError(
@@ -212,31 +211,33 @@ def with_folder(content: Any) -> tuple[Any, list[str]]:
     path = model.get("hf") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):
         return content, []
-    folder, faults = HuggingFaceFolder.read(path), []
-    sizes = folder.sizes
-    if sizes.keys() | _OF_CHECKPOINTS <= model.keys():
+    folder = HuggingFaceFolder.read(path)
+    faults: list[str] = []
+    if folder.sizes.keys() | _OF_CHECKPOINTS <= model.keys():
         model, faults = _as_given(model, folder)
-    # What the folder decides, and not this run: a limit of positions, too.
-    decided = [
-        key
-        for key in map(str, model)
-        if key not in ("transformer", "lora") and (not SAME_FUNCTION.fullmatch(key) or key == "max_position_embeddings")
-    ]
-    kept = {key: value for key, value in model.items() if str(key) not in decided}
+    kept, decided = _split(model)
+    faults += [f"model.{key} is set, but model.hf={path} decides it; leave one of them out" for key in decided]
+    filled, data = {**content, "model": kept | folder.sizes}, content.get("data")
+    if isinstance(data, dict):
+        filled["data"] = {"tokenizer": path} | data if folder.has_chat_template else data
+        if isinstance(data.get("tokenizer"), str):
+            faults += collect_faults([lambda: _check_tokenizer(folder, data["tokenizer"])])
+    return filled, faults
+
+
+def _split(model: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
+    """Return the settings that a recipe may have beside a folder, and the keys of those that the folder decides."""
+    kept = {key: value for key, value in model.items() if key in ("transformer", "lora") or _is_of_run(str(key))}
+    decided = [str(key) for key in model if key not in kept]
     further = model.get("transformer")
     if isinstance(further, dict):
-        kept["transformer"] = {
-            name: value for name, value in further.items() if SAME_FUNCTION.fullmatch(f"transformer.{name}")
-        }
-        decided += [f"transformer.{name}" for name in further if name not in kept["transformer"]]
-    faults += [f"model.{key} is set, but model.hf={path} decides it; leave one of them out" for key in decided]
-    filled = {**content, "model": kept | sizes}
-    data = content.get("data")
-    if isinstance(data, dict) and folder.has_chat_template:
-        filled["data"] = {"tokenizer": path} | data
-    if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
-        faults += collect_faults([partial(_check_tokenizer, folder, data["tokenizer"])])
-    return filled, faults
+        kept["transformer"] = {key: value for key, value in further.items() if _is_of_run(f"transformer.{key}")}
+        decided += [f"transformer.{key}" for key in further if key not in kept["transformer"]]
+    return kept, decided
+
+
+def _is_of_run(key: str) -> bool:
+    return SAME_FUNCTION.fullmatch(key) is not None and key != "max_position_embeddings"  # a limit of positions
 
 
 def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> tuple[dict[str, Any], list[str]]:
@@ -244,13 +245,7 @@ def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> tuple[dict
     not the folder's."""
     other = {key: size for key, size in folder.sizes.items() if model[key] != size}
     faults = [f"model.{key}={model[key]}, but {folder.path / CONFIG} has {size}" for key, size in other.items()]
-    further = model.get("transformer")
-    kept = {key: value for key, value in model.items() if key != "transformer" and key in _OF_RECIPE}
-    if isinstance(further, dict):
-        kept["transformer"] = {
-            name: value for name, value in further.items() if SAME_FUNCTION.fullmatch(f"transformer.{name}")
-        }
-    return kept, faults
+    return _split({key: value for key, value in model.items() if key in _OF_RECIPE})[0], faults
 
 
 def _check_tokenizer(folder: HuggingFaceFolder, path: str) -> None:
@@ -268,9 +263,9 @@ def _vocabulary(file: Path) -> Any:
     return model.get("vocab") if isinstance(model, dict) else None
 
 
-def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the configurations of the model and, if there is one, of its tokenizer."""
-    names = (CONFIG, "tokenizer_config.json", "generation_config.json")
+def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return the configuration of the model, and whether it has a tokenizer with a chat template."""
+    names = (CONFIG, _TOKENIZER_CONFIG, "generation_config.json")
     contents = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
     for name, content in contents.items():
         if _RUNS_CODE in content:
@@ -295,7 +290,8 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
             f"{folder / CONFIG} has architectures={architectures}; model.hf takes one, a causal language model such as "
             "LlamaForCausalLM or, with a scalar head, LlamaForSequenceClassification"
         )
-    return config, contents.get("tokenizer_config.json")
+    is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
+    return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {})
 
 
 def _without_head(table: Mapping[str, Any]) -> dict[str, Any]:

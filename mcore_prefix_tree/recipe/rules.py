@@ -72,7 +72,7 @@ def keep_valid(kind: Any, value: Any) -> Any:
         if not sections or not isinstance(value, dict):
             raise
     section: Any = sections[0]
-    valid = object.__new__(type(section.__name__, (section,), {"__getattribute__": _read_valid}))
+    valid: Any = object.__new__(type(section.__name__, (section,), {"__getattribute__": _read_valid}))
     hints = get_type_hints(section, include_extras=True)
     misspelled = {near for key in value if key not in hints for near in get_close_matches(str(key), hints, n=1)}
     for field in fields(section):

@@ -56,12 +56,12 @@ MISTAKES = {
     "objective.name=grop": "recipe {recipe}: objective.name: there is no objective 'grop'; there are ",
     "objective.options.kl_coeff=1": "recipe {recipe}: objective.options.kl_coeff: grpo has no such option; it has ",
     "objective.options.clip_eps_high=-1": "recipe {recipe}: objective.options.clip_eps_high: input should be ",
-    "objective.teacher_recipe=teacher.yaml": "recipe {recipe}: objective.teacher_recipe=teacher.yaml: only objective.name=distill ",
+    "objective.teacher_recipe=teacher.yaml": "recipe {recipe}: objective.teacher_recipe=teacher.yaml: only ",
     "attention_backend=flash": "recipe {recipe}: attention backend 'flash' does not exist; choose one of ",
     "data.path=nowhere.jsonl": "nowhere.jsonl: no such file in ",
     "optimizer.lr_warmup_steps=4": "optimizer.lr_warmup_steps=4 must be below train_iters=4; lower it, or set ",
     "optimizer.min_lr=1": "optimizer.min_lr=1.0 is above optimizer.lr=0.001",
-    "model.num_query_groups=3": "recipe {recipe}: model.num_attention_heads=2 is not a multiple of model.num_query_groups=3",
+    "model.num_query_groups=3": "recipe {recipe}: model.num_attention_heads=2 is not a multiple of ",
     "model.kv_channels=1": "recipe {recipe}: rotary embeddings turn pairs of channels, ",
 }
 
