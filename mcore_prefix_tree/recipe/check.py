@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.write import check_output
-from mcore_prefix_tree.recipe.load import Checks
+from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
+from mcore_prefix_tree.recipe.load import Checks, load_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
 from mcore_prefix_tree.recipe.rules import Check, collect_faults
-from mcore_prefix_tree.recipe.sections import OptimizerConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import ObjectiveConfig, OptimizerConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.source import check_template, check_units, check_vocabulary
-from mcore_prefix_tree.recipe.teacher import parallel_of_teachers, teacher_recipes
+from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
 from mcore_prefix_tree.versions import install_command
 
 
@@ -44,7 +46,7 @@ def for_samples(recipe: Recipe) -> Iterator[Check]:
     yield lambda: check_units(settings_of(recipe.objective), recipe.batch, recipe.objective)
     yield lambda: check_template(recipe.data)
     yield lambda: check_vocabulary(recipe.data, recipe.model)
-    yield lambda: settings_of(recipe.objective).across_tokenizers and teacher_recipes(recipe)
+    yield lambda: settings_of(recipe.objective).across_tokenizers and _check_teachers(recipe.objective)
     yield lambda: resolve_paths(recipe.data.path)
 
 
@@ -60,7 +62,7 @@ def for_steps(recipe: Recipe) -> Iterator[Check]:
 def for_training(recipe: Recipe) -> Iterator[Check]:
     """Yield the checks of a command that trains to the end, and writes logs and an export."""
     yield from for_steps(recipe)
-    yield lambda: settings_of(recipe.objective).asks_model and teacher_recipes(recipe)
+    yield lambda: settings_of(recipe.objective).asks_model and _check_teachers(recipe.objective)
     yield lambda: recipe.validation.path is None or resolve_paths(recipe.validation.path)
     yield lambda: _check_metrics(recipe.log.metrics, recipe.inputs)
     yield lambda: _check_package("tensorboard", recipe.log.tensorboard)
@@ -82,6 +84,22 @@ def check_new(path: str | Path | None, setting: str) -> None:
     """
     if path is not None and os.path.lexists(path):
         raise RecipeError(f"{setting} exists already; name a folder that does not")
+
+
+def _check_teachers(section: ObjectiveConfig) -> None:
+    faults = collect_faults(partial(_check_teacher, path) for path in section.teacher_recipes)
+    if faults:
+        raise RecipeError("; ".join(faults))
+
+
+def _check_teacher(path: str) -> None:
+    if not (Path(path) / CONFIG).is_file():
+        load_recipe(path)
+        return
+    try:
+        HuggingFaceFolder.read(path)
+    except ValueError as error:
+        raise RecipeError(f"objective.teacher_recipe: {error}") from None
 
 
 def _check_exportable(setting: str, value: str | None) -> None:
