@@ -1,6 +1,6 @@
-"""What a command checks of a recipe besides the rules of its sections: a mistake is reported within a second.
+"""Checks of a recipe that a command adds to the rules of its sections.
 
-Neither torch nor megatron-core is imported. Megatron-Core, the samples and the devices have the last word when the job
+Neither torch nor megatron-core is imported: a mistake is reported within a second. Megatron-Core, the samples and the devices have the last word when the job
 starts.
 """
 
@@ -18,8 +18,8 @@ from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.load import Checks, load_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
 from mcore_prefix_tree.recipe.rules import Check, collect_faults
-from mcore_prefix_tree.recipe.sections import ObjectiveConfig, OptimizerConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.source import check_template, check_units, check_vocabulary
+from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.source import check_units
 from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
 from mcore_prefix_tree.versions import install_command
 
@@ -44,25 +44,44 @@ def for_samples(recipe: Recipe) -> Iterator[Check]:
     yield lambda: parallel_of_teachers(recipe.objective, recipe.parallel)
     yield lambda: recipe.padding
     yield lambda: check_units(settings_of(recipe.objective), recipe.batch, recipe.objective)
-    yield lambda: check_template(recipe.data)
-    yield lambda: check_vocabulary(recipe.data, recipe.model)
-    yield lambda: settings_of(recipe.objective).across_tokenizers and _check_teachers(recipe.objective)
+    yield lambda: _refuse(
+        recipe.data.tokenizer is None and bool(recipe.data.chat_template_kwargs),
+        "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none",
+    )
+    yield lambda: _refuse(
+        recipe.data.tokenizer is None and recipe.model.vocab_size is None,
+        "model.vocab_size is missing; set it, or name a data.tokenizer to take it from",
+    )
+    yield lambda: _check_teachers(recipe.objective, across_tokenizers=True)
     yield lambda: resolve_paths(recipe.data.path)
 
 
 def for_steps(recipe: Recipe) -> Iterator[Check]:
     """Yield the checks of a command that runs the optimizer, too."""
-    yield lambda: _check_clipping(recipe.optimizer, recipe.model.dtype)
-    yield lambda: _check_distributed(recipe.optimizer, recipe.model.dtype)
-    yield lambda: _check_warmup(recipe.optimizer, recipe.train_iters)
-    yield lambda: _check_rates(recipe.optimizer)
+    yield lambda: _refuse(
+        recipe.model.dtype == "float64" and recipe.optimizer.clip_grad > 0,
+        "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64",
+    )
+    yield lambda: _refuse(
+        recipe.model.dtype == "float64" and recipe.optimizer.use_distributed_optimizer,
+        "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off",
+    )
+    yield lambda: _refuse(
+        recipe.optimizer.lr_warmup_steps >= recipe.train_iters,
+        f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below train_iters={recipe.train_iters}; "
+        "lower it, or set optimizer.lr_warmup_fraction",
+    )
+    yield lambda: _refuse(
+        recipe.optimizer.min_lr > recipe.optimizer.lr,
+        f"optimizer.min_lr={recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}",
+    )
     yield from for_samples(recipe)
 
 
 def for_training(recipe: Recipe) -> Iterator[Check]:
     """Yield the checks of a command that trains to the end, and writes logs and an export."""
     yield from for_steps(recipe)
-    yield lambda: settings_of(recipe.objective).asks_model and _check_teachers(recipe.objective)
+    yield lambda: _check_teachers(recipe.objective, across_tokenizers=False)
     yield lambda: recipe.validation.path is None or resolve_paths(recipe.validation.path)
     yield lambda: _check_metrics(recipe.log.metrics, recipe.inputs)
     yield lambda: _check_package("tensorboard", recipe.log.tensorboard)
@@ -72,8 +91,8 @@ def for_training(recipe: Recipe) -> Iterator[Check]:
 
 def for_export(recipe: Recipe) -> Iterator[Check]:
     """Yield the checks of a command that exports a checkpoint."""
-    yield lambda: _check_exportable("model.hf, whose format it writes", recipe.model.hf)
-    yield lambda: _check_exportable("checkpoint.save", recipe.checkpoint.save)
+    yield lambda: _refuse(recipe.model.hf is None, "export needs model.hf, whose format it writes; set it")
+    yield lambda: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it")
 
 
 def check_new(path: str | Path | None, setting: str) -> None:
@@ -82,11 +101,14 @@ def check_new(path: str | Path | None, setting: str) -> None:
     Raises:
         RecipeError: it exists; names the setting.
     """
-    if path is not None and os.path.lexists(path):
-        raise RecipeError(f"{setting} exists already; name a folder that does not")
+    is_there = path is not None and os.path.lexists(path)
+    _refuse(is_there, f"{setting} exists already; name a folder that does not")
 
 
-def _check_teachers(section: ObjectiveConfig) -> None:
+def _check_teachers(section: ObjectiveConfig, *, across_tokenizers: bool) -> None:
+    objective = settings_of(section)
+    if objective.across_tokenizers != across_tokenizers or not (objective.asks_model or across_tokenizers):
+        return
     faults = collect_faults(partial(_check_teacher, path) for path in section.teacher_recipes)
     if faults:
         raise RecipeError("; ".join(faults))
@@ -102,9 +124,9 @@ def _check_teacher(path: str) -> None:
         raise RecipeError(f"objective.teacher_recipe: {error}") from None
 
 
-def _check_exportable(setting: str, value: str | None) -> None:
-    if value is None:
-        raise RecipeError(f"export needs {setting}; set it")
+def _refuse(is_wrong: bool, sentence: str) -> None:
+    if is_wrong:
+        raise RecipeError(sentence)
 
 
 def _check_metrics(path: str | None, inputs: Collection[str]) -> None:
@@ -120,26 +142,3 @@ def _check_package(name: str, value: str | None) -> None:
     # A folder of that name, such as W&B's logs, is no package.
     if value is not None and (spec is None or spec.origin is None):
         raise ImportError(f"log.{name}={value} needs {name}: {install_command(name)}, or leave it out")
-
-
-def _check_clipping(options: OptimizerConfig, dtype: str) -> None:
-    if dtype == "float64" and options.clip_grad > 0:
-        raise RecipeError("optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64")
-
-
-def _check_distributed(options: OptimizerConfig, dtype: str) -> None:
-    if dtype == "float64" and options.use_distributed_optimizer:
-        raise RecipeError("optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off")
-
-
-def _check_warmup(options: OptimizerConfig, steps: int) -> None:
-    if options.lr_warmup_steps >= steps:
-        raise RecipeError(
-            f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={steps}; lower it, or set "
-            "optimizer.lr_warmup_fraction"
-        )
-
-
-def _check_rates(options: OptimizerConfig) -> None:
-    if options.min_lr > options.lr:
-        raise RecipeError(f"optimizer.min_lr={options.min_lr} is above optimizer.lr={options.lr}")

@@ -84,7 +84,7 @@ def objective_of(recipe: Recipe, names: SettingNames = IN_RECIPES) -> Objective:
         names: names of the settings, for messages.
 
     Raises:
-        RecipeError: what is read does not fit together.
+        RecipeError: a tokenizer, a projection or a teacher's recipe does not fit.
     """
     objective = settings_of(recipe.objective, names)
     if not objective.across_tokenizers:

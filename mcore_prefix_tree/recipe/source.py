@@ -56,35 +56,12 @@ def source_of(
 
 
 def check_units(objective: Objective, batch: BatchConfig, section: ObjectiveConfig) -> None:
-    """Check that an objective has the groups that steps are counted in.
-
-    Args:
-        objective: objective that the section names.
-        batch: batch section of the recipe.
-        section: objective section of the recipe, for messages.
-
-    Raises:
-        RecipeError: steps are to be so many groups of an objective that has none.
-    """
+    """Check that an objective, which a section names, has the groups that steps are counted in."""
     if objective.grouped_by is None and batch.groups_per_step is not None:
         raise RecipeError(
             f"batch.groups_per_step={batch.groups_per_step}: objective.name={section.name} as it is set takes each "
             "sample by itself; set batch.global_batch_size instead"
         )
-
-
-def check_template(data: DataConfig) -> None:
-    """Check that a recipe that sets variables of a chat template names a tokenizer."""
-    if data.tokenizer is None and data.chat_template_kwargs:
-        raise RecipeError(
-            "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
-        )
-
-
-def check_vocabulary(data: DataConfig, model: ModelConfig) -> None:
-    """Check that a recipe names what its vocabulary comes from."""
-    if data.tokenizer is None and model.vocab_size is None:
-        raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
 
 
 def _line_options(
@@ -109,7 +86,7 @@ def _line_options(
 
 
 def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:
-    """Return the recipe's size, or else the tokenizer's; :func:`check_vocabulary` asks for one."""
+    """Return the recipe's size, or else the tokenizer's; a command checks that there is one."""
     size = model.vocab_size
     if size is not None and tokenizer_size is not None and size < tokenizer_size:
         if model.hf is not None:
