@@ -1,7 +1,7 @@
 """Checks of a recipe that a command adds to the rules of its sections.
 
-Neither torch nor megatron-core is imported: a mistake is reported within a second. Megatron-Core, the samples and the devices have the last word when the job
-starts.
+Neither torch nor megatron-core is imported: a mistake is reported within a second. Megatron-Core, the samples and the
+devices have the last word when the job starts.
 """
 
 from __future__ import annotations
