@@ -74,13 +74,7 @@ def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
 
 
 def load_job(recipe: str, overrides: list[str] | None, hf: str | None, checks: Checks) -> Recipe:
-    """Return the recipe of a command, checked before anything heavy is imported.
-
-    Args:
-        recipe: path of the recipe.
-        overrides: ``key=value`` arguments.
-        hf: path that ``--hf`` gives.
-        checks: checks of the command, from :mod:`mcore_prefix_tree.recipe.check`.
+    """Return the recipe of a command, with its checks of :mod:`.recipe.check`, before anything heavy is imported.
 
     Raises:
         ValueError: see :func:`~mcore_prefix_tree.recipe.load_recipe`.

@@ -127,14 +127,10 @@ def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
 
 
 def with_adapter(content: Any) -> tuple[Any, list[str]]:
-    """Return the content of a recipe with what ``model.adapter`` gives, if it is set, and what it contradicts.
-
-    Args:
-        content: parsed YAML, not validated yet.
+    """Return a recipe's content, not validated yet, with what ``model.adapter`` gives, and what contradicts it.
 
     Raises:
-        ValueError: see :meth:`AdapterFolder.read`.
-        OSError: a file cannot be read.
+        ValueError, OSError: see :meth:`AdapterFolder.read`.
     """
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("adapter") if isinstance(model, dict) else None

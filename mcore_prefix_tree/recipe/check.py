@@ -25,15 +25,7 @@ from mcore_prefix_tree.versions import install_command
 
 
 def check_recipe(recipe: Recipe, checks: Checks) -> None:
-    """Check what a command needs of a recipe.
-
-    Args:
-        recipe: recipe of the job.
-        checks: one of the functions below.
-
-    Raises:
-        RecipeError: names every setting that cannot be used.
-    """
+    """Run the checks of a command, one of the functions below; raises RecipeError, which names all that is wrong."""
     faults = collect_faults(checks(recipe))
     if faults:
         raise RecipeError("; ".join(faults))
@@ -96,11 +88,7 @@ def for_export(recipe: Recipe) -> Iterator[Check]:
 
 
 def check_new(path: str | Path | None, setting: str) -> None:
-    """Check that a folder that is to be made does not exist.
-
-    Raises:
-        RecipeError: it exists; names the setting.
-    """
+    """Check that a folder that a setting names, to be made, does not exist."""
     is_there = path is not None and os.path.lexists(path)
     _refuse(is_there, f"{setting} exists already; name a folder that does not")
 

@@ -198,14 +198,10 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
 
 
 def with_folder(content: Any) -> tuple[Any, list[str]]:
-    """Return the content of a recipe with what ``model.hf`` gives, if it is set, and what it contradicts.
-
-    Args:
-        content: parsed YAML, not validated yet.
+    """Return a recipe's content, not validated yet, with what ``model.hf`` gives, and what contradicts it.
 
     Raises:
-        ValueError: see :meth:`HuggingFaceFolder.read`.
-        OSError: a file cannot be read.
+        ValueError, OSError: see :meth:`HuggingFaceFolder.read`.
     """
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("hf") if isinstance(model, dict) else None

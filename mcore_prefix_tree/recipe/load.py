@@ -25,7 +25,7 @@ from mcore_prefix_tree.recipe.hf import SIZES, HuggingFaceFolder, with_folder
 from mcore_prefix_tree.recipe.keys import instead_of
 from mcore_prefix_tree.recipe.model import ModelConfig
 from mcore_prefix_tree.recipe.rules import AT_ODDS, Check, broken_rules, collect_faults, keep_valid
-from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.values import NOT_LOCAL
 
 logger = logging.getLogger(__name__)
@@ -53,17 +53,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
             contradictions, then files.
     """
     content, faults, unread = _parse(str(path), overrides)
-    contradictions: list[str] = []
-    of_files: list[str] = []
-    for setting, fill in (("model.hf", with_folder), ("model.adapter", with_adapter)):
-        content = _fill_in(setting, fill, content, contradictions, of_files)
-    if of_files:
+    content, contradictions, of_hf = _fill_in(content, with_folder)
+    if of_hf:
         unread |= {f"model.{key}" for key in SIZES}
+    content, of_lora, of_adapter = _fill_in(content, with_adapter)
     recipe, own = _validate(content, unread)
-    own += contradictions
+    own += [f"model.hf: {fault}" for fault in contradictions] + [f"model.adapter: {fault}" for fault in of_lora]
+    of_files = [f"model.hf: {fault}" for fault in of_hf] + [f"model.adapter: {fault}" for fault in of_adapter]
     of_command = collect_faults(checks(recipe))
     if not of_files:
-        of_files = collect_faults([lambda: _check_head(recipe), lambda: _check_adapter(recipe.model)])
+        of_files = collect_faults(
+            [lambda: _check_head(recipe.model, recipe.objective), lambda: _check_adapter(recipe.model)]
+        )
     own_name = f"recipe {path}: " if own or of_files else ""
     if own or of_command or of_files:
         faults.append(own_name + "; ".join(dict.fromkeys(own + of_command + of_files)))
@@ -72,21 +73,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
     return recipe
 
 
-def _fill_in(
-    setting: str,
-    fill: Callable[[Any], tuple[Any, list[str]]],
-    content: Any,
-    contradictions: list[str],
-    unreadable: list[str],
-) -> Any:
-    """Return the content with what a folder decides; note what contradicts it, or that it cannot be read."""
+def _fill_in(content: Any, fill: Callable[[Any], tuple[Any, list[str]]]) -> tuple[Any, list[str], list[str]]:
+    """Return the content with what a folder decides, what contradicts it, and why the folder cannot be read."""
     try:
-        content, faults = fill(content)
+        return *fill(content), []
     except (OSError, ValueError) as error:
-        unreadable.append(f"{setting}: {_one_line(error)}")
-    else:
-        contradictions += [f"{setting}: {fault}" for fault in faults]
-    return content
+        return content, [], [_one_line(error)]
 
 
 def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]:
@@ -108,11 +100,10 @@ def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]
         return recipe, sentences + broken_rules(recipe)
 
 
-def _check_head(recipe: Recipe) -> None:
-    hf, objective = recipe.model.hf, recipe.objective
-    if hf is not None and not objective.has_scalar_head and HuggingFaceFolder.read(hf).has_scalar_head:
+def _check_head(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    if model.hf is not None and not objective.has_scalar_head and HuggingFaceFolder.read(model.hf).has_scalar_head:
         raise RecipeError(
-            f"model.hf={hf} ends in a scalar head, and objective.name={objective.name} needs a vocabulary; give a "
+            f"model.hf={model.hf} ends in a scalar head, and objective.name={objective.name} needs a vocabulary; give a "
             "language model"
         )
 

@@ -39,11 +39,7 @@ _LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLE
 
 
 def make_parent(path: str | Path, setting: str) -> None:
-    """Make the folder that a folder is to be made in, before there is anything to write.
-
-    Args:
-        path: path of the folder that is to be made.
-        setting: option that names it, for messages.
+    """Make the parent of a folder, which a setting names, before there is anything to write.
 
     Raises:
         RecipeError: it cannot be made.
