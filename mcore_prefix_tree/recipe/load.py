@@ -53,18 +53,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
             contradictions, then files.
     """
     content, faults, unread = _parse(str(path), overrides)
-    content, contradictions, of_hf = _fill_in(content, with_folder)
+    content, of_model, of_hf = _fill_in("model.hf", with_folder, content)
     if of_hf:
         unread |= {f"model.{key}" for key in SIZES}
-    content, of_lora, of_adapter = _fill_in(content, with_adapter)
+    content, of_lora, of_adapter = _fill_in("model.adapter", with_adapter, content)
     recipe, own = _validate(content, unread)
-    own += [f"model.hf: {fault}" for fault in contradictions] + [f"model.adapter: {fault}" for fault in of_lora]
-    of_files = [f"model.hf: {fault}" for fault in of_hf] + [f"model.adapter: {fault}" for fault in of_adapter]
+    own += of_model + of_lora
     of_command = collect_faults(checks(recipe))
-    if not of_files:
-        of_files = collect_faults(
-            [lambda: _check_head(recipe.model, recipe.objective), lambda: _check_adapter(recipe.model)]
-        )
+    of_files = of_hf + of_adapter or collect_faults(_list_folder_checks(recipe))
     own_name = f"recipe {path}: " if own or of_files else ""
     if own or of_command or of_files:
         faults.append(own_name + "; ".join(dict.fromkeys(own + of_command + of_files)))
@@ -73,12 +69,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
     return recipe
 
 
-def _fill_in(content: Any, fill: Callable[[Any], tuple[Any, list[str]]]) -> tuple[Any, list[str], list[str]]:
+def _fill_in(
+    setting: str, fill: Callable[[Any], tuple[Any, list[str]]], content: Any
+) -> tuple[Any, list[str], list[str]]:
     """Return the content with what a folder decides, what contradicts it, and why the folder cannot be read."""
     try:
-        return *fill(content), []
+        content, faults = fill(content)
     except (OSError, ValueError) as error:
-        return content, [], [_one_line(error)]
+        return content, [], [f"{setting}: {_one_line(error)}"]
+    return content, [f"{setting}: {fault}" for fault in faults], []
 
 
 def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]:
@@ -100,11 +99,15 @@ def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]
         return recipe, sentences + broken_rules(recipe)
 
 
+def _list_folder_checks(recipe: Recipe) -> list[Check]:
+    return [lambda: _check_head(recipe.model, recipe.objective), lambda: _check_adapter(recipe.model)]
+
+
 def _check_head(model: ModelConfig, objective: ObjectiveConfig) -> None:
     if model.hf is not None and not objective.has_scalar_head and HuggingFaceFolder.read(model.hf).has_scalar_head:
         raise RecipeError(
-            f"model.hf={model.hf} ends in a scalar head, and objective.name={objective.name} needs a vocabulary; give a "
-            "language model"
+            f"model.hf={model.hf} ends in a scalar head, and objective.name={objective.name} needs a vocabulary; give "
+            "a language model"
         )
 
 
