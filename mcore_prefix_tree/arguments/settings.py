@@ -69,7 +69,8 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
     """
     model = read_section(args, "model") | {
         "hf": None,
-        "position_embedding_type": "learned_absolute" if args.position_embedding_type == "learned_absolute" else "rope",
+        "kv_channels": args.kv_channels,
+        "position_embedding_type": "learned_absolute" if args.position_embedding_type == "learned_absolute" else "none",
         "dtype": "bfloat16" if args.bf16 else "float32",
         "transformer_impl": "transformer_engine" if args.transformer_impl == "transformer_engine" else "local",
     }

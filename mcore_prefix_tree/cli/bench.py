@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, job_of, local_file
+from mcore_prefix_tree.cli.options import check_output_option, load_job, local_file
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_comparison
 from mcore_prefix_tree.inputs import MOST
 
@@ -33,7 +33,9 @@ def step(
     plot: Plot = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
-    loaded = job_of(recipe, [*(overrides or []), "checkpoint.save=null"], is_trained=True)
+    from mcore_prefix_tree.recipe.check import for_steps
+
+    loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], None, for_steps)
     check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
     check_picture(plot, [recipe, *loaded.inputs])
     from rich.console import Console
@@ -46,7 +48,7 @@ def step(
     reporter = ConsoleReporter(Console(stderr=True))
     work = partial(compare_first, repeats=repeats, progress=partial(reporter.comparing, "bench"))
     try:
-        comparison, is_main = run_once(loaded, work, is_trained=True)
+        comparison, is_main = run_once(loaded, work, is_trained=True, is_checked=True)
     finally:
         reporter.close()
     if not is_main:

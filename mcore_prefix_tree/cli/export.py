@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import HuggingFace, local, with_hf
+from mcore_prefix_tree.cli.options import HuggingFace, load_job, local
 
 
 def export(
@@ -24,13 +23,12 @@ def export(
 
     Any parallel layout reads the checkpoint; under torchrun for several ranks.
     """
-    from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.recipe.check import for_export
 
-    loaded = load_recipe(recipe, with_hf(overrides, hf))
-    quiet_upstream()
+    loaded = load_job(recipe, overrides, hf, for_export)
     from mcore_prefix_tree.mcore.trainer.export import run_export
 
-    iteration, is_main = run_export(loaded, path)
+    iteration, is_main = run_export(loaded, path, is_checked=True)
     if is_main:
         by = iteration if isinstance(iteration, str) else f"iteration {iteration}"
         if loaded.model.lora is not None:

@@ -18,6 +18,7 @@ from mcore_prefix_tree.inputs import HUB, local_path
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.recipe import Recipe
+    from mcore_prefix_tree.recipe.load import Checks
 
 Section = TypeVar("Section")
 
@@ -73,18 +74,15 @@ def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
     return given if path is None else [*given, f"model.hf={json.dumps(path, ensure_ascii=False)}"]
 
 
-def job_of(recipe: str, overrides: list[str] | None, hf: str | None = None, *, is_trained: bool = False) -> Recipe:
-    """Return the recipe of a command that reads its samples, checked before anything heavy is imported.
+def load_job(recipe: str, overrides: list[str] | None, hf: str | None, checks: Checks) -> Recipe:
+    """Return the recipe of a command, with its checks of :mod:`.recipe.check`, before anything heavy is imported.
 
     Raises:
-        ValueError: see :func:`~mcore_prefix_tree.recipe.load_recipe` and
-            :func:`~mcore_prefix_tree.recipe.check.check_recipe`.
+        ValueError: see :func:`~mcore_prefix_tree.recipe.load_recipe`.
     """
     from mcore_prefix_tree.recipe import load_recipe
-    from mcore_prefix_tree.recipe.check import check_recipe
 
-    loaded = load_recipe(recipe, with_hf(overrides, hf))
-    check_recipe(loaded, is_trained=is_trained)
+    loaded = load_recipe(recipe, with_hf(overrides, hf), checks)
     quiet_upstream()
     return loaded
 

@@ -218,12 +218,10 @@ class SampleOptions:
     @cached_property
     def _file(self) -> Recipe | None:
         from mcore_prefix_tree.recipe import ParallelConfig, load_recipe
-        from mcore_prefix_tree.recipe.check import check_sizes
 
         if self.model is None:
             return None
         recipe = load_recipe(self.model)
-        check_sizes(recipe.model)
         if recipe.model.hf is None and not recipe.model.transformer and recipe.parallel == ParallelConfig():
             return recipe  # Megatron has no rules about it
         quiet_upstream()
@@ -356,10 +354,11 @@ class Samples:
         from mcore_prefix_tree.data import LineOptions, Ranks
         from mcore_prefix_tree.data.source import Source
         from mcore_prefix_tree.recipe import Recipe
-        from mcore_prefix_tree.recipe.source import source_of
+        from mcore_prefix_tree.recipe.source import check_units, source_of
 
         options = self.options
-        if options.recipe is not None:
+        if options.recipe is not None and self.objective is not None:
+            check_units(self.objective, options.recipe.batch, options.recipe.objective)
             return source_of(options.recipe, self.objective, ranks=Ranks(), options=LineOptions())
         if options.global_batch_size is None:
             return None

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, job_of, local
+from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, load_job, local
 from mcore_prefix_tree.errors import spelled
 from mcore_prefix_tree.inputs import MOST
 
@@ -49,7 +49,9 @@ def score(
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
-    loaded = job_of(recipe, overrides, hf)
+    from mcore_prefix_tree.recipe.check import for_samples
+
+    loaded = load_job(recipe, overrides, hf, for_samples)
     check_output_option("--output", output, [recipe, *loaded.inputs, *([] if reference is None else [reference])])
     from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
@@ -61,6 +63,7 @@ def score(
             all_tokens=all_tokens,
             entropy=entropy,
             teacher_top_k=teacher_top_k,
+            is_checked=True,
         )
     if is_main:
         print(*report.lines(output), sep="\n")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import HuggingFace, job_of
+from mcore_prefix_tree.cli.options import HuggingFace, load_job
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
 from mcore_prefix_tree.ending import ended_at_once
 from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
@@ -48,10 +48,9 @@ def _train(
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
-    from mcore_prefix_tree.recipe.check import check_logs
+    from mcore_prefix_tree.recipe.check import for_training
 
-    loaded = job_of(recipe, overrides, hf, is_trained=True)
-    check_logs(loaded.log, loaded.inputs)
+    loaded = load_job(recipe, overrides, hf, for_training)
     check_picture(plot, [recipe, *loaded.inputs])
     outlive_output()
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
@@ -59,7 +58,7 @@ def _train(
 
     reporter = ConsoleReporter(Console(), keeps=plot is not None)
     try:
-        run_train(loaded, reporter, resume=resume, new_data=new_data)
+        run_train(loaded, reporter, resume=resume, new_data=new_data, is_checked=True)
     except VerificationError as error:
         leave(FAILED, str(error))
     except EndedError as error:

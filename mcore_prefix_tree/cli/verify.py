@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import HuggingFace, job_of
+from mcore_prefix_tree.cli.options import HuggingFace, load_job
 from mcore_prefix_tree.errors import FAILED, leave
 
 
@@ -43,7 +43,9 @@ def verify(
         return
     if megatron_lm_path is not None:
         raise ValueError("--megatron-lm-path goes with no RECIPE: mcore-prefix-tree verify --megatron-lm-path DIR")
-    loaded = job_of(recipe, overrides, hf)
+    from mcore_prefix_tree.recipe.check import for_samples
+
+    loaded = load_job(recipe, overrides, hf, for_samples)
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter, print_verified
@@ -52,7 +54,8 @@ def verify(
     # Standard output is for the result.
     reporter = ConsoleReporter(Console(stderr=True))
     try:
-        report, is_main = run_once(loaded, partial(verify_first, progress=partial(reporter.comparing, "verify")))
+        work = partial(verify_first, progress=partial(reporter.comparing, "verify"))
+        report, is_main = run_once(loaded, work, is_checked=True)
     finally:
         reporter.close()
     if is_main and as_json:

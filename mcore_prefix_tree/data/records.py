@@ -135,18 +135,13 @@ def _parse(
     row: Mapping[str, Any], record: Record, options: LineOptions, seen: set[str], left_out: Skipped | None
 ) -> list[Sample]:
     source, names = record.source, options.names
-    seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
+    seen.update(_list_renamed(row, names))
     left_out = Skipped() if left_out is None else left_out
     if excluded_of(row, source) is True and not names.keeps_others:
         left_out.excluded += 1
         return []  # nothing else of it is looked into: it may be a rollout that has crashed
     mark = mark_of(row, source, names.given)
-    if mark in TOKEN_MARKS:
-        fault = fault_of_unread(row, READ[mark], names.given)
-        if fault is not None:
-            raise SampleError(f"{source}: {fault}")
-    elif options.tokenizer is None:
-        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
+    _check_readable(row, mark, source, options)
     examples = examples_of(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
     notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)
@@ -159,11 +154,28 @@ def _parse(
         if is_excluded and not names.keeps_others:
             left_out.excluded += 1
             continue
-        part = f"{source} {example.part}" if example.part else source
+        part = " ".join(filter(None, (source, example.part)))
         own = {**carried, names.theirs("exclude"): True} if is_excluded else carried
         made = _samples(example.content, common | dict(example.signals), merge_key, part, options)
-        samples += [sample.carrying(own) for sample in made] if own else made
+        samples += _carry(made, own)
     return samples
+
+
+def _list_renamed(row: Mapping[str, Any], names: FieldNames) -> list[str]:
+    return [theirs for mine, theirs in names.given.items() if theirs is not None and mine in row]
+
+
+def _carry(samples: list[Sample], others: Mapping[str, Any]) -> list[Sample]:
+    return [sample.carrying(others) for sample in samples] if others else samples
+
+
+def _check_readable(row: Mapping[str, Any], mark: str, source: str, options: LineOptions) -> None:
+    """Check that the fields of a record of a kind, by its mark, can be read."""
+    fault = fault_of_unread(row, READ[mark], options.names.given) if mark in TOKEN_MARKS else None
+    if fault is not None:
+        raise SampleError(f"{source}: {fault}")
+    if mark not in TOKEN_MARKS and options.tokenizer is None:
+        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
 
 
 def _samples(

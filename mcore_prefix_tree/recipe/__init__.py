@@ -1,22 +1,21 @@
 """Recipes: all settings of a training job, from a YAML file and ``key=value`` overrides.
 
-Its keys are in :mod:`mcore_prefix_tree.recipe.sections`, those of its model in :mod:`mcore_prefix_tree.recipe.model`.
+Its keys are in :mod:`mcore_prefix_tree.recipe.sections`, :mod:`mcore_prefix_tree.recipe.model` and
+:mod:`mcore_prefix_tree.recipe.monitoring`.
 """
 
 from mcore_prefix_tree.recipe.load import load_recipe
 from mcore_prefix_tree.recipe.model import LoraConfig, ModelConfig, YarnConfig
+from mcore_prefix_tree.recipe.monitoring import LogConfig, ValidationConfig, VerifyConfig
 from mcore_prefix_tree.recipe.sections import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
-    LogConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ParallelConfig,
     Recipe,
     RecipeError,
-    ValidationConfig,
-    VerifyConfig,
 )
 from mcore_prefix_tree.recipe.values import Dtype
 

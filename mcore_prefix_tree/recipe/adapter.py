@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from mcore_prefix_tree.inputs import check_files_of, local_path
-from mcore_prefix_tree.recipe.hf import PICKLES, HuggingFaceFolder, read_json, tensors_in
+from mcore_prefix_tree.inputs import check_files_of
+from mcore_prefix_tree.recipe.hf import PICKLES, HuggingFaceFolder, keep_until_changed, read_json, tensors_in
 from mcore_prefix_tree.recipe.model import LoraConfig, LoraTarget
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,36 +52,16 @@ class AdapterFolder:
     lora: LoraConfig
     shapes: Mapping[str, Sequence[int]]
 
-    @classmethod
-    def read(cls, path: str | Path) -> AdapterFolder:
-        """Read a folder's configuration and the header of its weights.
+    @staticmethod
+    def read(path: str | Path) -> AdapterFolder:
+        """Read a folder's configuration and the header of its weights, unless they are the ones that were read.
 
         Raises:
             ValueError: the folder is missing, incomplete or truncated, holds pickles, or its adapter is of another kind
                 than low-rank matrices beside linear layers; names the file.
             OSError: a file cannot be read.
         """
-        folder = Path(local_path(str(path)))
-        if not (folder / CONFIG).is_file():
-            raise ValueError(f"{folder} is not a folder with an {CONFIG}; give the local folder that PEFT wrote")
-        check_files_of(folder)
-        config = read_json(folder / CONFIG)
-        _check(folder / CONFIG, config)
-        pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)
-        if pickles and not (folder / WEIGHTS).is_file():
-            raise ValueError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code when it is opened; write it "
-                "again with save_pretrained(safe_serialization=True)"
-            )
-        shapes = {}
-        for name, (_, shape) in tensors_in(folder / WEIGHTS).items():
-            if not name.startswith(PREFIX) or not name.endswith((A, B)):
-                raise ValueError(f"{folder / WEIGHTS} has '{name}', which is not a matrix of LoRA")
-            shapes[name.removeprefix(PREFIX)] = shape
-        lora = LoraConfig(
-            r=config["r"], lora_alpha=config["lora_alpha"], target_modules=sorted(config["target_modules"])
-        )
-        return cls(path=folder, lora=lora, shapes=shapes)
+        return _read_folder(path)
 
     def check_fits(self, model: HuggingFaceFolder) -> None:
         """Check that the folder has both matrices of each layer, in the shapes of the model.
@@ -100,6 +80,28 @@ class AdapterFolder:
                     f"{self.path / WEIGHTS} has '{PREFIX}{name}' of shape {has}, and {model.path} needs {needs}; give "
                     "an adapter of this model"
                 )
+
+
+@keep_until_changed
+def _read_folder(folder: Path) -> AdapterFolder:
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is not a folder with an {CONFIG}; give the local folder that PEFT wrote")
+    check_files_of(folder)
+    config = read_json(folder / CONFIG)
+    _check(folder / CONFIG, config)
+    pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)
+    if pickles and not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run code when it is opened; write it "
+            "again with save_pretrained(safe_serialization=True)"
+        )
+    shapes = {}
+    for name, (_, shape) in tensors_in(folder / WEIGHTS).items():
+        if not name.startswith(PREFIX) or not name.endswith((A, B)):
+            raise ValueError(f"{folder / WEIGHTS} has '{name}', which is not a matrix of LoRA")
+        shapes[name.removeprefix(PREFIX)] = shape
+    lora = LoraConfig(r=config["r"], lora_alpha=config["lora_alpha"], target_modules=sorted(config["target_modules"]))
+    return AdapterFolder(path=folder, lora=lora, shapes=shapes)
 
 
 def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
@@ -124,27 +126,26 @@ def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
     return found
 
 
-def with_adapter(content: Any) -> Any:
-    """Return the content of a recipe with what ``model.adapter`` gives, if it is set.
-
-    Args:
-        content: parsed YAML, not validated yet.
+def with_adapter(content: Any) -> tuple[Any, list[str]]:
+    """Return a recipe's content, not validated yet, with what ``model.adapter`` gives, and what contradicts it.
 
     Raises:
-        ValueError: see :meth:`AdapterFolder.read`; or the recipe sets something else; names the key.
-        OSError: a file cannot be read.
+        ValueError, OSError: see :meth:`AdapterFolder.read`.
     """
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("adapter") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):
-        return content
-    lora = AdapterFolder.read(path).lora
+        return content, []
+    lora, options = AdapterFolder.read(path).lora, model.get("lora") or {}
+    if not isinstance(options, dict):
+        return content, []
     decided = {"r": lora.r, "lora_alpha": lora.lora_alpha, "target_modules": lora.target_modules}
-    given = model.get("lora") or {}
-    for key, value in decided.items():
-        if isinstance(given, dict) and given.get(key, value) != value:
-            raise ValueError(f"model.lora.{key}={given[key]}, but {Path(path) / CONFIG} has {value}; leave it out")
-    return {**content, "model": model | {"lora": given | decided if isinstance(given, dict) else given}}
+    faults = [
+        f"model.lora.{key}={options[key]}, but {Path(path) / CONFIG} has {value}; leave it out"
+        for key, value in decided.items()
+        if options.get(key, value) != value
+    ]
+    return {**content, "model": model | {"lora": options | decided}}, faults
 
 
 def _check(file: Path, config: Mapping[str, Any]) -> None:

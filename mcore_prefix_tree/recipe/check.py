@@ -1,152 +1,132 @@
-"""Checks of a recipe by itself, which need neither torch nor megatron-core: a mistake is reported within a second.
+"""Checks of a recipe that a command adds to the rules of its sections.
 
-Megatron-Core, the samples and the devices have the last word when the job starts.
+Neither torch nor megatron-core is imported: a mistake is reported within a second. Megatron-Core, the samples and the
+devices have the last word when the job starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Collection, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.write import check_output
-from mcore_prefix_tree.plan import LatentAttention
-from mcore_prefix_tree.recipe.model import ModelConfig
-from mcore_prefix_tree.recipe.objective import checked_settings
-from mcore_prefix_tree.recipe.sections import LogConfig, OptimizerConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
+from mcore_prefix_tree.recipe.load import Checks, load_recipe
+from mcore_prefix_tree.recipe.objective import settings_of
+from mcore_prefix_tree.recipe.rules import Check, collect_faults
+from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.source import check_units
+from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
 from mcore_prefix_tree.versions import install_command
 
 
-def check_recipe(recipe: Recipe, *, is_trained: bool = False) -> None:
-    """Check settings that pass one by one, but not together, and names of what has to exist.
-
-    Args:
-        recipe: recipe of the job.
-        is_trained: whether the job runs the optimizer.
-
-    Raises:
-        RecipeError: a setting cannot be used; names it.
-        ValueError: the attention back-end does not exist.
-        SampleError: a file of data does not exist.
-    """
-    check_setting(recipe.attention_backend)
-    checked_settings(recipe)
-    check_sizes(recipe.model)
-    if is_trained:
-        _check_schedule(recipe.optimizer, steps=recipe.train_iters, is_float64=recipe.model.dtype == "float64")
-    resolve_paths(recipe.data.path)
+def check_recipe(recipe: Recipe, checks: Checks) -> None:
+    """Run the checks of a command, one of the functions below; raises RecipeError, which names all that is wrong."""
+    faults = collect_faults(checks(recipe))
+    if faults:
+        raise RecipeError("; ".join(faults))
 
 
-def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:
-    """Check that what the logs need is installed, and that none replaces an input.
-
-    Raises:
-        ValueError: ``metrics`` is one of the inputs.
-        ImportError: ``tensorboard`` or ``wandb`` is set and is not installed.
-    """
-    if config.metrics is not None and Path(config.metrics).exists():
-        try:
-            check_output(config.metrics, inputs)
-        except ValueError as error:
-            raise ValueError(f"log.metrics={error}") from None
-    for package in ("tensorboard", "wandb"):
-        given = getattr(config, package)
-        if given is not None and not _is_installed(package):
-            raise ImportError(f"log.{package}={given} needs {package}: {install_command(package)}, or leave it out")
-
-
-def _is_installed(package: str) -> bool:
-    found = find_spec(package)
-    return found is not None and found.origin is not None  # a folder of that name, such as W&B's logs, is no package
+def for_samples(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that runs the model on the samples."""
+    yield lambda: parallel_of_teachers(recipe.objective, recipe.parallel)
+    yield lambda: recipe.padding
+    yield lambda: check_units(settings_of(recipe.objective), recipe.batch, recipe.objective)
+    yield lambda: _refuse(
+        recipe.data.tokenizer is None and bool(recipe.data.chat_template_kwargs),
+        "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none",
+    )
+    yield lambda: _refuse(
+        recipe.data.tokenizer is None and recipe.model.vocab_size is None,
+        "model.vocab_size is missing; set it, or name a data.tokenizer to take it from",
+    )
+    yield lambda: _check_teachers(recipe.objective, across_tokenizers=True)
+    yield lambda: resolve_paths(recipe.data.path)
 
 
-def check_sizes(model: ModelConfig) -> None:
-    """Check the sizes of a model that a recipe describes; of a Hugging Face folder, what is set beside it.
+def for_steps(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that runs the optimizer, too."""
+    yield lambda: _refuse(
+        recipe.model.dtype == "float64" and recipe.optimizer.clip_grad > 0,
+        "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64",
+    )
+    yield lambda: _refuse(
+        recipe.model.dtype == "float64" and recipe.optimizer.use_distributed_optimizer,
+        "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off",
+    )
+    yield lambda: _refuse(
+        recipe.optimizer.lr_warmup_steps >= recipe.train_iters,
+        f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below train_iters={recipe.train_iters}; "
+        "lower it, or set optimizer.lr_warmup_fraction",
+    )
+    yield lambda: _refuse(
+        recipe.optimizer.min_lr > recipe.optimizer.lr,
+        f"optimizer.min_lr={recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}",
+    )
+    yield from for_samples(recipe)
 
-    Raises:
-        RecipeError: a setting cannot be used; names it.
-    """
-    if model.hf is not None:
+
+def for_training(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that trains to the end, and writes logs and an export."""
+    yield from for_steps(recipe)
+    yield lambda: _check_teachers(recipe.objective, across_tokenizers=False)
+    yield lambda: recipe.validation.path is None or resolve_paths(recipe.validation.path)
+    yield lambda: _check_metrics(recipe.log.metrics, recipe.inputs)
+    yield lambda: _check_package("tensorboard", recipe.log.tensorboard)
+    yield lambda: _check_package("wandb", recipe.log.wandb)
+    yield lambda: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}")
+
+
+def for_export(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that exports a checkpoint."""
+    yield lambda: _refuse(recipe.model.hf is None, "export needs model.hf, whose format it writes; set it")
+    yield lambda: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it")
+
+
+def check_new(path: str | Path | None, setting: str) -> None:
+    """Check that a folder that a setting names, to be made, does not exist."""
+    is_there = path is not None and os.path.lexists(path)
+    _refuse(is_there, f"{setting} exists already; name a folder that does not")
+
+
+def _check_teachers(section: ObjectiveConfig, *, across_tokenizers: bool) -> None:
+    needed = settings_of(section).second_models
+    if needed is None or needed.same_vocabulary == across_tokenizers:
         return
-    latent = LatentAttention.from_settings(model.transformer)
-    _check_heads(model, has_latent_attention=latent is not None)
-    if latent is None:
-        _check_rotary_channels(model)
-    else:
-        _check_latent_attention(model, latent)
+    faults = collect_faults(partial(_check_teacher, path) for path in section.teacher_recipes)
+    if faults:
+        raise RecipeError("; ".join(faults))
 
 
-def _check_heads(model: ModelConfig, *, has_latent_attention: bool) -> None:
-    if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
-        raise RecipeError(
-            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
-            f"model.num_query_groups={model.num_query_groups}"
-        )
-    if not has_latent_attention and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        raise RecipeError(
-            f"model.hidden_size={model.hidden_size} is not a multiple of "
-            f"model.num_attention_heads={model.num_attention_heads}; change one of them, or set model.kv_channels"
-        )
+def _check_teacher(path: str) -> None:
+    if not (Path(path) / CONFIG).is_file():
+        load_recipe(path)
+        return
+    try:
+        HuggingFaceFolder.read(path)
+    except ValueError as error:
+        raise RecipeError(f"objective.teacher_recipe: {error}") from None
 
 
-def _check_latent_attention(model: ModelConfig, sizes: LatentAttention) -> None:
-    """Reject what multi-latent attention would take no notice of."""
-    for name in ("num_query_groups", "kv_channels"):
-        if getattr(model, name) is not None:
-            raise RecipeError(
-                f"model.{name} has no meaning with model.transformer.multi_latent_attention: its heads are "
-                "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; leave it out"
-            )
-    others = (model.position_embedding_type != "rope", model.rope_scaling, model.yarn is not None)
-    if any(others) or model.transformer.get("rope_type", "yarn") not in ("rope", "yarn"):
-        raise RecipeError(
-            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, "
-            "model.yarn and model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
-        )
-    if model.transformer.get("rope_type", "yarn") == "yarn" and model.rotary_percent != 1:
-        raise RecipeError(
-            "model.rotary_percent: YaRN turns all channels that have a position, which is what "
-            "model.transformer.rope_type is by default; leave it out, or set model.transformer.rope_type=rope"
-        )
-    rotated = int(sizes.qk_pos_emb_head_dim * model.rotary_percent)
-    if rotated == 0 or rotated % 2:
-        raise RecipeError(
-            f"rotary embeddings turn pairs of channels, but model.transformer.qk_pos_emb_head_dim and "
-            f"model.rotary_percent leave {rotated}; change one of them"
-        )
+def _refuse(is_wrong: bool, sentence: str) -> None:
+    if is_wrong:
+        raise RecipeError(sentence)
 
 
-def _check_rotary_channels(model: ModelConfig) -> None:
-    if (model.position_embedding_type == "yarn") != (model.yarn is not None):
-        raise RecipeError(
-            "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set "
-            "model.yarn.rotary_scaling_factor and model.yarn.original_max_position_embeddings, or leave both out"
-        )
-    if model.yarn is not None and (model.rotary_percent != 1 or model.rope_scaling):
-        raise RecipeError(
-            "model.position_embedding_type=yarn turns all channels of a head and scales them in its own way: leave "
-            "model.rotary_percent and model.rope_scaling out"
-        )
-    head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    rotated = int(head * model.rotary_percent)
-    if model.position_embedding_type in ("rope", "yarn") and (rotated == 0 or rotated % 2):
-        raise RecipeError(
-            f"rotary embeddings turn pairs of channels, but of the {head} of each head model.rotary_percent="
-            f"{model.rotary_percent:g} takes {rotated}; change it, model.kv_channels or model.position_embedding_type"
-        )
+def _check_metrics(path: str | None, inputs: Collection[str]) -> None:
+    if path is not None and Path(path).exists():
+        try:
+            check_output(path, inputs)
+        except ValueError as error:
+            raise RecipeError(f"log.metrics={error}") from None
 
 
-def _check_schedule(options: OptimizerConfig, *, steps: int, is_float64: bool) -> None:
-    if is_float64 and options.clip_grad > 0:
-        raise RecipeError("optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64")
-    if is_float64 and options.use_distributed_optimizer:
-        raise RecipeError("optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off")
-    if options.lr_warmup_steps >= steps:
-        raise RecipeError(
-            f"optimizer.lr_warmup_steps={options.lr_warmup_steps} must be below train_iters={steps}; lower it, or set "
-            "optimizer.lr_warmup_fraction"
-        )
-    if options.min_lr > options.lr:
-        raise RecipeError(f"optimizer.min_lr={options.min_lr} is above optimizer.lr={options.lr}")
+def _check_package(name: str, value: str | None) -> None:
+    spec = None if value is None else find_spec(name)
+    # A folder of that name, such as W&B's logs, is no package.
+    if value is not None and (spec is None or spec.origin is None):
+        raise ImportError(f"log.{name}={value} needs {name}: {install_command(name)}, or leave it out")

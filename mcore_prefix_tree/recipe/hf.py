@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_prefix_tree.inputs import check_files_of, local_path, open_regular, read_text
+from mcore_prefix_tree.recipe.rules import collect_faults
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -25,12 +27,12 @@ SAME_FUNCTION = re.compile(
     "hf|adapter|dtype|transformer_impl|max_position_embeddings"
     "|transformer\\.(.*(recompute|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|dropout).*)"
 )
-_OF_RECIPE = ("hf", "dtype", "transformer_impl", "lora", "adapter")
+_OF_RECIPE = ("hf", "dtype", "transformer_impl", "transformer", "lora", "adapter")
 # Keys that a recipe in a checkpoint has, which is written with all defaults.
 _OF_CHECKPOINTS = {"rotary_base", "swiglu", "qk_layernorm"}
 _LONGEST_HEADER = 100_000_000  # of the format
 # Keys of a recipe's model by the names that configurations have for them.
-_SIZES = {
+SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
@@ -39,7 +41,7 @@ _SIZES = {
 }
 _RUNS_CODE = "auto_map"
 _ADAPTER = "adapter_config.json"
-_TOKENIZER = "tokenizer.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Keys of a configuration that the function of its model does not depend on.
 _NOT_OF_THE_MODEL = (
     "_name_or_path",
@@ -54,6 +56,28 @@ _NOT_OF_THE_MODEL = (
 # The heads of language models, and of models that give a text one number.
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+# Folders that are kept: a student's and those of its teachers.
+_KEPT = 8
+
+T = TypeVar("T")
+
+
+def keep_until_changed(read: Callable[[Path], T]) -> Callable[[str | Path], T]:
+    """Return a function that reads a folder once, and again after a file in it was written, added or removed."""
+
+    @lru_cache(maxsize=_KEPT)
+    def read_state(folder: Path, state: tuple[object, ...]) -> T:
+        return read(folder)
+
+    @wraps(read)
+    def read_once(path: str | Path) -> T:
+        folder = Path(local_path(str(path)))
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
+        stats = ((entry.name, entry.stat()) for entry in entries if entry.is_file())
+        state = ((name, it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns) for name, it in stats)
+        return read_state(folder, tuple(state))
+
+    return read_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +90,7 @@ class HuggingFaceFolder:
         files: file name of each weight.
         dtypes: type of each weight as safetensors names it, such as ``BF16``.
         shapes: shape of each weight.
+        has_chat_template: whether the folder holds a tokenizer with a chat template.
     """
 
     path: Path
@@ -73,49 +98,18 @@ class HuggingFaceFolder:
     files: Mapping[str, str]
     dtypes: Mapping[str, str]
     shapes: Mapping[str, Sequence[int]]
+    has_chat_template: bool
 
-    @classmethod
-    def read(cls, path: str | Path) -> HuggingFaceFolder:
-        """Read a folder's configuration and the headers of its weights.
+    @staticmethod
+    def read(path: str | Path) -> HuggingFaceFolder:
+        """Read a folder's configuration and the headers of its weights, unless they are the ones that were read.
 
         Raises:
             ValueError: the folder is missing, incomplete or truncated, holds code, pickles or quantized weights, or its
                 model is not a causal language model; names the file.
             OSError: a file cannot be read.
         """
-        folder = Path(local_path(str(path)))
-        if not (folder / CONFIG).is_file():
-            raise ValueError(
-                f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
-            )
-        check_files_of(folder)
-        config = read_json(folder / CONFIG)
-        _check_config(folder, config)
-        files = dict(_files(folder))
-        headers = {file: tensors_in(folder / file) for file in sorted(set(files.values()))}
-        tensors = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
-        absent = sorted(files.keys() - tensors.keys())
-        if absent:
-            raise ValueError(f"{folder / files[absent[0]]} lacks '{absent[0]}', which {INDEX} places there")
-        other = sorted(name for name, (dtype, _) in tensors.items() if dtype not in DTYPES)
-        if other:
-            raise ValueError(
-                f"{folder / files[other[0]]} has '{other[0]}' of type {tensors[other[0]][0]}; give the folder of "
-                "weights that are not quantized"
-            )
-        found = cls(
-            path=folder,
-            config=config,
-            files=files,
-            dtypes={name: dtype for name, (dtype, _) in tensors.items()},
-            shapes={name: shape for name, (_, shape) in tensors.items()},
-        )
-        if found.has_scalar_head and list(found.shapes.get(SCORE, ())) != [1, config.get("hidden_size")]:
-            raise ValueError(
-                f"{folder} has '{SCORE}' of shape {found.shapes.get(SCORE)}; a scalar head has one row of the hidden "
-                "size"
-            )
-        return found
+        return _read_folder(path)
 
     @property
     def architecture(self) -> str:
@@ -155,76 +149,104 @@ class HuggingFaceFolder:
         )
 
     @property
-    def has_chat_template(self) -> bool:
-        """Return whether the folder holds a tokenizer with a chat template."""
-        settings = self.path / "tokenizer_config.json"
-        if not settings.is_file():
-            return False
-        return (self.path / "chat_template.jinja").is_file() or "chat_template" in read_json(settings)
-
-    @property
     def sizes(self) -> dict[str, int]:
         """Keys of a recipe's model that the configuration decides.
 
         Raises:
             ValueError: the configuration lacks a key.
         """
-        for name in _SIZES.values():
+        for name in SIZES.values():
             if name not in self.config:
                 raise ValueError(f"{self.path / CONFIG} lacks '{name}'")
-        return {key: self.config[name] for key, name in _SIZES.items()}
+        return {key: self.config[name] for key, name in SIZES.items()}
 
 
-def with_folder(content: Any) -> Any:
-    """Return the content of a recipe with what ``model.hf`` gives, if it is set.
+@keep_until_changed
+def _read_folder(folder: Path) -> HuggingFaceFolder:
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
+        )
+    check_files_of(folder)
+    config, has_chat_template = _read_configs(folder)
+    placed = _placed_weights(folder)
+    headers = {file: tensors_in(folder / file) for file in sorted({SINGLE} if placed is None else set(placed.values()))}
+    files = dict.fromkeys(headers[SINGLE], SINGLE) if placed is None else placed
+    tensors = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
+    absent = sorted(files.keys() - tensors.keys())
+    if absent:
+        raise ValueError(f"{folder / files[absent[0]]} lacks '{absent[0]}', which {INDEX} places there")
+    other = sorted(name for name, (dtype, _) in tensors.items() if dtype not in DTYPES)
+    if other:
+        raise ValueError(
+            f"{folder / files[other[0]]} has '{other[0]}' of type {tensors[other[0]][0]}; give the folder of weights "
+            "that are not quantized"
+        )
+    model = HuggingFaceFolder(
+        path=folder,
+        config=config,
+        files=files,
+        dtypes={name: dtype for name, (dtype, _) in tensors.items()},
+        shapes={name: shape for name, (_, shape) in tensors.items()},
+        has_chat_template=has_chat_template,
+    )
+    if model.has_scalar_head and list(model.shapes.get(SCORE, ())) != [1, config.get("hidden_size")]:
+        raise ValueError(
+            f"{folder} has '{SCORE}' of shape {model.shapes.get(SCORE)}; a scalar head has one row of the hidden size"
+        )
+    return model
 
-    Args:
-        content: parsed YAML, not validated yet.
+
+def with_folder(content: Any) -> tuple[Any, list[str]]:
+    """Return a recipe's content, not validated yet, with what ``model.hf`` gives, and what contradicts it.
 
     Raises:
-        ValueError: see :meth:`HuggingFaceFolder.read`; or the recipe sets what the folder decides; names the key.
-        OSError: a file cannot be read.
+        ValueError, OSError: see :meth:`HuggingFaceFolder.read`.
     """
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("hf") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):
-        return content
+        return content, []
     folder = HuggingFaceFolder.read(path)
+    faults: list[str] = []
     if folder.sizes.keys() | _OF_CHECKPOINTS <= model.keys():
-        model = _as_given(model, folder)
-    further = model.get("transformer")
-    given = [*map(str, model), *(f"transformer.{name}" for name in (further if isinstance(further, dict) else ()))]
-    for key in given:
-        if key in ("transformer", "lora"):
-            continue
-        # The folder's, and not of this run: a limit of positions, too.
-        if not SAME_FUNCTION.fullmatch(key) or key == "max_position_embeddings":
-            raise ValueError(f"model.{key} is set, but model.hf={path} decides it; leave one of them out")
-    filled = {**content, "model": model | folder.sizes}
-    data = content.get("data")
-    if isinstance(data, dict) and folder.has_chat_template:
-        filled["data"] = {"tokenizer": path} | data
-    if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
-        _check_tokenizer(folder, Path(local_path(data["tokenizer"])))
-    return filled
+        model, faults = _as_given(model, folder)
+    kept, decided = _split(model)
+    faults += [f"model.{key} is set, but model.hf={path} decides it; leave one of them out" for key in decided]
+    filled, data = {**content, "model": kept | folder.sizes}, content.get("data")
+    if isinstance(data, dict):
+        filled["data"] = {"tokenizer": path} | data if folder.has_chat_template else data
+        if isinstance(data.get("tokenizer"), str):
+            faults += collect_faults([lambda: _check_tokenizer(folder, data["tokenizer"])])
+    return filled, faults
 
 
-def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return the keys that stay with a recipe, of one that a checkpoint wrote with what its folder decided."""
-    for key, value in folder.sizes.items():
-        if model[key] != value:
-            raise ValueError(f"model.{key}={model[key]}, but {folder.path / CONFIG} has {value}")
+def _split(model: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
+    """Return the settings that a recipe may have beside a folder, and the keys of those that the folder decides."""
+    kept = {key: value for key, value in model.items() if key in ("transformer", "lora") or _is_of_run(str(key))}
+    decided = [str(key) for key in model if key not in kept]
     further = model.get("transformer")
-    kept = {key: value for key, value in model.items() if key != "transformer" and key in _OF_RECIPE}
     if isinstance(further, dict):
-        kept["transformer"] = {
-            name: value for name, value in further.items() if SAME_FUNCTION.fullmatch(f"transformer.{name}")
-        }
-    return kept
+        kept["transformer"] = {key: value for key, value in further.items() if _is_of_run(f"transformer.{key}")}
+        decided += [f"transformer.{key}" for key in further if key not in kept["transformer"]]
+    return kept, decided
 
 
-def _check_tokenizer(folder: HuggingFaceFolder, other: Path) -> None:
+def _is_of_run(key: str) -> bool:
+    return SAME_FUNCTION.fullmatch(key) is not None and key != "max_position_embeddings"  # a limit of positions
+
+
+def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys that stay with a recipe, of one that a checkpoint wrote with what its folder decided, and what is
+    not the folder's."""
+    other = {key: size for key, size in folder.sizes.items() if model[key] != size}
+    faults = [f"model.{key}={model[key]}, but {folder.path / CONFIG} has {size}" for key, size in other.items()]
+    return _split({key: value for key, value in model.items() if key in _OF_RECIPE})[0], faults
+
+
+def _check_tokenizer(folder: HuggingFaceFolder, path: str) -> None:
     """Reject another tokenizer whose vocabulary differs: its tokens would be read as the model's."""
+    other = Path(local_path(path))
     mine, its = (place / _TOKENIZER for place in (folder.path, other))
     if not mine.is_file() or not its.is_file() or mine.samefile(its):
         return
@@ -237,13 +259,17 @@ def _vocabulary(file: Path) -> Any:
     return model.get("vocab") if isinstance(model, dict) else None
 
 
-def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
-    for name in (CONFIG, "tokenizer_config.json", "generation_config.json"):
-        if (folder / name).is_file() and _RUNS_CODE in read_json(folder / name):
+def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return the configuration of the model, and whether it has a tokenizer with a chat template."""
+    names = (CONFIG, _TOKENIZER_CONFIG, "generation_config.json")
+    contents = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
+    for name, content in contents.items():
+        if _RUNS_CODE in content:
             raise ValueError(
                 f"{folder / name} has '{_RUNS_CODE}': this model comes with code of its own, which is never run; use a "
                 "version of the model that transformers itself implements"
             )
+    config = contents[CONFIG]
     if (folder / _ADAPTER).is_file():
         raise ValueError(
             f"{folder} has {_ADAPTER}: transformers adds an adapter to these weights; merge it into them, or remove it"
@@ -260,32 +286,25 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder / CONFIG} has architectures={architectures}; model.hf takes one, a causal language model such as "
             "LlamaForCausalLM or, with a scalar head, LlamaForSequenceClassification"
         )
+    is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
+    return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {})
 
 
 def _without_head(table: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name != LM_HEAD}
 
 
-def _files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Weights and their files."""
-    if (folder / INDEX).is_file() and (folder / SINGLE).is_file():
+def _placed_weights(folder: Path) -> dict[str, str] | None:
+    """Return the file of each weight as the index says; None if one file holds all."""
+    is_indexed, is_single = ((folder / name).is_file() for name in (INDEX, SINGLE))
+    if is_indexed and is_single:
         raise ValueError(
             f"{folder} has weights twice: transformers reads {SINGLE}, other programs the files of {INDEX}; remove "
             "those that are not the model's"
         )
-    if (folder / INDEX).is_file():
-        placed = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(placed, dict) or not placed:
-            raise ValueError(f"{folder / INDEX} has no 'weight_map'")
-        for name, file in placed.items():
-            if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-                raise ValueError(
-                    f"{folder / INDEX} places '{name}' in {file!r}, which is not a safetensors file beside it"
-                )
-            yield name, file
-    elif (folder / SINGLE).is_file():
-        yield from dict.fromkeys(tensors_in(folder / SINGLE), SINGLE).items()
-    else:
+    if is_single:
+        return None
+    if not is_indexed:
         pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)
         why = (
             f"its weights are pickles ({pickles[0]}), which can run code when they are opened; convert them to "
@@ -294,6 +313,13 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
             else f"it has neither {SINGLE} nor {INDEX}"
         )
         raise ValueError(f"{folder} holds no safetensors: {why}")
+    placed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ValueError(f"{folder / INDEX} has no 'weight_map'")
+    for name, file in placed.items():
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{folder / INDEX} places '{name}' in {file!r}, which is not a safetensors file beside it")
+    return placed
 
 
 def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:

@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from yaml import YAMLError
 
 from mcore_prefix_tree.inputs import local_path, read_text
 from mcore_prefix_tree.recipe.adapter import AdapterFolder, layers_with, with_adapter
-from mcore_prefix_tree.recipe.hf import HuggingFaceFolder, with_folder
+from mcore_prefix_tree.recipe.hf import SIZES, HuggingFaceFolder, with_folder
 from mcore_prefix_tree.recipe.keys import instead_of
 from mcore_prefix_tree.recipe.model import ModelConfig
-from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
-from mcore_prefix_tree.recipe.values import AT_ODDS
+from mcore_prefix_tree.recipe.rules import AT_ODDS, Check, broken_rules, collect_faults, keep_valid
+from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.recipe.values import NOT_LOCAL
 
 logger = logging.getLogger(__name__)
 
@@ -34,77 +36,134 @@ _MISLEADING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)
 _MISSING = "???"
 _Scanner: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one is slow on deep nesting
 _UNREADABLE = (OmegaConfBaseException, YAMLError, OSError, RecursionError, TypeError, ValueError)
+# What a command checks of a recipe, see check.py.
+Checks = Callable[[Recipe], Iterable[Check]]
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks = lambda recipe: ()) -> Recipe:
     """Read a recipe.
 
     Args:
         path: path of a YAML file. ``data.path`` in the file is relative to the working directory, like an override.
         overrides: ``key=value``, with dots for nesting (``data.path=rollouts.jsonl``); values are YAML.
+        checks: function that returns further checks of the recipe, those of a command.
 
     Raises:
-        RecipeError: the recipe cannot be used; names the file and the key.
+        RecipeError: the recipe cannot be used; names the file and the key of each mistake: first invalid values, then
+            contradictions, then files.
     """
+    content, faults, unread = _parse(str(path), overrides)
+    content, of_model, of_hf = _fill_in("model.hf", with_folder, content)
+    if of_hf:
+        unread |= {f"model.{key}" for key in SIZES}
+    content, of_lora, of_adapter = _fill_in("model.adapter", with_adapter, content)
+    recipe, own = _validate(content, unread)
+    own += of_model + of_lora
+    of_command = collect_faults(checks(recipe))
+    of_files = of_hf + of_adapter or collect_faults(_list_folder_checks(recipe))
+    own_name = f"recipe {path}: " if own or of_files else ""
+    if own or of_command or of_files:
+        faults.append(own_name + "; ".join(dict.fromkeys(own + of_command + of_files)))
+    if faults:
+        raise RecipeError("; ".join(faults))
+    return recipe
+
+
+def _fill_in(
+    setting: str, fill: Callable[[Any], tuple[Any, list[str]]], content: Any
+) -> tuple[Any, list[str], list[str]]:
+    """Return the content with what a folder decides, what contradicts it, and why the folder cannot be read."""
     try:
-        path = local_path(str(path))
-        text = read_text(path)
-        _check_scalars(text)
-        merged = OmegaConf.load(io.StringIO(text))
-    except FileNotFoundError:
-        raise RecipeError(f"recipe {path} does not exist") from None
-    except _UNREADABLE as error:
-        raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
-    if not isinstance(merged, DictConfig):
-        raise RecipeError(f"recipe {path} is a list; it must map keys to values")
-    changes = [_read_override(override) for override in overrides]
-    for override, change in zip(overrides, changes, strict=True):
-        merged = _with_override(merged, override, change)
-    _notice_doubled(overrides)
-    try:
-        content: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-        _replace_warmup(content, [OmegaConf.to_container(change, resolve=False) for change in changes])
-    except _UNREADABLE as error:
-        raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
-    setting = "model.hf"
-    try:
-        content = with_folder(content)
-        setting = "model.adapter"
-        content = with_adapter(content)
+        content, faults = fill(content)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"recipe {path}: {setting}: {_one_line(error)}") from error
+        return content, [], [f"{setting}: {_one_line(error)}"]
+    return content, [f"{setting}: {fault}" for fault in faults], []
+
+
+def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]:
+    """Return a recipe without its invalid keys, of which ``unread`` are reported already, and what is wrong with it."""
     try:
-        recipe = TypeAdapter(Recipe).validate_python(content)
+        return TypeAdapter(Recipe).validate_python(content), []
     except PydanticError as error:
-        faults = []
+        sentences = []
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"] if part not in ("str", "list[str]")) or "the recipe"
-            given = "" if fault["type"] in ("missing", AT_ODDS) else f" (given {_short(_repr(fault['input']))})"
+            if fault["type"] == AT_ODDS or key in unread:  # rules are asked of what is valid
+                continue
+            value = "" if fault["type"] in ("missing", NOT_LOCAL) else f" (given {_short(_repr(fault['input']))})"
             if fault["type"] == "unexpected_keyword_argument":
-                faults.append(f"{key}: there is no such key{given}, {instead_of(key, Recipe)}")
+                sentences.append(f"{key}: there is no such key{value}, {instead_of(key, Recipe)}")
             else:
-                faults.append(f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}{given}")
-        raise RecipeError(f"recipe {path}: " + "; ".join(faults)) from None
-    hf, objective = recipe.model.hf, recipe.objective
-    if hf is not None and not objective.has_scalar_head and HuggingFaceFolder.read(hf).has_scalar_head:
+                sentences.append(f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}{value}")
+        recipe = keep_valid(Recipe, content)
+        return recipe, sentences + broken_rules(recipe)
+
+
+def _list_folder_checks(recipe: Recipe) -> list[Check]:
+    return [lambda: _check_head(recipe.model, recipe.objective), lambda: _check_adapter(recipe.model)]
+
+
+def _check_head(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    if model.hf is not None and not objective.has_scalar_head and HuggingFaceFolder.read(model.hf).has_scalar_head:
         raise RecipeError(
-            f"recipe {path}: model.hf={hf} ends in a scalar head, and objective.name={objective.name} needs a "
-            "vocabulary; give a language model"
+            f"model.hf={model.hf} ends in a scalar head, and objective.name={objective.name} needs a vocabulary; give "
+            "a language model"
         )
-    try:
-        _check_adapter(recipe.model)
-    except ValueError as error:
-        raise RecipeError(f"recipe {path}: model.lora: {_one_line(error)}") from error
-    return recipe
 
 
 def _check_adapter(model: ModelConfig) -> None:
     if model.hf is None or model.lora is None:
         return
     folder = HuggingFaceFolder.read(model.hf)
-    layers_with(folder, model.lora)
-    if model.adapter is not None:
-        AdapterFolder.read(model.adapter).check_fits(folder)
+    try:
+        layers_with(folder, model.lora)
+        if model.adapter is not None:
+            AdapterFolder.read(model.adapter).check_fits(folder)
+    except ValueError as error:
+        raise RecipeError(f"model.lora: {_one_line(error)}") from error
+
+
+def _parse(path: str, overrides: Sequence[str]) -> tuple[dict[Any, Any], list[str], set[str]]:
+    """Return the content of a recipe, sentences about what cannot be read, and the keys that are unknown for that."""
+    merged = _read_file(path)
+    changes: list[DictConfig] = []
+    faults = collect_faults(partial(_override, merged, override, changes) for override in overrides)
+    _notice_doubled(overrides)
+    unread: set[str] = set()
+    try:
+        content = _resolve(path, merged, faults, unread)
+        _replace_warmup(content, [OmegaConf.to_container(change, resolve=False) for change in changes])
+    except _UNREADABLE as error:
+        raise RecipeError("; ".join([*faults, f"recipe {path} cannot be read: {_one_line(error)}"])) from error
+    return content, faults, unread
+
+
+def _read_file(path: str) -> DictConfig:
+    try:
+        text = read_text(local_path(path))
+        _check_scalars(text)
+        content = OmegaConf.load(io.StringIO(text))
+    except FileNotFoundError:
+        raise RecipeError(f"recipe {path} does not exist") from None
+    except _UNREADABLE as error:
+        raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
+    if not isinstance(content, DictConfig):
+        raise RecipeError(f"recipe {path} is a list; it must map keys to values")
+    return content
+
+
+def _resolve(path: str, merged: DictConfig, faults: list[str], unread: set[str]) -> Any:
+    """Return plain values, with null in place of those that name what there is not."""
+    try:
+        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = re.sub(r"\[(\d+)\]", r".\1", error.full_key or "")
+        if not key or key in unread:
+            raise
+        faults.append(f"recipe {path} cannot be read: {_one_line(error)}")
+        unread.add(key)
+        OmegaConf.update(merged, key, None)
+    return _resolve(path, merged, faults, unread)
 
 
 def _notice_doubled(overrides: Sequence[str]) -> None:
@@ -143,12 +202,14 @@ def _read_override(override: str) -> DictConfig:
         raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
 
 
-def _with_override(recipe: Any, override: str, change: DictConfig) -> Any:
+def _override(recipe: DictConfig, override: str, changes: list[DictConfig]) -> None:
+    """Change a recipe, which nobody else has, rather than copy all of it for each override; note the change."""
+    change = _read_override(override)
     try:
-        # It changes the recipe, which nobody else has, rather than copy all of it for each override.
-        return OmegaConf.unsafe_merge(recipe, change)
+        OmegaConf.unsafe_merge(recipe, change)
     except _UNREADABLE as error:
         raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
+    changes.append(change)
 
 
 def _check_scalars(text: str) -> None:

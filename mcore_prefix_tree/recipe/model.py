@@ -9,6 +9,8 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from mcore_prefix_tree.plan import LatentAttention
+from mcore_prefix_tree.recipe.rules import Section
 from mcore_prefix_tree.recipe.values import (
     STRICT,
     Dtype,
@@ -23,7 +25,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class YarnConfig:
+class YarnConfig(Section):
     """YaRN's rotary embeddings (https://arxiv.org/abs/2309.00071), with Megatron's names for its settings.
 
     Attributes:
@@ -54,7 +56,7 @@ def _no_dropout(rate: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class LoraConfig:
+class LoraConfig(Section):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685), with PEFT's names for their settings.
 
     Attributes:
@@ -73,7 +75,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ModelConfig:
+class ModelConfig(Section):
     """A GPT, as megatron-core builds it.
 
     Attributes:
@@ -102,7 +104,7 @@ class ModelConfig:
     max_position_embeddings: PositiveInt = 4096
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     rotary_base: PositiveInt = 10000
-    rotary_percent: Annotated[float, Number] = Field(default=1.0, gt=0, le=1)
+    rotary_percent: Annotated[float, Number, Field(gt=0, le=1)] = 1.0
     rope_scaling: bool = False
     rope_scaling_factor: PositiveFloat = 8.0
     yarn: YarnConfig | None = None
@@ -117,3 +119,91 @@ class ModelConfig:
     hf: Annotated[str | None, LocalPath] = None
     lora: LoraConfig | None = None
     adapter: Annotated[str | None, LocalPath] = None
+
+    @property
+    def _has_latents(self) -> bool:
+        return self.hf is None and LatentAttention.from_settings(self.transformer) is not None
+
+    @property
+    def _has_plain_heads(self) -> bool:
+        return self.hf is None and not self._has_latents
+
+    def _check_groups(self) -> None:
+        if self.hf is None and self.num_query_groups and self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"model.num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"model.num_query_groups={self.num_query_groups}"
+            )
+
+    @property
+    def _has_uneven_heads(self) -> bool:
+        return self.kv_channels is None and self.hidden_size % self.num_attention_heads != 0
+
+    def _check_heads(self) -> None:
+        if self._has_plain_heads and self._has_uneven_heads:
+            raise ValueError(
+                f"model.hidden_size={self.hidden_size} is not a multiple of "
+                f"model.num_attention_heads={self.num_attention_heads}; change one of them, or set model.kv_channels"
+            )
+
+    def _check_yarn(self) -> None:
+        if self._has_plain_heads and (self.position_embedding_type == "yarn") != (self.yarn is not None):
+            raise ValueError(
+                "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set "
+                "model.yarn.rotary_scaling_factor and model.yarn.original_max_position_embeddings, or leave both out"
+            )
+
+    def _check_yarn_channels(self) -> None:
+        if self._has_plain_heads and self.yarn is not None and (self.rotary_percent != 1 or self.rope_scaling):
+            raise ValueError(
+                "model.position_embedding_type=yarn turns all channels of a head and scales them in its own way: leave "
+                "model.rotary_percent and model.rope_scaling out"
+            )
+
+    def _check_rotary(self) -> None:
+        if not self._has_plain_heads or self.position_embedding_type not in ("rope", "yarn") or self._has_uneven_heads:
+            return
+        head = self.kv_channels or self.hidden_size // self.num_attention_heads
+        rotated = int(head * self.rotary_percent)
+        if rotated == 0 or rotated % 2:
+            raise ValueError(
+                f"rotary embeddings turn pairs of channels, but of the {head} of each head model.rotary_percent="
+                f"{self.rotary_percent:g} takes {rotated}; change it, model.kv_channels or "
+                "model.position_embedding_type"
+            )
+
+    def _check_heads_of_latents(self) -> None:
+        for name in ("num_query_groups", "kv_channels"):
+            if self._has_latents and getattr(self, name) is not None:
+                raise ValueError(
+                    f"model.{name} has no meaning with model.transformer.multi_latent_attention: its heads are "
+                    "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; leave it out"
+                )
+
+    def _check_kind_of_latents(self) -> None:
+        if not self._has_latents:
+            return
+        others = (self.position_embedding_type != "rope", self.rope_scaling, self.yarn is not None)
+        if any(others) or self.transformer.get("rope_type", "yarn") not in ("rope", "yarn"):
+            raise ValueError(
+                "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, "
+                "model.yarn and model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
+            )
+
+    def _check_yarn_of_latents(self) -> None:
+        if self._has_latents and self.transformer.get("rope_type", "yarn") == "yarn" and self.rotary_percent != 1:
+            raise ValueError(
+                "model.rotary_percent: YaRN turns all channels that have a position, which is what "
+                "model.transformer.rope_type is by default; leave it out, or set model.transformer.rope_type=rope"
+            )
+
+    def _check_rotary_of_latents(self) -> None:
+        if not self._has_latents:
+            return
+        channels = self.transformer.get("qk_pos_emb_head_dim", LatentAttention.qk_pos_emb_head_dim)
+        rotated = int(channels * self.rotary_percent) if isinstance(channels, int) else 2  # Megatron knows its types
+        if rotated == 0 or rotated % 2:
+            raise ValueError(
+                "rotary embeddings turn pairs of channels, but model.transformer.qk_pos_emb_head_dim and "
+                f"model.rotary_percent leave {rotated}; change one of them"
+            )

@@ -9,10 +9,9 @@ from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
 from mcore_prefix_tree.recipe.xtoken import bind
 
-# For settings that are not yet an objective: functions that read the rest, from the settings, the recipe and the names.
+# For settings that are not yet an objective: functions that read the rest, from the settings and the recipe.
 BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe], Objective]] = {CrossTokenizer: bind}
 
 
@@ -79,21 +78,6 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
         raise RecipeError(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
 
 
-def checked_settings(recipe: Recipe) -> Objective:
-    """Return the objective that a recipe names, by its options, checked against the recipe's other settings.
-
-    Args:
-        recipe: recipe of the job.
-
-    Raises:
-        RecipeError: see :func:`settings_of` and :func:`check_teachers_named`.
-    """
-    objective = settings_of(recipe.objective)
-    check_teachers_named(objective, recipe.objective, fused_head=recipe.fused_head)
-    parallel_of_teachers(recipe.objective, recipe.parallel)
-    return objective
-
-
 def objective_of(recipe: Recipe) -> Objective:
     """Return the objective that a recipe names, with what it reads before any model is built.
 
@@ -101,8 +85,8 @@ def objective_of(recipe: Recipe) -> Objective:
         recipe: recipe of the job.
 
     Raises:
-        RecipeError: see :func:`checked_settings`; or what is read does not fit together.
+        RecipeError: a tokenizer, a projection or a teacher's recipe does not fit.
     """
-    objective = checked_settings(recipe)
+    objective = settings_of(recipe.objective)
     bind_settings = BINDINGS.get(type(objective))
     return objective if bind_settings is None else bind_settings(objective, recipe)

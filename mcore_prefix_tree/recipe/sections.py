@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
+from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.recipe.model import ModelConfig
+from mcore_prefix_tree.recipe.monitoring import LogConfig, ValidationConfig, VerifyConfig
+from mcore_prefix_tree.recipe.rules import Section
 from mcore_prefix_tree.recipe.values import (
-    AT_ODDS,
     STRICT,
     DataPath,
     Fields,
@@ -40,7 +41,7 @@ class RecipeError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DataConfig:
+class DataConfig(Section):
     """Training data.
 
     Attributes:
@@ -72,17 +73,15 @@ class DataConfig:
     streaming: bool = False
     num_workers: Annotated[NonNegativeInt, Field(le=256)] = 2
 
-    def __post_init__(self) -> None:
-        """Refuse to sort samples that are not in memory."""
+    def _check_order(self) -> None:
         if self.order == "folded" and self.streaming:
-            raise PydanticCustomError(
-                AT_ODDS,
-                "data.order=folded sorts all samples in memory; set data.streaming=false, or data.order=shuffled",
+            raise ValueError(
+                "data.order=folded sorts all samples in memory; set data.streaming=false, or data.order=shuffled"
             )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Parallel layout of the model; the remaining ranks are data parallel.
 
     Attributes:
@@ -96,6 +95,13 @@ class ParallelConfig:
     context_parallel_size: PositiveInt = 1
     expert_model_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
+
+    def _check_stages(self) -> None:
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "parallel.virtual_pipeline_model_parallel_size cuts the stages of a pipeline; it needs "
+                "parallel.pipeline_model_parallel_size above 1"
+            )
 
     @property
     def expert_tensor_parallel_size(self) -> int:
@@ -120,7 +126,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class BatchConfig:
+class BatchConfig(Section):
     """Size of a step, and how it folds.
 
     Attributes:
@@ -148,13 +154,11 @@ class BatchConfig:
     length_buckets: list[PositiveInt] | None = None
     calibration: Annotated[str | None, LocalPath] = None
 
-    def __post_init__(self) -> None:
-        """Refuse two sizes of a step, or none."""
+    def _check_step(self) -> None:
         if (self.global_batch_size is None) == (self.groups_per_step is None):
-            raise PydanticCustomError(
-                AT_ODDS,
-                "give either global_batch_size, the samples of a step, or groups_per_step, its groups, rollouts or "
-                "pairs, and set the other to null",
+            raise ValueError(
+                "batch: give either global_batch_size, the samples of a step, or groups_per_step, its groups, rollouts "
+                "or pairs, and set the other to null"
             )
 
     @property
@@ -186,7 +190,7 @@ def _with_local_projection(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ObjectiveConfig:
+class ObjectiveConfig(Section):
     """Objective that the samples are trained with.
 
     Attributes:
@@ -225,7 +229,7 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW and its schedule: the learning rate rises from 0 to ``lr``, and decays to ``min_lr`` at the last step.
 
     Attributes:
@@ -240,23 +244,21 @@ class OptimizerConfig:
     lr_warmup_steps: NonNegativeInt = 0
     lr_warmup_fraction: Annotated[float, Number, Field(ge=0, lt=1)] | None = None
     weight_decay: NonNegativeFloat = 0.01
-    adam_beta1: Annotated[float, Number] = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: Annotated[float, Number] = Field(default=0.95, ge=0, lt=1)
+    adam_beta1: Annotated[float, Number, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Number, Field(ge=0, lt=1)] = 0.95
     clip_grad: NonNegativeFloat = 1.0
     use_distributed_optimizer: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuse two warm-ups."""
+    def _check_warmup(self) -> None:
         if self.lr_warmup_steps and self.lr_warmup_fraction is not None:
-            raise PydanticCustomError(
-                AT_ODDS,
-                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_fraction={self.lr_warmup_fraction:g} both set "
-                "the warm-up; give one of them",
+            raise ValueError(
+                f"optimizer: lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_fraction="
+                f"{self.lr_warmup_fraction:g} both set the warm-up; give one of them"
             )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """Checkpoints: where and how often.
 
     Attributes:
@@ -278,79 +280,8 @@ class CheckpointConfig:
     export_hf: Annotated[str | None, LocalPath] = None
 
 
-def _json_lines(name: str) -> str:
-    if not name.endswith(".jsonl"):
-        raise PydanticCustomError("not_json_lines", "give a name that ends in .jsonl, which is what is written")
-    return name
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class LogConfig:
-    """Files that ``train`` logs every step to, for programs; the main rank writes them, as soon as a step is done.
-
-    A resumed run goes on in the same places. Files lose what they have of steps after its checkpoint, W&B receives it
-    again. A run that starts with the first step empties its files. ``tensorboard`` and ``wandb`` are extras.
-
-    Attributes:
-        metrics: file that ends in ``.jsonl``, made with its folder: a JSON object a step, with ``iteration``, ``loss``,
-            ``grad_norm``, ``lr``, ``samples``, ``logical_tokens``, ``physical_tokens``, both per second,
-            ``fold_ratio``, ``seconds``, ``plan_seconds``, and in ``metrics`` what the objective reports; null is no
-            number. Each evaluation of ``validation`` is an object of its own, with ``iteration``, ``validation_loss``,
-            ``validation_metrics`` and ``validation_seconds``. None writes none.
-        tensorboard: folder for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
-            ``tokens_per_second/...``, ``seconds/...``, ``objective/...`` and ``validation/...``. None writes none.
-        wandb: project of Weights & Biases, which receives the same under the same names, and the recipe. The id of its
-            run is kept in ``checkpoint.save``; ``WANDB_MODE=offline`` keeps the numbers in files. None sends none.
-    """
-
-    metrics: Annotated[str, AfterValidator(_json_lines), LocalPath] | None = None
-    tensorboard: Annotated[str | None, LocalPath] = None
-    wandb: str | None = None
-
-
-def _no_standard_input(path: str | list[str] | None) -> str | list[str] | None:
-    if "-" in ([path] if isinstance(path, str) else path or []):
-        raise PydanticCustomError("standard_input", "standard input is for data.path; name a file")
-    return path
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ValidationConfig:
-    """Held-out samples: the objective's loss on all of them is reported, and the model does not learn from them.
-
-    They are read as ``data`` says, but for ``data.streaming``: memory holds them. The loss has one normaliser for all
-    of them, so that it does not depend on how many are computed together.
-
-    Attributes:
-        path: held-out files, given as in ``data.path``, without standard input; None validates nothing.
-        eval_interval: number of steps between two evaluations. There is one before the first step and one after the
-            last, too. A signal that ends the run leaves out that of its step.
-    """
-
-    path: Annotated[str | list[str] | None, AfterValidator(_no_standard_input), DataPath] = None
-    eval_interval: PositiveInt = 100
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class VerifyConfig:
-    """Folded against unfolded on the first batch.
-
-    Attributes:
-        enabled: whether ``train`` compares them first. The loss is the supervised one whatever the objective, or for a
-            critic or reward model half the mean square of its values.
-        tolerance: largest relative error of folded against unfolded that passes. None measures both against a wider
-            run of the same weights (float32 for bfloat16, float64 for float32) and allows 3 times the unfolded run's
-            own error, in float32 at least 1e-6. For float64 it allows 3 times the error of a float32 run, scaled to the
-            digits of float64, and at least 1e-12 (1e-5 for models with parts that upstream computes in float32, such as
-            the MoE router).
-    """
-
-    enabled: bool = True
-    tolerance: PositiveFloat | None = None
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Recipe:
+class Recipe(Section):
     """A whole job.
 
     Attributes:
@@ -392,19 +323,22 @@ class Recipe:
     log: LogConfig = field(default_factory=LogConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
-    def __post_init__(self) -> None:
-        """Refuse chunks of a head that has none, an export without the folder whose format it has, and adapters that
-        have no layers or no weights to start from."""
-        self._check_lora()
+    def _check_backend(self) -> None:
+        check_setting(self.attention_backend)
+
+    def _check_objective(self) -> None:
+        from mcore_prefix_tree.recipe.objective import check_teachers_named, settings_of  # they read sections
+
+        check_teachers_named(settings_of(self.objective), self.objective, fused_head=self.fused_head)
+
+    def _check_export(self) -> None:
         if self.checkpoint.export_hf is not None and self.model.hf is None:
-            raise PydanticCustomError(
-                AT_ODDS, "checkpoint.export_hf writes the format of model.hf, which is not set; leave it out"
-            )
+            raise ValueError("checkpoint.export_hf writes the format of model.hf, which is not set; leave it out")
+
+    def _check_head(self) -> None:
         if self.head_chunk_rows is not None and (not self.fused_head or self.objective.has_scalar_head):
             why = "fused_head=false" if not self.fused_head else f"objective.name={self.objective.name}"
-            raise PydanticCustomError(
-                AT_ODDS, f"head_chunk_rows requires the fused head, which {why} disables; leave it out"
-            )
+            raise ValueError(f"head_chunk_rows requires the fused head, which {why} disables; leave it out")
 
     def _check_lora(self) -> None:
         if self.model.lora is None:
@@ -418,7 +352,7 @@ class Recipe:
         elif self.objective.has_scalar_head:
             why = f"trains no scalar head, which objective.name={self.objective.name} needs; leave it out"
         if why is not None:
-            raise PydanticCustomError(AT_ODDS, f"model.lora {why}")
+            raise ValueError(f"model.lora {why}")
 
     @property
     def inputs(self) -> list[str]:

@@ -8,7 +8,7 @@ from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe.model import ModelConfig
-from mcore_prefix_tree.recipe.sections import Recipe, RecipeError
+from mcore_prefix_tree.recipe.sections import BatchConfig, ObjectiveConfig, Recipe, RecipeError
 
 
 def source_of(
@@ -34,17 +34,11 @@ def source_of(
             is loaded for them.
 
     Raises:
-        RecipeError: steps are to be so many groups of an objective that has none; the vocabulary is not known or too
-            small; or the chat template has settings without a tokenizer.
+        RecipeError: the vocabulary is too small for the tokenizer.
     """
     data, batch = recipe.data, recipe.batch
     by = None if objective is None else objective.grouped_by
     setting = f"objective.name={recipe.objective.name}"
-    if objective is not None and by is None and batch.groups_per_step is not None:
-        raise RecipeError(
-            f"batch.groups_per_step={batch.groups_per_step}: {setting} as it is set takes each sample by itself; set "
-            "batch.global_batch_size instead"
-        )
     renderings = () if objective is None else objective.renderings
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
@@ -62,14 +56,19 @@ def source_of(
     )
 
 
+def check_units(objective: Objective, batch: BatchConfig, section: ObjectiveConfig) -> None:
+    """Check that an objective, which a section names, has the groups that steps are counted in."""
+    if objective.grouped_by is None and batch.groups_per_step is not None:
+        raise RecipeError(
+            f"batch.groups_per_step={batch.groups_per_step}: objective.name={section.name} as it is set takes each "
+            "sample by itself; set batch.global_batch_size instead"
+        )
+
+
 def _line_options(
     recipe: Recipe, renderings: Sequence[ChatTokenizer], names: FieldNames, limits: Mapping[str, int]
 ) -> LineOptions:
     data, model = recipe.data, recipe.model
-    if data.tokenizer is None and data.chat_template_kwargs:
-        raise RecipeError(
-            "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none"
-        )
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
     limits = {"batch.max_tokens": recipe.batch.max_tokens, **limits}
     if model.position_embedding_type == "learned_absolute":
@@ -85,10 +84,8 @@ def _line_options(
 
 
 def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:
-    """Return the recipe's size, or else the tokenizer's."""
+    """Return the recipe's size, or else the tokenizer's; a command checks that there is one."""
     size = model.vocab_size
-    if size is None and tokenizer_size is None:
-        raise RecipeError("model.vocab_size is missing; set it, or name a data.tokenizer to take it from")
     if size is not None and tokenizer_size is not None and size < tokenizer_size:
         if model.hf is not None:
             raise RecipeError(

@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.inputs import HUB, MOST, local_path
 
-# The type of an error about several keys together, of which none has a wrong value by itself.
-AT_ODDS = "at_odds"
+# The type of an error whose sentence quotes the value.
+NOT_LOCAL = "not_local"
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -36,7 +36,7 @@ def local(value: str | list[str] | None) -> str | list[str] | None:
     try:
         return [local_path(one) for one in value] if isinstance(value, list) else value and local_path(value)
     except ValueError as error:
-        raise PydanticCustomError(AT_ODDS, "{error}", {"error": str(error)}) from None
+        raise PydanticCustomError(NOT_LOCAL, "{error}", {"error": str(error)}) from None
 
 
 def _data(value: str | list[str] | None) -> str | list[str] | None:

@@ -139,7 +139,7 @@ def recipe_page() -> str:
     from mcore_prefix_tree.recipe import LoraConfig, Recipe, YarnConfig
 
     hints = get_type_hints(Recipe)
-    sources = "`recipe/sections.py` and `recipe/model.py`"
+    sources = "`recipe/sections.py`, `recipe/model.py` and `recipe/monitoring.py`"
     parts = ["# Recipe keys", f"Written from {sources}. How to use them: [Recipes](../recipes.md)."]
     parts += ["## Top level", fields_table(Recipe)]
     for name, kind in hints.items():

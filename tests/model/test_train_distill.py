@@ -291,11 +291,13 @@ def test_verification_goes_with_a_second_model(tmp_path: Path) -> None:
 
 
 def test_a_second_model_is_named_and_only_where_it_is_asked(job: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^objective.options.teacher: full asks a second model in every step; name"):
+    with pytest.raises(
+        RecipeError, match=r"yaml: objective.options.teacher: full asks a second model in every step; name"
+    ):
         train(job, *overrides_of({"teacher": "full"}))
-    with pytest.raises(RecipeError, match=r"^objective.teacher_recipe=x.yaml: only objective.name=distill with"):
+    with pytest.raises(RecipeError, match=r"yaml: objective.teacher_recipe=x.yaml: only objective.name=distill with"):
         train(job, *overrides_of({}), "objective.teacher_recipe=x.yaml")
-    with pytest.raises(RecipeError, match=r"^fused_head=false keeps all logits"):
+    with pytest.raises(RecipeError, match=r"yaml: fused_head=false keeps all logits"):
         train(job, *from_model(job), "fused_head=false")
     with pytest.raises(RecipeError, match=r"^recipe x.yaml does not exist"):
         train(job, *from_model(Path("x.yaml")))
@@ -313,7 +315,7 @@ def test_a_second_model_is_named_and_only_where_it_is_asked(job: Path) -> None:
             "end at model.max_position_embeddings=30, but the student's samples may have batch.max_tokens=40 tokens",
         ),
         ("num_layers: 5", "were trained with model.num_layers=3, and this recipe has 5"),
-        ("num_query_groups: 3", "of the teacher: model.num_attention_heads=4 is not a multiple of"),
+        ("num_query_groups: 3", "teacher.yaml: model.num_attention_heads=4 is not a multiple of"),
         (
             "transformer: {attention_dropout: 0.1}",
             "of the teacher: prefix-tree training does not support attention_dropout=0.1",

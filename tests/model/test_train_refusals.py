@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_jobs import command, rows, write_job
+from train_jobs import Notes, command, rows, write_job
+
+from mcore_prefix_tree.mcore.trainer.jobs import run_once, run_train, verify_first
+from mcore_prefix_tree.mcore.trainer.score_file import run_score
+from mcore_prefix_tree.recipe import RecipeError, check, load_recipe
 
 LATENT = "model.transformer.multi_latent_attention=true model.num_query_groups=null"
 YARN = (
@@ -163,6 +167,33 @@ def test_what_only_training_refuses(job: Path, overrides: str, says: str) -> Non
     assert result.stderr.count("\n") == 1
     assert (result.exit_code, result.stdout) == (2, "")
     assert command("verify", job, *overrides.split()).exit_code == 0
+
+
+def test_functions_report_all_mistakes_of_a_recipe_too(job: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(job, ["data.path=nope.jsonl", "batch.length_buckets=[8]", "optimizer.lr_warmup_steps=6"])
+    buckets, warm_up, files = (
+        "batch.length_buckets: the largest, 8",
+        "lr_warmup_steps=6 must be below",
+        "nope.jsonl: no",
+    )
+    for run, sentences in (
+        (lambda: run_train(recipe, Notes()), [warm_up, buckets, files]),
+        (lambda: run_once(recipe, verify_first), [buckets, files]),
+        (lambda: run_score(recipe, tmp_path / "scores.jsonl"), [buckets, files]),
+    ):
+        with pytest.raises(RecipeError) as error:
+            run()
+        found = [str(error.value).find(sentence) for sentence in sentences]
+        assert found == sorted(found)
+        assert found[0] >= 0
+
+
+def test_a_command_checks_a_recipe_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    honest = check.resolve_paths
+    monkeypatch.setattr(check, "resolve_paths", lambda paths: (checked.append(paths), honest(paths))[1])
+    assert command("verify", job).exit_code == 0
+    assert checked == [load_recipe(job).data.path]
 
 
 def test_an_optimizer_without_float64(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

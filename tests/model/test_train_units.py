@@ -19,7 +19,7 @@ from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, writ
 from mcore_prefix_tree.mcore.trainer.resolve import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
-from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, load_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
 
 # Turns of each rollout of each group: 6 groups, 16 rollouts, 28 turns.
@@ -103,16 +103,13 @@ def loaded(job: Path, *overrides: str) -> Recipe:
     return load_recipe(job, overrides)
 
 
-def read(job: Path, place: Any, name: str, options: dict[str, Any], *overrides: str) -> tuple[Data, int]:
+def read(job: Path, place: Any, section: ObjectiveConfig, *overrides: str) -> tuple[Data, int]:
     """The data as a run reads them, in steps of whole units where the objective has any, and the size of a step."""
     for size in (UNITS, SAMPLES):
-        recipe = loaded(job, *size, *overrides)
-        recipe = replace(recipe, objective=replace(recipe.objective, name=name, options=options))
-        try:
-            return read_data(replace(place, recipe=recipe), objective_of(recipe), checked=True), recipe.batch.per_step
-        except RecipeError as error:
-            if "takes each sample by itself" not in str(error):
-                raise
+        recipe = replace(loaded(job, *size, *overrides), objective=section)
+        objective = objective_of(recipe)
+        if recipe.batch.groups_per_step is None or objective.grouped_by is not None:
+            return read_data(replace(place, recipe=recipe), objective, checked=True), recipe.batch.per_step
     raise AssertionError
 
 
@@ -161,10 +158,9 @@ def test_a_sample_trains_alike_whatever_its_neighbours(tmp_path: Path, name: str
         for options in settings_of(name):
             objective: Any = make_objective(name, options)
             reads_whole_rollouts = "gae" in (getattr(objective, "advantage", None), getattr(objective, "returns", None))
-            overrides = [f"data.path={wholes if reads_whole_rollouts else turns}"]
-            if getattr(objective, "teacher", None) == "full":
-                overrides.append(f"objective.teacher_recipe={job}")
-            data, per_step = read(job, place, name, options, *overrides)
+            teacher = str(job) if getattr(objective, "teacher", None) == "full" else None
+            section = ObjectiveConfig(name=name, options=options, teacher_recipe=teacher)
+            data, per_step = read(job, place, section, f"data.path={wholes if reads_whole_rollouts else turns}")
             of_all = told(objective.targets([sample for group in data.order.groups for sample in group]))
             for step in range(data.order.per_epoch // per_step):
                 of_step = told(objective.targets(data.order.take(step * per_step, per_step)))
@@ -240,7 +236,7 @@ def test_equal_rewards_give_exactly_0_without_eps(
     job = write_job(tmp_path, content)
     given = {"advantage_eps": 0, "on_policy": True, **options}
     with world_of_one(load_recipe(job)) as place:
-        data, _ = read(job, place, "grpo", given)
+        data, _ = read(job, place, ObjectiveConfig(name="grpo", options=given))
     samples = [sample for group in data.order.groups for sample in group]
     advantage = make_objective("grpo", given).targets(samples).columns["advantage"].reshape(3, 9)
     assert not advantage[[0, 2]].any()

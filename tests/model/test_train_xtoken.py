@@ -180,7 +180,7 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
         return str(caught.value)
 
     good = settings(folder)
-    assert refused(*FLOAT64, "objective.name=xtoken").startswith("objective.name=xtoken learns from a model with")
+    assert "student.yaml: objective.name=xtoken learns from a model with" in refused(*FLOAT64, "objective.name=xtoken")
     assert "objective.options.projection is missing, which mode=gold" in refused(
         *settings(folder, "alm"), "objective.options.mode=gold"
     )

@@ -146,7 +146,9 @@ def test_export_names_what_is_wrong_and_writes_nothing(folder, tmp_path):  # noq
         return done.output
 
     assert "objective.name=sft: export-teacher asks a teacher with another tokenizer" in refused(given=[])
-    assert "names 0 recipes" in refused("objective.teacher_recipe=null")
+    assert "name its recipe with objective.teacher_recipe" in refused("objective.teacher_recipe=null")
+    student = folder / "student.yaml"
+    assert "names 2 recipes" in refused(f"objective.teacher_recipe=[{student},{student}]")
     assert "rows are exported for the student's text" in refused(*options(rendering="own"))
     assert "is more than the" in refused("--top-k", "100000")
     warm = tmp_path / "warm.jsonl"

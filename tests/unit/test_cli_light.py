@@ -53,16 +53,16 @@ def ended(*commands: list[str]) -> list[dict[str, object]]:
 # What is wrong, by an override, and the start of the sentence.
 MISTAKES = {
     "train_itres=3": "recipe {recipe}: train_itres: there is no such key (given 3), did you mean train_iters?",
-    "objective.name=grop": "objective.name: there is no objective 'grop'; there are ",
-    "objective.options.kl_coeff=1": "objective.options.kl_coeff: grpo has no such option; it has ",
-    "objective.options.clip_eps_high=-1": "objective.options.clip_eps_high: input should be ",
-    "objective.teacher_recipe=teacher.yaml": "objective.teacher_recipe=teacher.yaml: only objective.name=distill ",
-    "attention_backend=flash": "attention backend 'flash' does not exist; choose one of ",
+    "objective.name=grop": "recipe {recipe}: objective.name: there is no objective 'grop'; there are ",
+    "objective.options.kl_coeff=1": "recipe {recipe}: objective.options.kl_coeff: grpo has no such option; it has ",
+    "objective.options.clip_eps_high=-1": "recipe {recipe}: objective.options.clip_eps_high: input should be ",
+    "objective.teacher_recipe=teacher.yaml": "recipe {recipe}: objective.teacher_recipe=teacher.yaml: only ",
+    "attention_backend=flash": "recipe {recipe}: attention backend 'flash' does not exist; choose one of ",
     "data.path=nowhere.jsonl": "nowhere.jsonl: no such file in ",
     "optimizer.lr_warmup_steps=4": "optimizer.lr_warmup_steps=4 must be below train_iters=4; lower it, or set ",
     "optimizer.min_lr=1": "optimizer.min_lr=1.0 is above optimizer.lr=0.001",
-    "model.num_query_groups=3": "model.num_attention_heads=2 is not a multiple of model.num_query_groups=3",
-    "model.kv_channels=1": "rotary embeddings turn pairs of channels, ",
+    "model.num_query_groups=3": "recipe {recipe}: model.num_attention_heads=2 is not a multiple of ",
+    "model.kv_channels=1": "recipe {recipe}: rotary embeddings turn pairs of channels, ",
 }
 
 
@@ -77,9 +77,9 @@ def test_mistakes_in_a_recipe_are_found_before_torch_is_loaded(recipe: Path) -> 
 
 @pytest.mark.parametrize("command", ["verify", "bench step", "calibrate", "score --output scores.jsonl"])
 def test_other_commands_check_a_recipe_first_too(recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_prefix_tree.recipe.check.check_setting", refuse)
+    monkeypatch.setattr("mcore_prefix_tree.recipe.sections.check_setting", refuse)
     result = CliRunner().invoke(app, [*command.split(), str(recipe)])
-    assert (result.exit_code, result.stderr) == (2, "error: checked first\n")
+    assert (result.exit_code, result.stderr) == (2, f"error: recipe {recipe}: checked first\n")
 
 
 def refuse(name: str) -> None:

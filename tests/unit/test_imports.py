@@ -44,7 +44,7 @@ ALLOWED = {
     "xtoken": {"choices", "errors", "inputs", "signals", "sample", "data", "trie", "layout", "logprob", "upload"},
     "objectives": {"choices", "lazy_torch", "signals", "sample", "trie", "layout", "logprob", "upload", "xtoken"},
     "recipe": {
-        "attention", "choices", "plan", "inputs", "data", "trie", "layout", "objectives", "sample", "signals",
+        "attention", "choices", "errors", "plan", "inputs", "data", "trie", "layout", "objectives", "sample", "signals",
         "versions", "xtoken",
     },
     "arguments": {"attention", "data", "errors", "inputs", "objectives", "recipe"},

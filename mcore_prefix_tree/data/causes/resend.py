@@ -83,20 +83,19 @@ def _resent(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Di
     same = retokenised(one, other, span, decode)
     if same is not None:
         return same
-    texts = text_of(decode, one, start, end), text_of(decode, other, other_start, other_end)
+    text, other_text = text_of(decode, one, start, end), text_of(decode, other, other_start, other_end)
     words = differing_words(decode, one, other, span)
-    if None in texts or words is None:
+    if text is None or other_text is None or words is None:
         return here("unknown")
-    before = text_of(decode, one, max(0, start - _FEW), start) or ""
-    if has_thinking(texts[0] or "") or (has_thinking(before) and len(texts[0] or "") > len(texts[1] or "")):
-        return here("thinking", words=Words(texts[0] or "", texts[1] or "", "words"))
+    before = text_of(decode, one, max(0, start - _FEW), start)
+    if has_thinking(text) or (len(text) > len(other_text) and has_thinking(before or "")):
+        return here("thinking", words=Words(text, other_text, "words"))
     if words.kind == "call id":
         return here("call ids", words=words)
     region = region_of(decode, one, start)
     if words.kind in ("date", "id") or region in ("system", "tools"):
-        return here(
-            "prompt", detail="tools" if region == "tools" and words.kind == "words" else words.kind, words=words
-        )
+        is_tools = region == "tools" and words.kind == "words"
+        return here("prompt", detail="tools" if is_tools else words.kind, words=words)
     return here("rewritten", words=words)
 
 

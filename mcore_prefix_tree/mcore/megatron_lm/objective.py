@@ -17,7 +17,7 @@ from mcore_prefix_tree.mcore.models.teacher import HookLoader, asked_teachers
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe.objective import objective_of as objective_of_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
-from mcore_prefix_tree.recipe.teacher import check_stage
+from mcore_prefix_tree.recipe.teacher import check_stage, parallel_of_teachers
 
 
 def objective_of(args: argparse.Namespace) -> Objective:
@@ -31,6 +31,7 @@ def objective_of(args: argparse.Namespace) -> Objective:
         return settings
     recipe = read_recipe(args)
     check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective)
+    parallel_of_teachers(recipe.objective, recipe.parallel)
     objective = objective_of_recipe(recipe)
     asked_teachers(objective.second_models, recipe)
     return objective

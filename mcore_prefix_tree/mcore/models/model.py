@@ -31,7 +31,6 @@ from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size
 from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig, RecipeError
-from mcore_prefix_tree.recipe.check import check_sizes
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
@@ -48,7 +47,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     latent = LatentAttention.from_settings(model.transformer)
     kind = TransformerConfig if latent is None else MLATransformerConfig
     settings = typed_settings(model, kind)
-    check_sizes(model)
     if latent is not None:
         check_latent_layers(model, parallel, on_gpu=on_gpu)
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {

@@ -30,6 +30,7 @@ from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError, adapter
 from mcore_prefix_tree.recipe.adapter import PREFIX
+from mcore_prefix_tree.recipe.check import check_new, check_recipe, for_export
 from mcore_prefix_tree.recipe.hf import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
 # Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
@@ -37,19 +38,13 @@ _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
 _LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLES, *_OTHER_WEIGHTS)
 
 
-def check_export(path: str | Path, setting: str) -> None:
-    """Check that a folder can be made, before there is anything to write; make its parent folder.
-
-    Args:
-        path: path of the folder.
-        setting: option that names it, for messages.
+def make_parent(path: str | Path, setting: str) -> None:
+    """Make the parent of a folder, which a setting names, before there is anything to write.
 
     Raises:
-        RecipeError: the folder exists, or cannot be made.
+        RecipeError: it cannot be made.
     """
     parent = Path(path).absolute().parent
-    if os.path.lexists(path):
-        raise RecipeError(f"{setting} exists already; name a folder that does not")
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -283,12 +278,13 @@ def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
+def run_export(recipe: Recipe, target: str | Path, *, is_checked: bool = False) -> tuple[int | str, bool]:
     """Write the last checkpoint of a recipe as a Hugging Face folder.
 
     Args:
         recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
         target: folder to make.
+        is_checked: whether the recipe was loaded with the checks of the command.
 
     Returns:
         The checkpoint's iteration, and whether this is the main rank.
@@ -298,12 +294,12 @@ def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
             folder exists.
         OSError: the folder cannot be written.
     """
-    saved, source = recipe.checkpoint.save, recipe.model.hf
-    if source is None or saved is None:
-        raise RecipeError(
-            f"export needs {'model.hf, whose format it writes' if source is None else 'checkpoint.save'}; set it"
-        )
-    check_export(target, f"PATH={target}")
+    if not is_checked:
+        check_recipe(recipe, for_export)
+    saved = recipe.checkpoint.save
+    assert saved is not None, "checked"
+    check_new(target, f"PATH={target}")
+    make_parent(target, f"PATH={target}")
     with session(recipe) as joined:
         iteration = everyone(checkpoint.latest_weights(saved))[0]
         if iteration is None:

@@ -11,7 +11,6 @@ from typing import cast
 
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
@@ -60,7 +59,6 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
     settings = _settings_of(recipe.objective)
     ((path, teacher),) = asked_teachers(SecondModels(asked=True, same_vocabulary=False), recipe)
     pairing = pairing_of(settings, recipe.data, path, teacher.data, teacher.model)
-    check_setting(teacher.attention_backend)
     if top_k > pairing.teacher.vocab_size:
         raise RecipeError(f"--top-k {top_k} is more than the {pairing.teacher.vocab_size} tokens of the teacher")
     try:

@@ -22,18 +22,20 @@ from mcore_prefix_tree.mcore.models.teacher import HookLoader, asked_teachers
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
-from mcore_prefix_tree.mcore.trainer.export import check_export, export_model
+from mcore_prefix_tree.mcore.trainer.export import export_model, make_parent
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.recipe import (
     CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
     Recipe,
     RecipeError,
     ValidationConfig,
 )
-from mcore_prefix_tree.recipe.check import check_logs, check_recipe
+from mcore_prefix_tree.recipe.check import check_recipe, for_samples, for_steps, for_training
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.sample import Sample
 
@@ -48,21 +50,25 @@ class VerificationError(RuntimeError):
     """Folded and unfolded runs differ by more than the tolerance."""
 
 
-def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False) -> tuple[T, bool]:
+def run_once(
+    recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False, is_checked: bool = False
+) -> tuple[T, bool]:
     """Join a recipe's job, and do one thing with what it resolves to.
 
     Args:
         recipe: recipe of the job.
         work: function of the resolved recipe, such as :func:`verify_first`.
         is_trained: whether ``work`` runs the optimizer.
+        is_checked: whether the recipe was loaded with the checks of the command.
 
     Returns:
         What ``work`` returns, and whether this is the main rank.
     """
-    check_recipe(recipe, is_trained=is_trained)
+    if not is_checked:
+        check_recipe(recipe, for_steps if is_trained else for_samples)
     objective = objective_of(recipe)
     if is_trained:
-        _check_optimizer(recipe)
+        _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
     with session(recipe) as joined:
         return work(resolve(joined, objective, read_data(joined, objective))), is_main_rank()
 
@@ -83,7 +89,9 @@ def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
     return Trainer(run, run.new_model()).calibrate(repeats=repeats)
 
 
-def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
+def run_train(
+    recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False, is_checked: bool = False
+) -> None:
     """Run ``mcore-prefix-tree train``.
 
     Args:
@@ -91,19 +99,20 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         reporter: listener, called on the main rank.
         resume: whether to continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
         new_data: whether, with ``resume``, data that are not the checkpoint's start from their beginning.
+        is_checked: whether the recipe was loaded with the checks of the command.
 
     Raises:
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
         RecipeError, SampleError, NotImplementedError: see what raises them.
     """
-    check_recipe(recipe, is_trained=True)
-    check_logs(recipe.log, recipe.inputs)
+    if not is_checked:
+        check_recipe(recipe, for_training)
     objective = objective_of(recipe)
-    _check_optimizer(recipe)
+    _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
     teachers = asked_teachers(objective.second_models, recipe)
     target = recipe.checkpoint.export_hf
     if target is not None:
-        check_export(target, f"checkpoint.export_hf={target}")
+        make_parent(target, f"checkpoint.export_hf={target}")
     saved = _last_checkpoint(recipe.checkpoint, resume=resume, new_data=new_data)
     with session(recipe) as joined, ExitStack() as until_the_end:
         say = reporter.message if is_main_rank() else logger.debug
@@ -220,16 +229,16 @@ def _report_order(data: Data, say: Callable[[str], None]) -> None:
         )
 
 
-def _check_optimizer(recipe: Recipe) -> None:
+def _check_optimizer(options: OptimizerConfig, model: ModelConfig, checkpoints: CheckpointConfig) -> None:
     """Reject what Megatron's optimizer would reject after the model is built, for which kernels are installed."""
     if not _fused_adam():
-        if recipe.optimizer.use_distributed_optimizer and recipe.checkpoint.save is not None:
+        if options.use_distributed_optimizer and checkpoints.save is not None:
             raise RecipeError(
                 "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron "
                 "cannot read back the checkpoints that its distributed optimizer writes; turn it off or set "
                 "checkpoint.save=null"
             )
-    elif recipe.model.dtype == "float64":
+    elif model.dtype == "float64":
         raise RecipeError(
             "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where it is installed, "
             "which has no float64; set model.dtype=float32, or device=cpu"

@@ -16,7 +16,6 @@ from mcore_prefix_tree.inputs import read_regular
 from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import hold
 from mcore_prefix_tree.recipe import LogConfig
-from mcore_prefix_tree.recipe.check import check_logs
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.engine.held_out import Evaluation
@@ -97,9 +96,7 @@ def open_logs(
     Raises:
         LogError: a log cannot be written.
         ValueError: the file of metrics holds something else.
-        ImportError: see :func:`check_logs`.
     """
-    check_logs(config)
     logs = Logs(say)
     with ExitStack() as stack:
 

@@ -17,7 +17,7 @@ from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.check import check_recipe
+from mcore_prefix_tree.recipe.check import check_recipe, for_samples
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.recipe.score import REFERENCE, ScoreConfig
@@ -31,6 +31,7 @@ def run_score(
     all_tokens: bool = False,
     entropy: bool = True,
     teacher_top_k: int | None = None,
+    is_checked: bool = False,
 ) -> tuple[ScoreReport, bool]:
     """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
 
@@ -50,6 +51,7 @@ def run_score(
         entropy: whether to write the entropy too.
         teacher_top_k: number of likeliest tokens to write of each prediction, if the model is a teacher to be distilled
             from.
+        is_checked: whether the recipe was loaded with the checks of the command.
 
     Returns:
         The report of what was written, and whether this is the main rank, which writes.
@@ -59,7 +61,8 @@ def run_score(
         ScoreError: a score is NaN or infinite; nothing is written.
         SampleError, OSError, NotImplementedError: see what raises them.
     """
-    check_recipe(recipe)
+    if not is_checked:
+        check_recipe(recipe, for_samples)
     try:
         check_rows_output(output, [*recipe.inputs, *([] if reference is None else [reference])])
     except ValueError as error:

@@ -136,11 +136,6 @@ def _leave_process_group(error: type[BaseException] | None, *_: object) -> None:
 
 def _init_parallel_state(parallel: ParallelConfig, timeout_minutes: int | None) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if parallel.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        raise RecipeError(
-            "parallel.virtual_pipeline_model_parallel_size cuts the stages of a pipeline; it needs "
-            "parallel.pipeline_model_parallel_size above 1"
-        )
     if dist.get_world_size() % (tp * pp):
         raise RecipeError(
             f"parallel.tensor_model_parallel_size={tp} and parallel.pipeline_model_parallel_size={pp} need a multiple "
