@@ -52,7 +52,9 @@ def test_an_override_that_is_not_utf8_is_named(tmp_path: Path, key: str) -> None
     (tmp_path / "recipe.yaml").write_text("data:\n  path: data.jsonl\n")
     result = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.yaml"), f"{key}={NAME}"])
     assert result.exit_code == 2
-    assert result.stderr.endswith("is not UTF-8; rename the file that it names\n")
+    assert result.stderr.startswith(
+        f"error: override {f'{key}={NAME}'!r} is not UTF-8; rename the file that it names; "
+    )
 
 
 def test_files_that_may_not_grow_are_named(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ MISTAKES = {
     "batch.share=some": "batch.share: input should be 'all' or 'prompt' (given 'some')",
     "optimizer.weight_decai=1": "optimizer.weight_decai: there is no such key (given 1), did you mean optimizer.w",
     "log.metrics=steps.csv": "log.metrics: give a name that ends in .jsonl",
-    "data={path: nowhere.jsonl, order: folded, streaming: true}": "data: order=folded sorts all samples in memory",
+    "data={path: nowhere.jsonl, order: folded, streaming: true}": "data.order=folded sorts all samples in memory",
     "model.num_query_groups=3": "model.num_attention_heads=2 is not a multiple of model.num_query_groups=3",
     "model.hidden_size=15": "model.hidden_size=15 is not a multiple of model.num_attention_heads=2",
     "parallel.virtual_pipeline_model_parallel_size=2": "parallel.virtual_pipeline_model_parallel_size cuts the stages",
