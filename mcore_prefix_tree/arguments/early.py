@@ -23,7 +23,7 @@ from mcore_prefix_tree.arguments.named import (
     padding_of,
 )
 from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
-from mcore_prefix_tree.arguments.rules import UNSUPPORTED, ArgumentError, check_arguments, check_score
+from mcore_prefix_tree.arguments.rules import TOKENIZER_FILES, UNSUPPORTED, ArgumentError, check_arguments, check_score
 from mcore_prefix_tree.data import check_tokenizer_named
 from mcore_prefix_tree.recipe import RecipeError
 from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
@@ -58,6 +58,7 @@ _NAMES = {
     "save": None,
     "pretrained_checkpoint": None,
     "step_batch_size_schedule": None,
+    **dict.fromkeys(TOKENIZER_FILES),
 }
 _LISTS = ("spec", "rampup_batch_size")
 _SWITCHES = (

@@ -33,9 +33,12 @@ def step(
     plot: Plot = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
+    from mcore_prefix_tree.recipe.teacher import list_inputs
+
     loaded = job_of(recipe, [*(overrides or []), "checkpoint.save=null"], is_trained=True)
-    check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
-    check_picture(plot, [recipe, *loaded.inputs])
+    inputs = [recipe, *list_inputs(loaded)]
+    check_output_option("--output", output, inputs, make_folder=True)
+    check_picture(plot, inputs)
     from rich.console import Console
 
     from mcore_prefix_tree.bench.step import step_result

@@ -28,9 +28,10 @@ def calibrate(
     Under torchrun for the layout of the job; nothing is trained.
     """
     from mcore_prefix_tree.data.write import whole_file
+    from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = job_of(recipe, overrides, is_trained=True)
-    check_output_option("--output", output, [recipe, *loaded.inputs])
+    check_output_option("--output", output, [recipe, *list_inputs(loaded)])
     from mcore_prefix_tree.bench.machine import describe_machine
     from mcore_prefix_tree.mcore.trainer.jobs import measure_costs, run_once
 

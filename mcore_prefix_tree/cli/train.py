@@ -49,10 +49,12 @@ def _train(
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
     from mcore_prefix_tree.recipe.check import check_logs
+    from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = job_of(recipe, overrides, hf, is_trained=True)
-    check_logs(loaded.log, loaded.inputs)
-    check_picture(plot, [recipe, *loaded.inputs])
+    inputs = [recipe, *list_inputs(loaded)]
+    check_logs(loaded.log, inputs)
+    check_picture(plot, inputs)
     outlive_output()
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train

@@ -35,7 +35,7 @@ from mcore_prefix_tree.recipe import (
 )
 from mcore_prefix_tree.recipe.check import check_logs, check_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
-from mcore_prefix_tree.recipe.teacher import teacher_recipes
+from mcore_prefix_tree.recipe.teacher import list_inputs, teacher_recipes
 from mcore_prefix_tree.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         RecipeError, SampleError, NotImplementedError: see what raises them.
     """
     check_recipe(recipe, is_trained=True)
-    check_logs(recipe.log, recipe.inputs)
+    check_logs(recipe.log, list_inputs(recipe))
     objective = objective_of(recipe)
     _check_optimizer(recipe)
     teachers = teacher_recipes(recipe) if objective.asks_model else []

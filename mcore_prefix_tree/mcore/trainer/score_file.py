@@ -21,6 +21,7 @@ from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveCon
 from mcore_prefix_tree.recipe.check import check_recipe
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
+from mcore_prefix_tree.recipe.teacher import list_inputs
 
 
 def run_score(
@@ -61,7 +62,7 @@ def run_score(
     """
     check_recipe(recipe)
     try:
-        check_rows_output(output, [*recipe.inputs, *([] if reference is None else [reference])])
+        check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
