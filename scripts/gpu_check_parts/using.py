@@ -1,4 +1,4 @@
-"""What a figure of a method depends on: packages, and files of this repository."""
+"""Packages and files of this repository that the figures of a method depend on."""
 
 from __future__ import annotations
 
