@@ -25,8 +25,10 @@ def export(
     Any parallel layout reads the checkpoint; under torchrun for several ranks.
     """
     from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.recipe.check import check_exported
 
     loaded = load_recipe(recipe, with_hf(overrides, hf))
+    check_exported(loaded, path)
     quiet_upstream()
     from mcore_prefix_tree.mcore.trainer.export import run_export
 

@@ -46,10 +46,12 @@ def score(
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
+    from mcore_prefix_tree.recipe.check import check_scored
     from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = job_of(recipe, overrides, hf)
     check_output_option("--output", output, [recipe, *list_inputs(loaded), *([] if reference is None else [reference])])
+    check_scored(loaded)
     from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
     report, is_main = run_score(

@@ -48,13 +48,16 @@ def _train(
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
-    from mcore_prefix_tree.recipe.check import check_logs
+    from mcore_prefix_tree.recipe.check import check_export, check_logs
     from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = job_of(recipe, overrides, hf, is_trained=True)
     inputs = [recipe, *list_inputs(loaded)]
     check_logs(loaded.log, inputs)
     check_picture(plot, inputs)
+    target = loaded.checkpoint.export_hf
+    if target is not None:
+        check_export(target, f"checkpoint.export_hf={target}")
     outlive_output()
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train

@@ -5,6 +5,7 @@ Megatron-Core, the samples and the devices have the last word when the job start
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,69 @@ def check_recipe(recipe: Recipe, *, is_trained: bool = False) -> None:
     if is_trained:
         _check_schedule(recipe.optimizer, steps=recipe.train_iters, is_float64=recipe.model.dtype == "float64")
     resolve_paths(recipe.data.path)
+
+
+def check_exported(recipe: Recipe, path: str | Path) -> str:
+    """Check that a recipe's last checkpoint can be exported; return the folder of its checkpoints.
+
+    Args:
+        recipe: recipe of the job.
+        path: path of the folder to make.
+
+    Raises:
+        RecipeError: ``model.hf`` or ``checkpoint.save`` is not set or names no folder, or see :func:`check_export`.
+    """
+    saved, source = recipe.checkpoint.save, recipe.model.hf
+    if source is None or saved is None:
+        raise RecipeError(
+            f"export needs {'model.hf, whose format it writes' if source is None else 'checkpoint.save'}; set it"
+        )
+    check_saved(saved)
+    check_export(path, f"PATH={path}")
+    return saved
+
+
+def check_scored(recipe: Recipe) -> None:
+    """Check that a recipe names weights to score with.
+
+    Raises:
+        RecipeError: neither ``checkpoint.save`` nor ``model.hf`` is set, or see :func:`check_saved`.
+    """
+    if recipe.checkpoint.save is not None:
+        check_saved(recipe.checkpoint.save)
+    elif recipe.model.hf is None:
+        raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
+
+
+def check_saved(folder: str) -> None:
+    """Check that the folder of a run exists; a network folder may show other machines' files late to other ranks.
+
+    Raises:
+        RecipeError: it does not exist.
+    """
+    if os.environ.get("RANK", "0") == "0" and not os.path.isdir(folder):
+        raise RecipeError(f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
+
+
+def check_export(path: str | Path, setting: str) -> None:
+    """Check that a folder can be made, before there is anything to write; make its parent folder.
+
+    Args:
+        path: path of the folder.
+        setting: option that names it, for messages.
+
+    Raises:
+        RecipeError: the folder exists, or cannot be made.
+    """
+    parent = Path(path).absolute().parent
+    if os.path.lexists(path):
+        raise RecipeError(f"{setting} exists already; name a folder that does not")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{setting}: {parent} cannot be made: {error.strerror}") from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RecipeError(f"{setting}: {parent} is not a folder that can be written to")
 
 
 def check_logs(config: LogConfig, inputs: Iterable[str] = ()) -> None:

@@ -30,32 +30,12 @@ from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import ModelConfig, Recipe, RecipeError, adapter
 from mcore_prefix_tree.recipe.adapter import PREFIX
+from mcore_prefix_tree.recipe.check import check_exported
 from mcore_prefix_tree.recipe.hf import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
 # Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
 _LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLES, *_OTHER_WEIGHTS)
-
-
-def check_export(path: str | Path, setting: str) -> None:
-    """Check that a folder can be made, before there is anything to write; make its parent folder.
-
-    Args:
-        path: path of the folder.
-        setting: option that names it, for messages.
-
-    Raises:
-        RecipeError: the folder exists, or cannot be made.
-    """
-    parent = Path(path).absolute().parent
-    if os.path.lexists(path):
-        raise RecipeError(f"{setting} exists already; name a folder that does not")
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"{setting}: {parent} cannot be made: {error.strerror}") from error
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise RecipeError(f"{setting}: {parent} is not a folder that can be written to")
 
 
 def export_model(
@@ -302,12 +282,7 @@ def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
             folder exists.
         OSError: the folder cannot be written.
     """
-    saved, source = recipe.checkpoint.save, recipe.model.hf
-    if source is None or saved is None:
-        raise RecipeError(
-            f"export needs {'model.hf, whose format it writes' if source is None else 'checkpoint.save'}; set it"
-        )
-    check_export(target, f"PATH={target}")
+    saved = check_exported(recipe, target)
     with session(recipe) as joined:
         iteration = everyone(checkpoint.latest_weights(saved))[0]
         if iteration is None:

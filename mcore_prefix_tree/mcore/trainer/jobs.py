@@ -22,7 +22,7 @@ from mcore_prefix_tree.mcore.models.teacher import check_teachers, load_teachers
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.trainer.claim import claimed
 from mcore_prefix_tree.mcore.trainer.end_request import EndRequest
-from mcore_prefix_tree.mcore.trainer.export import check_export, export_model
+from mcore_prefix_tree.mcore.trainer.export import export_model
 from mcore_prefix_tree.mcore.trainer.resolve import Data, Resolved, read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.mcore.trainer.trainer import Reporter, Trainer
@@ -33,7 +33,7 @@ from mcore_prefix_tree.recipe import (
     RecipeError,
     ValidationConfig,
 )
-from mcore_prefix_tree.recipe.check import check_logs, check_recipe
+from mcore_prefix_tree.recipe.check import check_export, check_logs, check_recipe
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.recipe.teacher import list_inputs, teacher_recipes
 from mcore_prefix_tree.sample import Sample

@@ -18,7 +18,7 @@ from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.objectives.score_options import REFERENCE, ScoreOptions
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.check import check_recipe
+from mcore_prefix_tree.recipe.check import check_recipe, check_scored
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.recipe.teacher import list_inputs
@@ -61,6 +61,7 @@ def run_score(
         SampleError, OSError, NotImplementedError: see what raises them.
     """
     check_recipe(recipe)
+    check_scored(recipe)
     try:
         check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
     except ValueError as error:
@@ -146,8 +147,7 @@ def _policy(checkpoints: CheckpointConfig, model: ModelConfig, objective: Object
     save, hf = checkpoints.save, model.hf
     if save is not None:
         return _Weights(folder=save)
-    if hf is None:
-        raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
+    assert hf is not None, "check_scored looks"
     if objective.has_scalar_head and not HuggingFaceFolder.read(hf).has_scalar_head:
         raise RecipeError(f"model.hf={hf} has no scalar head to score with; set checkpoint.save")
     return _Weights(folder=hf, is_hf=True)
