@@ -184,6 +184,13 @@ def test_no_gpu_is_said_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "gpu_check: torch sees no GPU; run it on a machine with one\n"
 
 
+def test_python_without_torch_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(check, "ask_machine", lambda parts: {"gpu": None, "missing": {"torch": "ModuleNotFoundError"}})
+    assert check.main([]) == 2
+    said = f"gpu_check: torch does not import in {sys.executable} (ModuleNotFoundError); name one that has a torch with"
+    assert capsys.readouterr().err == f"{said} PYTHON=/path/to/python\n"
+
+
 def test_file_stays_below_its_limit_and_has_no_nan(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "LARGEST_BYTES", 3000)
     file = ResultFile(tmp_path / RESULT, {"device": "H100"})
