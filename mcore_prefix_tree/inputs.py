@@ -17,14 +17,14 @@ PathLike = str | os.PathLike[str]
 
 FIFO_S = 10.0
 TEXT_BYTES = 1 << 24
-# File of a folder of Megatron's checkpoints that names the last complete one.
-TRACKER = "latest_checkpointed_iteration.txt"
 MOST = 2**31 - 1  # of tokens, which are counted in int32, and of whatever else is counted
-
 
 # File of a run's folder that names its last checkpoint, and the folders of checkpoints beside it; Megatron-LM's names.
 TRACKER = "latest_checkpointed_iteration.txt"
 _CHECKPOINT = re.compile(r"iter_\d{7,}|release")
+# Files that only the folder of a model, an adapter or a tokenizer has, and the one folder in it that is read.
+_MODEL = {"config.json", "adapter_config.json", "tokenizer_config.json"}
+_TEMPLATES = "additional_chat_templates"
 # What names of data sets on Hugging Face's hub begin with, which data settings take.
 HUB = "hf://"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -50,11 +50,12 @@ def local_path(path: str) -> str:
 def files_of_folder(folder: PathLike) -> Iterator[str]:
     """Yield the files that a job reads of a folder: the checkpoints of a run; or a model, an adapter or a tokenizer."""
     entries = list(os.scandir(folder))
-    is_run = any(entry.name == TRACKER for entry in entries)
+    names = {entry.name for entry in entries}
+    is_run = TRACKER in names and not names & _MODEL
     for entry in entries:
         if entry.is_dir():
-            if _CHECKPOINT.fullmatch(entry.name):
-                yield from (inner.path for inner in os.scandir(entry.path))
+            if _CHECKPOINT.fullmatch(entry.name) or entry.name == _TEMPLATES:
+                yield from (str(inner) for inner in Path(entry.path).rglob("*"))
         elif entry.name == TRACKER if is_run else not entry.name.lower().endswith(_NO_MODEL):
             yield entry.path
 

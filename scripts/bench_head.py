@@ -135,7 +135,7 @@ class Case:
 
 
 def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]], dict[str, str]]:
-    """What can run here, and why the others cannot."""
+    """Return the ways that can run here, and why the others cannot."""
     runs = {
         "fused, any loss": Case.fused,
         "fused, loss by rows": Case.fused_rows,
@@ -159,7 +159,7 @@ def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]
 
 
 def seconds(way: Callable[[Case], torch.Tensor], case: Case) -> float:
-    """Of one forward and backward."""
+    """Return the seconds of one forward and backward."""
     case.hidden.grad = case.weight.grad = None
     clock = time.process_time if case.hidden.device.type == "cpu" else time.perf_counter
     synchronize(case)
@@ -205,7 +205,7 @@ def tried(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Te
 
 
 def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
-    """Of each way its figures; or, of one that fails, under ``failed`` what it says: the others go on."""
+    """Return the figures of each way; a way that fails has its error under ``failed``, and costs the others nothing."""
     runs, _ = ways(case.hidden.device)
     exact = exact_gradients(case)
     results = {name: tried(way, case, exact) for name, way in runs.items()}
@@ -237,7 +237,7 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
 def write(
     output: Path, cases: list[dict[str, Any]], missing: dict[str, str], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """What there is so far."""
+    """Return the result so far."""
     result = {
         "machine": describe_machine(),
         "device": device.type,

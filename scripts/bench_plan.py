@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How far the slowest rank is above the lower bound: plans by cost, by tokens, by count, and Karmarkar-Karp.
+"""Measure how far the slowest rank is above the lower bound: plans by cost, by tokens, by count, and Karmarkar-Karp.
 
     scripts/bench_plan.py ../shared/data/tau_bench_airline_gpt4o.jsonl --expand-turns
 

@@ -54,7 +54,7 @@ def encode(text: str) -> list[int]:
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
-    """What should follow."""
+    """Return the correct completion."""
     one, plus, other, _equals = "".join(ALPHABET[token] for token in prompt[-4:])
     assert plus == "+"
     return encode(f"{int(one) + int(other)}.")
@@ -119,7 +119,7 @@ def warm_up(model: torch.nn.Module, prompts: Sequence[Sequence[int]], steps: int
 
 
 def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any, readout: Logprobs) -> list[Sample]:
-    """What the weights as they are say of their own completions, folded."""
+    """Return the samples with their log-probabilities under the weights that sampled them, computed folded."""
     return [
         Sample(
             tokens=sample.tokens,
@@ -134,12 +134,12 @@ def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any, re
 
 
 def recipe_of(path: str, overrides: list[str], *, unfolded: bool) -> Recipe:
-    """The job's; unfolded, no prefix is long enough to be shared."""
+    """Return the recipe of the job; unfolded, no prefix is long enough to be shared."""
     return load_recipe(path, [*overrides, *(["batch.min_shared_tokens=1000000"] if unfolded else [])])
 
 
 def settings_of(path: str, overrides: list[str], *, unfolded: bool, warm_up_steps: int) -> dict[str, Any]:
-    """What a curve depends on besides the machine."""
+    """Return the settings and versions that a curve depends on, besides the machine."""
     recipe = recipe_of(path, overrides, unfolded=unfolded)
     return {
         "recipe_file": path,

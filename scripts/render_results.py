@@ -242,7 +242,7 @@ def fault_table(result: dict[str, Any]) -> str:
 
 
 def device_of(machine: dict[str, Any]) -> str:
-    """What a benchmark ran on: the GPU where there was one, else the processor and how many threads it had."""
+    """Return the hardware of a benchmark: the GPU if there was one, else the processor and its threads."""
     if machine["device"] != "cpu":
         return str(machine["device"])
     return f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"

@@ -144,7 +144,7 @@ class Problem:
         return slow
 
     def launches(self, part: str, dims: tuple[int, int]) -> list[Launch]:
-        """Of a part, the table's first; none if the table makes these heads' gradients in other parts."""
+        """Return the launches of a part, the table's first; none if other parts make the gradients of these heads."""
         configs = self.configs(part)
         if part == "fast" and configs.query is not None:
             return []
@@ -177,7 +177,7 @@ def watching() -> Iterator[list[Any]]:
 def why_not(
     run: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor] | None, epsilon: float
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """What a launch makes, and what is known of it: its reason under ``failed`` or ``skipped`` if it is left out."""
+    """Return the results of a launch, and its figures: the reason under ``failed`` or ``skipped`` if it is omitted."""
     try:
         with watching() as compiled:
             results = run()
@@ -202,7 +202,7 @@ def why_not(
 
 
 def measure(problem: Problem, part: str, dims: tuple[int, int], repeats: int) -> list[dict[str, Any]]:
-    """Of each launch its seconds, and the ratio of the table's to them; or why it is left out."""
+    """Return the seconds of each launch, and the ratio of the table's to them; or why it is omitted."""
     given = problem.statistics()
     expected: list[torch.Tensor] | None = None
     rows, runs = [], []

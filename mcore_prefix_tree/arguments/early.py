@@ -26,6 +26,7 @@ from mcore_prefix_tree.arguments.named import (
 from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
 from mcore_prefix_tree.arguments.rules import (
     AT_ODDS_OF_FILES,
+    TOKENIZER_FILES,
     UNSUPPORTED,
     ArgumentError,
     check_arguments,
@@ -67,6 +68,7 @@ _NAMES = {
     "save": None,
     "pretrained_checkpoint": None,
     "step_batch_size_schedule": None,
+    **dict.fromkeys(TOKENIZER_FILES),
 }
 _LISTS = ("spec", "rampup_batch_size")
 _SWITCHES = (

@@ -65,6 +65,8 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
 )
 # Names of these arguments.
 UNSUPPORTED = tuple(name for names, _ in _UNSUPPORTED for name in names.split())
+# Arguments that name the files of Megatron-LM's own tokenizers.
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 # Values of arguments that cannot be used, and why.
 _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
@@ -272,7 +274,7 @@ def check_score(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise ArgumentError(f"--prefix-tree-score {error}") from None
     if Path(score.output).exists():
-        raise ArgumentError(f"--prefix-tree-score {score.output}: exists; remove it, or name another file")
+        raise ArgumentError(f"--prefix-tree-score {score.output}: exists; name another file, or move it away")
     if args.global_batch_size is None:
         raise ArgumentError("--prefix-tree-score needs --global-batch-size, the samples that are planned together")
     if args.load is None and args.prefix_tree_hf is None:
@@ -286,7 +288,7 @@ def check_score(args: argparse.Namespace) -> None:
 
 def _folders_read(args: argparse.Namespace) -> list[str]:
     """Return the folders and files besides the data that a scoring job reads."""
-    names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", "tokenizer_model")
+    names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", *TOKENIZER_FILES)
     return [given for name in names if (given := getattr(args, name, None)) is not None]
 
 

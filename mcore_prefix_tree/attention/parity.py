@@ -41,7 +41,7 @@ class ParityError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Question:
+class Question:
     """Everything but the lengths of the tree that decides which code a kernel runs."""
 
     device: torch.device
@@ -54,6 +54,21 @@ class _Question:
     deterministic: bool
     needs_grad: bool
 
+    @classmethod
+    def of(cls, case: Case) -> Question:
+        """Return the question that a case asks."""
+        return cls(
+            device=case.device,
+            dtype=case.dtype,
+            group=case.heads // case.kv_heads,
+            head_dim=case.head_dim,
+            value_dim=case.value_dim,
+            window=case.options.window,
+            has_sinks=case.options.sinks is not None,
+            deterministic=case.options.deterministic,
+            needs_grad=case.needs_grad,
+        )
+
 
 def check_parity(name: str, attention: Attention, case: Case) -> None:
     """Compare on first use of a (dtype, group of heads, head dims, options, with backward or not); later ones return.
@@ -64,24 +79,8 @@ def check_parity(name: str, attention: Attention, case: Case) -> None:
     Raises:
         ParityError: the kernel is wrong.
     """
-    if not _can_compare():
-        return
-    options = case.options
-    _check(
-        name,
-        attention,
-        _Question(
-            device=case.device,
-            dtype=case.dtype,
-            group=case.heads // case.kv_heads,
-            head_dim=case.head_dim,
-            value_dim=case.value_dim,
-            window=options.window,
-            has_sinks=options.sinks is not None,
-            deterministic=options.deterministic,
-            needs_grad=case.needs_grad,
-        ),
-    )
+    if _can_compare():
+        _check(name, attention, Question.of(case))
 
 
 def _can_compare() -> bool:
@@ -92,7 +91,7 @@ def _can_compare() -> bool:
 
 
 @cache
-def _check(name: str, attention: Attention, question: _Question) -> None:
+def _check(name: str, attention: Attention, question: Question) -> None:
     way_out = f"use attention backend {'flex' if name == 'triton' else 'triton'!r} and report the versions"
     try:
         errors = worst_rows(attention, question)
@@ -117,7 +116,7 @@ def limit_of(what: str, dtype: torch.dtype) -> float:
     return (EPSILONS_OF_SCORES if what in _OF_SCORES else EPSILONS) * torch.finfo(dtype).eps
 
 
-def worst_rows(attention: Attention, question: _Question) -> dict[str, float]:
+def worst_rows(attention: Attention, question: Question) -> dict[str, float]:
     """Largest error of a row of out, and if it trains of dQ, dK, dV (and of d sinks), relative to the row."""
     metadata = _forest(question.device)
     generator = torch.Generator().manual_seed(0)

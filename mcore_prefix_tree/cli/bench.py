@@ -34,10 +34,12 @@ def step(
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
     from mcore_prefix_tree.recipe.check import for_steps
+    from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], None, for_steps)
-    check_output_option("--output", output, [recipe, *loaded.inputs], make_folder=True)
-    check_picture(plot, [recipe, *loaded.inputs])
+    inputs = [recipe, *list_inputs(loaded)]
+    check_output_option("--output", output, inputs, make_folder=True)
+    check_picture(plot, inputs)
     from rich.console import Console
 
     from mcore_prefix_tree.bench.step import step_result

@@ -29,9 +29,10 @@ def calibrate(
     """
     from mcore_prefix_tree.data.write import whole_file
     from mcore_prefix_tree.recipe.check import for_steps
+    from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = load_job(recipe, overrides, None, for_steps)
-    check_output_option("--output", output, [recipe, *loaded.inputs])
+    check_output_option("--output", output, [recipe, *list_inputs(loaded)])
     from mcore_prefix_tree.bench.machine import describe_machine
     from mcore_prefix_tree.mcore.trainer.jobs import measure_costs, run_once
 

@@ -66,7 +66,7 @@ def plan(
     from mcore_prefix_tree.layout import Padding
     from mcore_prefix_tree.plan import plan_step, report_plan, report_steps
 
-    check_picture(plot, options.inputs)
+    check_picture(plot, [*options.inputs, *([] if calibration is None else [calibration])])
     if dp * (micro_batches or 1) > _MICRO_BATCHES:
         raise ValueError(f"--dp {dp} with --micro-batches {micro_batches}: at most {_MICRO_BATCHES:,} are planned")
     recipe = options.recipe

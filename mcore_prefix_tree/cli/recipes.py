@@ -20,6 +20,8 @@ def recipes(
     ] = Path("."),
 ) -> None:
     """Copy the shipped recipes and the quickstart's data into FOLDER/recipes, to edit and to train."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; name one, which may be new")
     target = folder / "recipes"
     if target.exists():
         raise ValueError(f"{target} exists already; name another folder")

@@ -129,6 +129,7 @@ class SampleOptions:
     tokenizer: Annotated[
         str | None,
         typer.Option(
+            parser=local,
             metavar="NAME",
             help="Tokenizer of chat messages: mistral-v7 (default), mistral-v3, mistral-v3-tekken, or a folder with a "
             "Hugging Face tokenizer.",
@@ -172,8 +173,14 @@ class SampleOptions:
 
     @property
     def inputs(self) -> list[str]:
-        """Files and globs that are read, which no output may replace."""
-        return [*self.files, *([] if self.model is None else [self.model])]
+        """Files, globs and folders that are read, of which no output may replace a file."""
+        named = [*self.files, *([] if self.tokenizer is None else [self.tokenizer])]
+        if self.model is None:
+            return named
+        from mcore_prefix_tree.recipe import load_recipe
+        from mcore_prefix_tree.recipe.teacher import list_inputs
+
+        return [*named, self.model, *list_inputs(load_recipe(self.model))]
 
     @cached_property
     def data(self) -> DataConfig:

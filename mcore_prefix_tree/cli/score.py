@@ -49,10 +49,11 @@ def score(
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
-    from mcore_prefix_tree.recipe.check import for_samples
+    from mcore_prefix_tree.recipe.check import for_scoring
+    from mcore_prefix_tree.recipe.teacher import list_inputs
 
-    loaded = load_job(recipe, overrides, hf, for_samples)
-    check_output_option("--output", output, [recipe, *loaded.inputs, *([] if reference is None else [reference])])
+    loaded = load_job(recipe, overrides, hf, for_scoring)
+    check_output_option("--output", output, [recipe, *list_inputs(loaded), *([] if reference is None else [reference])])
     from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
     with spelled(_SPELLINGS):

@@ -49,9 +49,10 @@ def _train(
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
     from mcore_prefix_tree.recipe.check import for_training
+    from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = load_job(recipe, overrides, hf, for_training)
-    check_picture(plot, [recipe, *loaded.inputs])
+    check_picture(plot, [recipe, *list_inputs(loaded)])
     outlive_output()
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train

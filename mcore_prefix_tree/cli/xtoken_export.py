@@ -35,9 +35,10 @@ def export_teacher(
     trains on the lines with objective.options.teacher=top_k. Under torchrun for several ranks.
     """
     from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = load_recipe(recipe, overrides or [])
-    check_output_option("--output", output, [recipe, *loaded.inputs])
+    check_output_option("--output", output, [recipe, *list_inputs(loaded)])
     quiet_upstream()
     from mcore_prefix_tree.mcore.trainer.export_teacher import run_export
 

@@ -20,7 +20,7 @@ from mcore_prefix_tree.recipe.objective import settings_of
 from mcore_prefix_tree.recipe.rules import Check, collect_faults
 from mcore_prefix_tree.recipe.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.source import check_units
-from mcore_prefix_tree.recipe.teacher import parallel_of_teachers
+from mcore_prefix_tree.recipe.teacher import list_inputs, parallel_of_teachers
 from mcore_prefix_tree.versions import install_command
 
 
@@ -75,16 +75,27 @@ def for_training(recipe: Recipe) -> Iterator[Check]:
     yield from for_steps(recipe)
     yield lambda: _check_teachers(recipe.objective, across_tokenizers=False)
     yield lambda: recipe.validation.path is None or resolve_paths(recipe.validation.path)
-    yield lambda: _check_metrics(recipe.log.metrics, recipe.inputs)
+    yield lambda: _check_metrics(recipe.log.metrics, list_inputs(recipe))
     yield lambda: _check_package("tensorboard", recipe.log.tensorboard)
     yield lambda: _check_package("wandb", recipe.log.wandb)
     yield lambda: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}")
+
+
+def for_scoring(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that scores the samples under a checkpoint."""
+    yield from for_samples(recipe)
+    yield lambda: _refuse(
+        recipe.checkpoint.save is None and recipe.model.hf is None,
+        "scoring needs checkpoint.save, the folder of the checkpoints to score with",
+    )
+    yield lambda: _check_saved(recipe.checkpoint.save)
 
 
 def for_export(recipe: Recipe) -> Iterator[Check]:
     """Yield the checks of a command that exports a checkpoint."""
     yield lambda: _refuse(recipe.model.hf is None, "export needs model.hf, whose format it writes; set it")
     yield lambda: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it")
+    yield lambda: _check_saved(recipe.checkpoint.save)
 
 
 def check_new(path: str | Path | None, setting: str) -> None:
@@ -110,6 +121,12 @@ def _check_teacher(path: str) -> None:
         HuggingFaceFolder.read(path)
     except ValueError as error:
         raise RecipeError(f"objective.teacher_recipe: {error}") from None
+
+
+def _check_saved(folder: str | None) -> None:
+    # A network folder may show other machines' files late to other ranks.
+    is_missing = folder is not None and os.environ.get("RANK", "0") == "0" and not os.path.isdir(folder)
+    _refuse(is_missing, f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
 
 
 def _refuse(is_wrong: bool, sentence: str) -> None:

@@ -35,6 +35,8 @@ _MISLEADING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)
 # OmegaConf takes it for a value that comes later, and ignores it in an override.
 _MISSING = "???"
 _Scanner: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one is slow on deep nesting
+# How names of data end; JSON is YAML too.
+_SAMPLES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet", ".arrow", ".feather")
 _UNREADABLE = (OmegaConfBaseException, YAMLError, OSError, RecursionError, TypeError, ValueError)
 # What a command checks of a recipe, see check.py.
 Checks = Callable[[Recipe], Iterable[Check]]
@@ -144,9 +146,10 @@ def _read_file(path: str) -> DictConfig:
         _check_scalars(text)
         content = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
-        raise RecipeError(f"recipe {path} does not exist") from None
+        way_out = "check the path, or copy the shipped recipes with mcore-prefix-tree recipes"
+        raise RecipeError(f"recipe {path} does not exist; {way_out}") from None
     except _UNREADABLE as error:
-        raise RecipeError(f"recipe {path} cannot be read: {_one_line(error)}") from error
+        raise RecipeError(f"recipe {path} {_fault_of(str(path), error)}") from error
     if not isinstance(content, DictConfig):
         raise RecipeError(f"recipe {path} is a list; it must map keys to values")
     return content
@@ -247,6 +250,16 @@ def _repr(value: object) -> str:
         return repr(value)
     except ValueError:  # an integer of more digits than Python prints
         return "a huge integer"
+
+
+def _fault_of(path: str, error: Exception) -> str:
+    """Return what is wrong with a file or folder that is no recipe, and the way out."""
+    if isinstance(error, IsADirectoryError):
+        is_model = os.path.isfile(os.path.join(path, "config.json"))
+        return f"is a folder; {'name a recipe, and this folder with --hf' if is_model else 'name a YAML file in it'}"
+    if path.lower().endswith(_SAMPLES):
+        return f"is a file of samples, by its name; name a recipe, and this file with data.path={path}"
+    return f"cannot be read: {_one_line(error)}"
 
 
 def _one_line(error: Exception) -> str:

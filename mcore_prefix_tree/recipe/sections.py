@@ -356,7 +356,7 @@ class Recipe(Section):
 
     @property
     def inputs(self) -> list[str]:
-        """Files, globs and folders that a job reads, of which its outputs may replace no file."""
+        """Files, globs and folders that the recipe names; ``teacher.list_inputs`` adds those of its teachers."""
         projections = self.objective.options.get("projection")
         named = (
             self.data.path,

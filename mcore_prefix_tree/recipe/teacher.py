@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,19 @@ def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
         )
         for path in student.objective.teacher_recipes
     ]
+
+
+def list_inputs(recipe: Recipe) -> list[str]:
+    """Return the files, globs and folders that a job and its teachers read, of which its outputs may replace no file.
+
+    A teacher's recipe that cannot be read adds only its own name; :func:`teacher_recipes` rejects it.
+    """
+    inputs = recipe.inputs
+    for path in recipe.objective.teacher_recipes:
+        if not Path(path).is_dir():
+            with suppress(OSError, ValueError):
+                inputs += load_recipe(path).inputs
+    return inputs
 
 
 def _model_of(path: str, student: ModelConfig) -> ModelConfig:

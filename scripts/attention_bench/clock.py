@@ -17,7 +17,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What this machine reached in the simplest work of each kind.
+    """Ceilings of this machine: the rates that it reached in the simplest work of each kind.
 
     Attributes:
         matrix_tflops: a large matrix product, in the dtype of the benchmark.

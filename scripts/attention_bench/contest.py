@@ -50,7 +50,7 @@ class TimedMetadata(TreeMetadata):
         return cls(**{name: getattr(metadata, name) for name in TreeMetadata.__dataclass_fields__ if name != "cache"})
 
     def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
-        """As the base class, on a clock that waits for the device."""
+        """Contest on a clock that waits for the device."""
         if name in self.cache or self.open_builds:
             return super().derived(name, build)
         self.open_builds.append(name)
@@ -64,7 +64,7 @@ class TimedMetadata(TreeMetadata):
 
 
 class LayoutPart(NamedTuple):
-    """What one call attends to: a tree, and query, key, value and a gradient of the result."""
+    """Arguments of one call: a tree, and query, key, value and a gradient of the result."""
 
     metadata: TreeMetadata
     inputs: list[torch.Tensor]
@@ -265,7 +265,7 @@ def _rows(inputs: list[torch.Tensor], size: int) -> list[torch.Tensor]:
 
 
 def difference(results: list[torch.Tensor], first: list[torch.Tensor]) -> float:
-    """How far results are from others in the norm, the largest; NaN if any has a number that is not finite."""
+    """Return the largest distance of results from others in the norm; NaN if any has a number that is not finite."""
     found = [_apart(one, other) for one, other in zip(results, first, strict=True)]
     return max(found) if all(map(math.isfinite, found)) else math.nan
 

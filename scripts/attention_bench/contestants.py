@@ -1,4 +1,4 @@
-"""Everything that attention is measured with, in one form: back-ends, stock kernels, peers.
+"""Contestants of the attention benchmark in one form: back-ends, stock kernels, peers.
 
 Legend: P tokens of a layout, H query heads, K key/value heads, D head_dim, W value head_dim.
 """

@@ -1,4 +1,4 @@
-"""From a result of the attention benchmark to rows of the table that ``attention_backend=auto`` reads."""
+"""Rows of the table that ``attention_backend=auto`` reads, from a result of the attention benchmark."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def costs_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _seconds_by_mode(workload: dict[str, Any]) -> dict[bool, dict[str, float]]:
-    """Of forward and backward together, of each back-end, by whether it was asked for the same bits twice."""
+    """Return the rows of forward and backward together for each back-end, by whether it was deterministic."""
     modes: dict[bool, dict[str, float]] = {}
     for row in workload["rows"]:
         name = row["method"].split(",")[0]

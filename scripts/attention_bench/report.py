@@ -1,4 +1,4 @@
-"""What a result of the attention benchmark says: rates, shares and ratios, from the seconds in its JSON.
+"""Rates, shares and ratios of a result of the attention benchmark, from the seconds in its JSON.
 
 Everything here is derived; a table or a plot made from a result file needs nothing else, not even torch.
 """
@@ -29,7 +29,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the statistics of at least one value."""
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
 
@@ -179,7 +179,7 @@ def _is_gpu(result: dict[str, Any]) -> bool:
 
 
 def _unit(result: dict[str, Any]) -> tuple[str, float]:
-    """Of rates, and how many of it are a TFLOP/s."""
+    """Return the unit of rates, and its number per TFLOP/s."""
     return ("TFLOP/s", 1.0) if _is_gpu(result) else ("GFLOP/s", 1e3)
 
 

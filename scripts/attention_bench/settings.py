@@ -1,4 +1,4 @@
-"""What the attention benchmark is asked for, and one row of what it finds.
+"""Settings of the attention benchmark, and one row of its result.
 
 Legend: T tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
@@ -15,7 +15,7 @@ from mcore_prefix_tree.attention import AttentionOptions, Case
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """Settings of a measurement.
 
     Attributes:
         heads: H.
@@ -37,7 +37,7 @@ class Settings:
 
     @property
     def case(self) -> Case:
-        """As back-ends judge it."""
+        """Return the case that back-ends accept or refuse."""
         device = torch.device(self.device)
         return Case(
             device=device,

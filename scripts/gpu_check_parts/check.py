@@ -133,12 +133,19 @@ def main(given: Sequence[str]) -> int:
     if arguments.runs_fa4:
         return 0 if found.get("runs_fa4") else 1
     if not found.get("gpu"):
-        reason = (
-            found.get("failed") or found["missing"].get("torch") or "torch sees no GPU; run it on a machine with one"
-        )
-        print(f"gpu_check: {reason}", file=sys.stderr)
+        print(f"gpu_check: {_unusable(found)}", file=sys.stderr)
         return USAGE_ERROR
     return _check(arguments, found, given)
+
+
+def _unusable(found: dict[str, Any]) -> str:
+    """Return why this Python or this machine measures nothing, and the way out."""
+    if "failed" in found:
+        return str(found["failed"])
+    if "torch" in found["missing"]:
+        way_out = "name one that has a torch with PYTHON=/path/to/python"
+        return f"torch does not import in {sys.executable} ({found['missing']['torch']}); {way_out}"
+    return "torch sees no GPU; run it on a machine with one"
 
 
 def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a part sees of ``gpu_check``: options, the rows that are there, and the line to the parent process."""
+"""The context of a part: options, the rows of earlier runs, and the line to the parent process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Options:
     data: str | None = None
 
     def wants(self, workload: str) -> bool:
-        """Whether a workload is asked for."""
+        """Return whether a workload is asked for."""
         return not self.workloads or any(name in workload for name in self.workloads)
 
 
@@ -79,7 +79,7 @@ class Context:
         return found | {name: str(value) for name, value in settings.items()}
 
     def is_done(self, key: Key, used: Mapping[str, str]) -> bool:
-        """Whether nothing is left to do for a key: measured before with the same things, or given up in this run."""
+        """Return whether a key was measured before with the same things, or is given up in this run."""
         row = self._earlier.get(key)
         return key in self.skip or (row is not None and is_measured(row) and row["used"] == used)
 

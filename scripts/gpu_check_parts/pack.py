@@ -1,7 +1,7 @@
 """``--pack DIR``: the folders that travel to a machine without a network, each within what may travel.
 
 ``DIR/steps`` has the wheels that training steps need beside torch, ``DIR/fa4`` has FlashAttention-4 as one archive: its
-wheels are larger than all that may travel, and compressed together they are not. The two do not fit in one journey.
+wheels are larger than all that may travel, and compressed together they are not. The two do not fit in one trip.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 2
 # Found by nothing at run time, and large.
 LEFT_OUT = ("cu13/lib/stubs",)
 FOLDERS = ("steps", "fa4")
+# Folders of the checkout that no part of the check reads.
+UNREAD = ("docs", "examples", "patches")
 
 
 def pins_of(name: str) -> Path:
@@ -29,10 +31,9 @@ def pins_of(name: str) -> Path:
 
 
 def pack(folder: Path) -> int:
-    """Make both folders and print how to use them; returns the exit code."""
-    tree = tree_bytes()
-    code = 0
+    """Make both folders and print the trips; returns the exit code."""
     print("compressing fa4 takes some minutes", flush=True)
+    sizes = {}
     for name in FOLDERS:
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)
@@ -45,18 +46,52 @@ def pack(folder: Path) -> int:
             else:
                 download(pins_of(name), target)
         (target / "pins.txt").write_text(pins_of(name).read_text())
-        size = sum(file.stat().st_size for file in target.iterdir())
-        verdict = "fits" if size + tree <= LARGEST_BYTES else "is TOO LARGE"
-        code |= size + tree > LARGEST_BYTES
-        print(f"{target}: {size / 2**20:.1f} MiB; with the checkout's {tree / 2**20:.1f} MiB it {verdict} in 64 MiB")
-    print("there: scripts/gpu_check --minutes 9 --wheels FOLDER, once with each; between the two copy the result into")
-    print("benchmarks/results, so that the second goes on from it")
+        sizes[str(target)] = sum(file.stat().st_size for file in target.iterdir())
+    lines, code = trips(sizes, tree=tracked_bytes(), unread=tracked_bytes(*UNREAD))
+    print(*lines, sep="\n")
     return code
 
 
-def tree_bytes() -> int:
-    """Return the size of the files that git tracks."""
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+def trips(sizes: dict[str, int], *, tree: int, unread: int) -> tuple[list[str], int]:
+    """Return what to carry in which trip, as lines for the user, and the exit code: 1 if a folder does not fit.
+
+    Args:
+        sizes: bytes of each folder.
+        tree: bytes of the checkout, which travels each time.
+        unread: bytes of its folders :data:`UNREAD`.
+    """
+    limit = f"{LARGEST_BYTES >> 20} MiB"
+    lines, code = [], 0
+    for folder, size in sizes.items():
+        total = size + tree
+        lines.append(f"{folder}: {_mib(size)}; with the checkout {_mib(total)} of {limit}")
+        if total - unread > LARGEST_BYTES:
+            code = 1
+            lines.append(
+                f"  TOO LARGE by {_mib(total - LARGEST_BYTES)}: pin smaller packages in requirements-pack-*.txt"
+            )
+        elif total > LARGEST_BYTES:
+            lines.append(
+                f"  TOO LARGE by {_mib(total - LARGEST_BYTES)}: remove {', '.join(UNREAD)} from the checkout first"
+            )
+    together = sum(sizes.values()) + tree
+    if together <= LARGEST_BYTES:
+        lines.append(f"all folders fit in one trip, {_mib(together)}; call the script once with each:")
+    else:
+        lines.append(f"together they are {_mib(together)}: make one trip for each folder, without the others:")
+    lines += [f"  scripts/gpu_check --minutes 9 --wheels {folder}" for folder in sizes]
+    lines.append("before the second call copy the result of the first into benchmarks/results, and its rows are kept")
+    return lines, code
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def tracked_bytes(*folders: str) -> int:
+    """Return the size of the files that git tracks, in all or some folders of the checkout."""
+    command = ["git", "ls-files", "-z", "--", *folders]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = [ROOT / name for name in done.stdout.split("\0") if name]
     return sum(file.stat().st_size for file in files if file.is_file())
 

@@ -11,11 +11,11 @@ import torch
 
 from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED
-from gpu_check_parts.using import packages_of, sources_of, unchecked
-from mcore_prefix_tree.attention import AttentionOptions, Case, triton_tree
+from gpu_check_parts.using import gpu_case, packages_of, sources_of, unchecked
+from mcore_prefix_tree.attention import Case, parity, triton_tree
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
-from mcore_prefix_tree.attention.parity import Attention, _Question, limit_of, worst_rows
+from mcore_prefix_tree.attention.parity import Attention, limit_of, worst_rows
 
 # heads, key heads, head_dim, value_dim
 PLAIN, SMALL, LATENT = (16, 2, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)
@@ -48,24 +48,8 @@ class Question:
 
     @property
     def case(self) -> Case:
-        heads, kv_heads, head_dim, value_dim = self.dims
-        device = torch.device("cuda", torch.cuda.current_device())
-        return Case(
-            device=device,
-            capability=torch.cuda.get_device_capability(),
-            dtype=torch.bfloat16,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            needs_grad=True,
-            options=AttentionOptions(
-                softmax_scale=head_dim**-0.5,
-                window=self.window,
-                sinks=torch.zeros(heads, device=device) if self.has_sinks else None,
-                deterministic=self.deterministic,
-            ),
-        )
+        sinks = torch.zeros(self.dims[0], device="cuda") if self.has_sinks else None
+        return gpu_case(self.dims, torch.bfloat16, window=self.window, sinks=sinks, deterministic=self.deterministic)
 
 
 def questions(*, smoke: bool) -> Iterator[Question]:
@@ -107,18 +91,7 @@ def run(context: Context) -> None:
 
 
 def _compared(attention: Attention, case: Case) -> dict[str, Any]:
-    question = _Question(
-        device=case.device,
-        dtype=case.dtype,
-        group=case.heads // case.kv_heads,
-        head_dim=case.head_dim,
-        value_dim=case.value_dim,
-        window=case.options.window,
-        has_sinks=case.options.sinks is not None,
-        deterministic=case.options.deterministic,
-        needs_grad=True,
-    )
-    errors = worst_rows(attention, question)
+    errors = worst_rows(attention, parity.Question.of(case))
     wrong = [
         f"{what} is off by {error:.1e} of a row, and {limit_of(what, case.dtype):.1e} is rounding"
         for what, error in errors.items()

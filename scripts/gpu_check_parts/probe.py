@@ -1,4 +1,4 @@
-"""What the parent has to know of the machine, as one line of JSON: the GPU, versions, and modules that are missing."""
+"""Print the machine as one line of JSON for the parent: the GPU, versions, and modules that are missing."""
 
 from __future__ import annotations
 

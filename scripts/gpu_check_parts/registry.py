@@ -40,93 +40,89 @@ class Part:
 
 
 _KERNELS = ("torch", "triton", "numpy", "psutil")
-_STEPS = (*_KERNELS, "megatron.core", "mistral_common", "omegaconf", "pydantic", "typer", "rich")
+_FA4 = "flash_attn.cute"
 
-PARTS = {
-    part.name: part
-    for part in (
-        Part(
-            name="parity",
-            title="kernels against the fp64 reference",
-            minutes=1.0,
-            function="gpu_check_parts.parity:run",
-            rows="parity",
-            imports=_KERNELS,
-            wanted=("flash_attn.cute",),
-        ),
-        Part(
-            name="attention",
-            title="two forests: our kernels, FlashAttention unfolded and dense, FlexAttention",
-            minutes=1.5,
-            function="gpu_check_parts.attention:run_first",
-            rows="attention",
-            imports=_KERNELS,
-            wanted=("flash_attn.cute",),
-        ),
-        Part(
-            name="steps",
-            title="training steps, folded and unfolded",
-            minutes=2.0,
-            function="gpu_check_parts.steps:run",
-            rows="steps",
-            imports=_STEPS,
-            row_seconds=240.0,
-        ),
-        Part(
-            name="head",
-            title="the vocabulary head, fused and unfused",
-            minutes=0.7,
-            function="gpu_check_parts.head:run",
-            rows="head",
-            imports=(*_KERNELS, "rich"),
-            wanted=("liger_kernel",),
-        ),
-        Part(
-            name="workloads",
-            title="the other forests, and the other ways to attend",
-            minutes=2.0,
-            function="gpu_check_parts.attention:run_rest",
-            rows="attention",
-            imports=_KERNELS,
-            wanted=("flash_attn.cute", "prefix_grouper", "areal"),
-        ),
-        Part(
-            name="tests",
-            title="tests/gpu and the kernels' tests that run on a GPU",
-            minutes=4.0,
-            function="gpu_check_parts.tests:run",
-            rows="tests",
-            imports=(*_KERNELS, "pytest", "hypothesis"),
-            row_seconds=180.0,
-        ),
-        Part(
-            name="sanitizer",
-            title="compute-sanitizer on a forest of 300 tokens",
-            minutes=2.0,
-            function="gpu_check_parts.tools:run_sanitizer",
-            rows="sanitizer",
-            imports=_KERNELS,
-            programs=("compute-sanitizer",),
-            row_seconds=150.0,
-        ),
-        Part(
-            name="profile",
-            title="ncu on three kernels",
-            minutes=1.0,
-            function="gpu_check_parts.tools:run_profile",
-            rows="profile",
-            imports=_KERNELS,
-            programs=("ncu",),
-            row_seconds=120.0,
-        ),
-        Part(
-            name="tune",
-            title="other launches of the Triton kernels",
-            minutes=6.0,
-            function="gpu_check_parts.tune:run",
-            rows="tune",
-            imports=(*_KERNELS, "rich"),
-            row_seconds=60.0,
-        ),
+
+def _part(
+    name: str,
+    title: str,
+    minutes: float,
+    *,
+    function: str | None = None,
+    rows: str | None = None,
+    more_imports: tuple[str, ...] = (),
+    programs: tuple[str, ...] = (),
+    wanted: tuple[str, ...] = (),
+    row_seconds: float = 90.0,
+) -> Part:
+    """Return a part that needs the kernels; ``function`` is ``run`` of the module with its name, if omitted."""
+    return Part(
+        name=name,
+        title=title,
+        minutes=minutes,
+        function=f"gpu_check_parts.{function or f'{name}:run'}",
+        rows=rows or name,
+        imports=(*_KERNELS, *more_imports),
+        programs=programs,
+        wanted=wanted,
+        row_seconds=row_seconds,
     )
-}
+
+
+_PARTS = (
+    _part("parity", "kernels against the fp64 reference", 1.0, wanted=(_FA4,)),
+    _part(
+        "attention",
+        "two forests: our kernels, FlashAttention unfolded and dense, FlexAttention",
+        1.5,
+        function="attention:run_first",
+        wanted=(_FA4,),
+    ),
+    _part(
+        "steps",
+        "training steps, folded and unfolded",
+        2.0,
+        more_imports=("megatron.core", "mistral_common", "omegaconf", "pydantic", "typer", "rich"),
+        row_seconds=240.0,
+    ),
+    _part(
+        "head",
+        "the vocabulary head, fused and unfused",
+        0.7,
+        more_imports=("rich",),
+        wanted=("liger_kernel",),
+    ),
+    _part(
+        "workloads",
+        "the other forests, and the other ways to attend",
+        2.0,
+        function="attention:run_rest",
+        rows="attention",
+        wanted=(_FA4, "prefix_grouper", "areal"),
+    ),
+    _part(
+        "tests",
+        "tests/gpu and the kernels' tests that run on a GPU",
+        4.0,
+        more_imports=("pytest", "hypothesis"),
+        row_seconds=180.0,
+    ),
+    _part(
+        "sanitizer",
+        "compute-sanitizer on a forest of 300 tokens",
+        2.0,
+        function="tools:run_sanitizer",
+        programs=("compute-sanitizer",),
+        row_seconds=150.0,
+    ),
+    _part(
+        "profile",
+        "ncu on three kernels",
+        1.0,
+        function="tools:run_profile",
+        programs=("ncu",),
+        row_seconds=120.0,
+    ),
+    _part("tune", "other launches of the Triton kernels", 6.0, more_imports=("rich",), row_seconds=60.0),
+)
+PARTS = {part.name: part for part in _PARTS}

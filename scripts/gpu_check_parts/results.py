@@ -20,7 +20,7 @@ FAILED, NOT_RUN = "failed", "not_run"
 
 
 class Key(NamedTuple):
-    """What a row is about. ``workload``, ``method`` and ``mode`` may be empty."""
+    """Name of a measurement, one per row. ``workload``, ``method`` and ``mode`` may be empty."""
 
     part: str
     workload: str
@@ -103,7 +103,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def is_measured(row: Mapping[str, Any]) -> bool:
-    """Whether a row has figures, all of them."""
+    """Return whether a row has figures, all of them."""
     return not ({FAILED, NOT_RUN, "unfinished"} & row.keys())
 
 

@@ -1,9 +1,12 @@
-"""What a figure of a method depends on: packages, and files of this repository."""
+"""Calls of attention on a GPU; packages and files of this repository that the figures of a method depend on."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.api import load_backend
 
 if TYPE_CHECKING:
@@ -11,6 +14,28 @@ if TYPE_CHECKING:
 
 _ATTENTION = "mcore_prefix_tree/attention"
 _FA4 = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
+
+
+def gpu_case(dims: tuple[int, int, int, int], dtype: torch.dtype, **options: Any) -> Case:
+    """Return a case with gradients on the current GPU.
+
+    Args:
+        dims: query heads, key heads, dims of queries and keys, dims of values.
+        dtype: dtype of queries, keys and values.
+        options: fields of :class:`AttentionOptions` besides the scale.
+    """
+    heads, kv_heads, head_dim, value_dim = dims
+    return Case(
+        device=torch.device("cuda", torch.cuda.current_device()),
+        capability=torch.cuda.get_device_capability(),
+        dtype=dtype,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        needs_grad=True,
+        options=AttentionOptions(softmax_scale=head_dim**-0.5, **options),
+    )
 
 
 def unchecked(backend: str) -> Attention:

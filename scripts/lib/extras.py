@@ -120,7 +120,8 @@ def install_newest(extra: str) -> int:
     with tempfile.TemporaryDirectory(prefix=f"extra-{extra}-") as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = str(Path(folder, "bin", "python"))
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # Most modules of a torch are never imported here: compiling all of them takes longer than unpacking them.
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         commands = [[*pip, f"{ROOT}[{extra}]"]]
         if extra in AFTERWARDS:
             commands.append([*pip, "--no-deps", pin_of(AFTERWARDS[extra])])

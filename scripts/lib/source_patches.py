@@ -87,7 +87,7 @@ class Patch:
         return [Hunk(header, tuple(body.splitlines())) for header, body in zip(parts[::2], parts[1::2], strict=True)]
 
     def creates(self, file: str) -> bool:
-        """Whether the patch adds a file instead of changing it."""
+        """Return whether the patch adds a file instead of changing it."""
         return "\nnew file mode " in self._section(file)
 
 
@@ -155,7 +155,7 @@ class Target:
 
     @property
     def wheel(self) -> bool:
-        """Whether pip put the files there."""
+        """Return whether pip put the files there."""
         found = _distribution(self.root, self.project)
         return found is not None and found.read_text("RECORD") is not None
 
@@ -236,7 +236,7 @@ def nearest(target: Target, every: Sequence[Series]) -> Series:
 
 
 class State(enum.Enum):
-    """How a file of a target stands to its series."""
+    """State of a target's file against its series."""
 
     ORIGINAL = "not applied"
     PATCHED = "applied"
@@ -267,7 +267,7 @@ class FileState:
 
 
 def examine(target: Target, series: Series) -> list[FileState]:
-    """How every file that a series changes stands to it.
+    """Return the state of every file that a series changes.
 
     Raises:
         PatchError: there is no git.

@@ -7,11 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
-import zipfile
-from importlib.metadata import requires
 from pathlib import Path
 
 import bare_machine
@@ -20,13 +16,12 @@ import numpy as np
 import pytest
 from attention_bench.memory import bytes_per_token, misfit, parts_that_fit
 from attention_bench.settings import Settings
-from gpu_check_parts import arguments, check, head, pack, results, wheels
+from gpu_check_parts import arguments, check, head, results
 from gpu_check_parts.context import Context, Options, hash_of
 from gpu_check_parts.registry import PARTS
 from gpu_check_parts.results import Key, ResultFile
 from gpu_check_parts.sections import sections_of
 from gpu_check_parts.table import short_table
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -189,6 +184,13 @@ def test_no_gpu_is_said_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "gpu_check: torch sees no GPU; run it on a machine with one\n"
 
 
+def test_python_without_torch_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(check, "ask_machine", lambda parts: {"gpu": None, "missing": {"torch": "ModuleNotFoundError"}})
+    assert check.main([]) == 2
+    said = f"gpu_check: torch does not import in {sys.executable} (ModuleNotFoundError); name one that has a torch with"
+    assert capsys.readouterr().err == f"{said} PYTHON=/path/to/python\n"
+
+
 def test_file_stays_below_its_limit_and_has_no_nan(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "LARGEST_BYTES", 3000)
     file = ResultFile(tmp_path / RESULT, {"device": "H100"})
@@ -269,54 +271,6 @@ def test_rows_become_the_sections_that_documents_read(tmp_path):
     assert short_table(file.rows).startswith("6 measured, 1 failed, 1 not run\nsteps, quickstart, bench step: FAILED")
 
 
-def test_packed_pins_agree_with_the_others():
-    """And each one with what the others of its folder ask for, as far as they are installed here."""
-    elsewhere = [line for name in ("", "-gpu") for line in (ROOT / f"requirements{name}.txt").read_text().splitlines()]
-    for name in pack.FOLDERS:
-        packed = bare_machine.pins(name)
-        for line in elsewhere:
-            pin = Requirement(line) if "==" in line and not line.startswith("#") else None
-            if (
-                pin is not None
-                and pin.name in packed
-                and (pin.marker is None or pin.marker.evaluate({"python_version": "3.12"}))
-            ):
-                assert f"=={packed[pin.name]}" == str(pin.specifier)
-    if sys.version_info[:2] == (3, 12):
-        packed = bare_machine.pins("steps")
-        for name in packed:
-            for needed in map(Requirement, requires(name) or ()):
-                if needed.name in packed and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
-                    assert needed.specifier.contains(packed[needed.name]), (name, needed)
-
-
-def test_archive_has_all_files_but_stubs(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
-        for name in ("a/__init__.py", "a.pth", "a/cu13/lib/stubs/large.so"):
-            wheel.writestr(name, "")
-    pack.archive([tmp_path / "a.whl"], tmp_path / "site", tmp_path / "a.tar.xz")
-    with tarfile.open(tmp_path / "a.tar.xz") as packed:
-        names = {name.removeprefix("./") for name in packed.getnames()}
-    assert {"a/__init__.py", "a.pth"} <= names
-    assert not any("large" in name for name in names)
-    # And a Python over it follows its .pth.
-    (tmp_path / "site" / "a.pth").write_text("inner\n")
-    (tmp_path / "site" / "inner").mkdir()
-    (tmp_path / "site" / "inner" / "found_by_pth.py").write_text("")
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    pack.archive([], tmp_path / "site", folder / "a.tar.xz")
-    python = wheels.python_with(folder)
-    subprocess.run([python, "-c", "import a, found_by_pth, numpy, pytest"], check=True)
-    assert wheels.python_with(folder) == python
-
-
-def test_folder_without_wheels_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"has no \*\.whl and no \*\.tar\.xz; scripts/gpu_check --pack makes them"):
-        wheels.python_with(tmp_path)
-
-
 @pytest.mark.parametrize("words", [["--no-install", "--only", "steps"], ["--only", "steps", "--no-install"]])
 def test_python_at_hand_runs_it_without_an_installation(tmp_path, words):
     """With the package from the checkout, wherever the flag stands."""
@@ -351,7 +305,9 @@ def machine(tmp_path_factory):
 
 
 def check_on(machine: Path, out: Path, *words: str, **more: str) -> tuple[str, list[dict]]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # The wheels are installed uncompiled; without the last, each process would compile megatron-core again.
+    removed = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if name not in removed}
     bin_folder = machine / "machine" / "bin"
     env = kept | {
         "PATH": f"{bin_folder}:{kept['PATH']}",

@@ -43,6 +43,14 @@ def test_help_of_a_shell_script_is_its_own_top(tmp_path: Path, name: str, option
     assert not (tmp_path / "asked").exists()
 
 
+@pytest.mark.parametrize("name", ["docs", "extras", "tritons", "versions"])
+def test_wrong_argument_is_reported_before_an_installation(tmp_path: Path, name: str) -> None:
+    done = run(ROOT / "scripts" / name, "nope", cwd=tmp_path, PYTHON=f"{tmp_path}/no-python")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nope" in done.stderr
+    assert "Python" not in done.stderr
+
+
 def test_help_behind_two_dashes_is_for_another_program(tmp_path: Path) -> None:
     done = run(ROOT / "scripts" / "gpu_check", "--", "--help", cwd=tmp_path, PYTHON="/bin/false")
     assert done.returncode == 2

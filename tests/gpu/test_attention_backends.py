@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import random_inputs, results
+from gpu_check_parts.using import gpu_case
 from oracles import forest_samples, metadata_of, random_forest, worst
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mcore_prefix_tree import TreeMetadata, fold
-from mcore_prefix_tree.attention import AttentionOptions, Case, reference
+from mcore_prefix_tree.attention import reference
 from mcore_prefix_tree.attention.api import BACKENDS, load_backend
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
-from mcore_prefix_tree.attention.parity import _Question, limit_of, worst_rows
+from mcore_prefix_tree.attention.parity import Question, limit_of, worst_rows
 
 # heads, key heads, D, W
 DIMS = [
@@ -42,21 +43,6 @@ def method(name, case):
     if refusal is not None:
         pytest.skip(f"{name} does not support {refusal}")
     return partial(attention_through, kernels[name]) if backend is None else backend.attention
-
-
-def case_for(dims, dtype, **options):
-    heads, kv_heads, head_dim, value_dim = dims
-    return Case(
-        device=torch.device("cuda", torch.cuda.current_device()),
-        capability=torch.cuda.get_device_capability(),
-        dtype=dtype,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        needs_grad=True,
-        options=AttentionOptions(softmax_scale=head_dim**-0.5, **options),
-    )
 
 
 def on_gpu(metadata, case, seed=0):
@@ -101,7 +87,7 @@ def unfolded_flash(layout, inputs, grad_out, truth, scale):
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_no_further_from_the_truth_than_unfolded(name, dims, dtype, deterministic):
-    case = case_for(dims, dtype, deterministic=deterministic)
+    case = gpu_case(dims, dtype, deterministic=deterministic)
     attention = method(name, case)
     lens, parents = random_forest(3, nodes=40, node_lens=(1, 16, 57, 64, 65, 127, 130, 300), root_rate=0.05)
     layout = fold(forest_samples(lens, parents, inner=False))
@@ -123,20 +109,9 @@ def test_every_row_and_every_option(name, dims, options):
     options = {"deterministic": False} | options
     if options.pop("sinks", False):
         options["sinks"] = torch.zeros(dims[0], device="cuda")
-    case = case_for(dims, torch.bfloat16, **options)
+    case = gpu_case(dims, torch.bfloat16, **options)
     attention = method(name, case)
-    question = _Question(
-        device=case.device,
-        dtype=case.dtype,
-        group=case.heads // case.kv_heads,
-        head_dim=case.head_dim,
-        value_dim=case.value_dim,
-        window=case.options.window,
-        has_sinks=case.options.sinks is not None,
-        deterministic=False,
-        needs_grad=case.needs_grad,
-    )
-    for what, error in worst_rows(attention, question).items():
+    for what, error in worst_rows(attention, Question.of(case)).items():
         assert error <= limit_of(what, case.dtype), what
 
 
@@ -144,7 +119,7 @@ def test_every_row_and_every_option(name, dims, options):
 @pytest.mark.parametrize("name", METHODS)
 def test_short_batches(name, tokens):
     """One token; less than a tile; ragged ends; a root and a leaf of nothing."""
-    case = case_for((4, 2, 64, 64), torch.bfloat16, deterministic=False)
+    case = gpu_case((4, 2, 64, 64), torch.bfloat16, deterministic=False)
     attention = method(name, case)
     trunk = max(1, tokens // 2)
     metadata = metadata_of([trunk, tokens - trunk, 0], [-1, 0, 0], padding=3).with_plans_on("cuda")
@@ -157,7 +132,7 @@ def test_short_batches(name, tokens):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_bits_twice(name):
-    case = case_for((8, 2, 128, 128), torch.bfloat16, deterministic=True)
+    case = gpu_case((8, 2, 128, 128), torch.bfloat16, deterministic=True)
     attention = method(name, case)
     metadata = metadata_of(*random_forest(1, nodes=60, node_lens=(3, 64, 200)), padding=2).with_plans_on("cuda")
     inputs, grad_out = on_gpu(metadata, case)
@@ -170,7 +145,7 @@ def test_the_same_bits_twice(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_call_does_not_wait_for_the_device(name):
     """After a first call has planned and compiled, forward and backward only enqueue work."""
-    case = case_for((8, 2, 128, 128), torch.bfloat16, deterministic=False)
+    case = gpu_case((8, 2, 128, 128), torch.bfloat16, deterministic=False)
     attention = method(name, case)
     if name == "path":
         pytest.skip("path is for a CPU")
@@ -185,7 +160,7 @@ def test_a_call_does_not_wait_for_the_device(name):
 
 
 def test_auto_takes_one_that_runs():
-    case = case_for((8, 2, 128, 128), torch.bfloat16)
+    case = gpu_case((8, 2, 128, 128), torch.bfloat16)
     metadata = metadata_of([300, 40, 50], [-1, 0, 0]).with_plans_on("cuda")
     choice = choose(case, TreeShape.of([metadata]), device_name=torch.cuda.get_device_name())
     attention = method(choice.backend, replace(case, needs_grad=True))

@@ -75,6 +75,22 @@ def test_mistakes_in_a_recipe_are_found_before_torch_is_loaded(recipe: Path) -> 
         assert SLOW.isdisjoint(found["loaded"]), mistake[0]  # type: ignore[arg-type]
 
 
+def test_folders_that_are_missing_or_exist_are_found_before_torch_is_loaded(recipe: Path) -> None:
+    nowhere, here = recipe.parent / "nowhere", recipe.parent
+    no_checkpoint = f"{nowhere} holds no checkpoint; train first, or name the folder of a run that did"
+    scored = ["--output", str(here / "scored.jsonl")]
+    mistakes = {
+        ("score", str(recipe), f"checkpoint.save={nowhere}", *scored): no_checkpoint,
+        ("score", str(recipe), *scored): "scoring needs checkpoint.save, the folder of the checkpoints to score with",
+        ("export", str(recipe), "out"): "export needs model.hf, whose format it writes; set it",
+        ("recipes", str(recipe)): f"{recipe} is not a folder; name one, which may be new",
+        ("train", str(here)): f"recipe {here} is a folder; name a YAML file in it",
+    }
+    for (command, says), found in zip(mistakes.items(), ended(*map(list, mistakes)), strict=True):
+        assert (found["code"], found["stderr"]) == (2, f"error: {says}\n"), command
+        assert SLOW.isdisjoint(found["loaded"]), command  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("command", ["verify", "bench step", "calibrate", "score --output scores.jsonl"])
 def test_other_commands_check_a_recipe_first_too(recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_prefix_tree.recipe.sections.check_setting", refuse)

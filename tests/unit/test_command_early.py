@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_recipe_hf import CONFIG, write_tensors
+
+from mcore_prefix_tree.inputs import TRACKER
 
 # Starts the door with one command line after the other, in one interpreter, and prints how each ended.
 PROGRAM = """
@@ -182,6 +185,52 @@ def test_a_job_without_a_launcher_is_refused_early(folder: Path) -> None:
     (found,) = ended(folder, [(GPT, words("", folder / "data.jsonl"), {})])
     assert str(found["err"]).startswith("error: MASTER_ADDR is not set: start the job with torchrun")
     assert (found["code"], found["loaded"]) == (2, [])
+
+
+def test_scores_replace_no_file_that_is_read(folder: Path) -> None:
+    """Named by itself, through links and a detour; a file of another name passes."""
+    options = {
+        "--load": ("run", "iter_0000002/metadata.json", "iter_0000002/mp_rank_00/model_optim_rng.pt", TRACKER),
+        "--prefix-tree-score-reference": ("reference", "release/.metadata", TRACKER),
+        "--prefix-tree-hf": ("model", "config.json", "model.safetensors", "tokenizer.json"),
+        "--prefix-tree-tokenizer": ("tokenizer", "tokenizer.json", "additional_chat_templates/tools.jinja"),
+    }
+    paths = [folder / first / name for first, *names in options.values() for name in names]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1")
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+    write_tensors(folder / "model" / "model.safetensors", ["a"])
+    files = {"--tokenizer-model": "own.model", "--vocab-file": "vocab.json", "--merge-file": "merges.txt"}
+    paths += [folder / name for name in (*files.values(), "data.jsonl")]
+    for name in files.values():
+        (folder / name).touch()
+    before = [path.read_bytes() for path in paths]
+    outputs = [path for path in paths if path.suffix in (".json", ".jsonl")]
+    for number, path in enumerate(paths):
+        (folder / f"soft{number}.jsonl").symlink_to(path)
+        os.link(path, folder / f"hard{number}.jsonl")
+        outputs += [folder / f"soft{number}.jsonl", folder / f"hard{number}.jsonl"]
+    outputs.append(folder / "run" / ".." / "run" / "iter_0000002" / "metadata.json")
+    given = [f"{option} {first}" for option, (first, *_) in options.items()]
+    given += [f"{option} {name}" for option, name in files.items()]
+    job = words(f"--global-batch-size 4 {' '.join(given)}", folder / "data.jsonl")
+    ends = ended(folder, [(GPT, [*job, "--prefix-tree-score", str(path)], LAUNCHED) for path in outputs])
+    for path, end in zip(outputs, ends, strict=True):
+        assert end["err"] == (
+            f"error: --prefix-tree-score {path}: is read by this command, which would replace it; name another file\n"
+        )
+        assert (end["code"], end["loaded"]) == (2, [])
+    assert [path.read_bytes() for path in paths] == before
+    end, kept = ended(
+        folder,
+        [
+            (GPT, [*job, "--prefix-tree-score", str(folder / name)], LAUNCHED)
+            for name in ("run/scored.jsonl", "model_of_another_job.json")
+        ],
+    )
+    assert str(end["code"]).startswith("passed: "), end
+    assert str(kept["code"]).startswith("passed: "), kept
 
 
 @pytest.mark.parametrize(("script", "text"), PASSED)

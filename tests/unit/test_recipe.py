@@ -293,10 +293,18 @@ def test_an_unknown_key_is_told_with_one_that_there_is(recipe, override, ends):
 
 
 def test_files_that_cannot_be_opened(tmp_path, recipe):
-    with pytest.raises(RecipeError, match=r"missing\.yaml does not exist$"):
+    with pytest.raises(RecipeError, match=r"missing\.yaml does not exist; check the path, or copy the shipped"):
         load_recipe(tmp_path / "missing.yaml")
-    with pytest.raises(RecipeError, match=r"cannot be read: .*Is a directory"):
+    with pytest.raises(RecipeError, match=rf"^recipe {tmp_path} is a folder; name a YAML file in it$"):
         load_recipe(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"model is a folder; name a recipe, and this folder with --hf$"):
+        load_recipe(tmp_path / "model")
+    for name, content in (("rows.jsonl", b'{"tokens": [1]}\n{"tokens": [2]}\n'), ("rows.Parquet", b"PAR1\xff")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(RecipeError, match=rf"{name} is a file of samples, by its name; name a recipe, and this f"):
+            load_recipe(tmp_path / name)
     with pytest.raises(RecipeError, match=r"cannot be read: .*Not a directory"):
         load_recipe(recipe / "below_a_file.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")

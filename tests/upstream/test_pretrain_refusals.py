@@ -145,7 +145,7 @@ OTHER = [
     ("--prefix-tree-score s.jsonl", "--prefix-tree-score needs --load, the folder of the checkpoints to score with"),
     ("--prefix-tree-score s.jsonl --load /dev/shm", "--load /dev/shm holds no checkpoint; name the folder of a run "),
     ("--prefix-tree-score s.txt", "--prefix-tree-score s.txt: give a name that ends in .jsonl, .json, "),
-    (f"--prefix-tree-score {EXISTING}", f"--prefix-tree-score {EXISTING}: exists; remove it, or name another file"),
+    (f"--prefix-tree-score {EXISTING}", f"--prefix-tree-score {EXISTING}: exists; name another file, or move it away"),
     (
         f"--prefix-tree-score {EXISTING} --prefix-tree-data-path {EXISTING}",
         f"--prefix-tree-score {EXISTING}: is read by this command, which would replace it; name another file",

@@ -28,6 +28,7 @@ from mcore_prefix_tree.objectives.xtoken_rows import refuse_temperatures
 from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.recipe.objective import settings_of
 from mcore_prefix_tree.recipe.score import TEACHER
+from mcore_prefix_tree.recipe.teacher import list_inputs
 from mcore_prefix_tree.recipe.xtoken import pairing_of
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing
@@ -62,7 +63,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
     if top_k > pairing.teacher.vocab_size:
         raise RecipeError(f"--top-k {top_k} is more than the {pairing.teacher.vocab_size} tokens of the teacher")
     try:
-        check_rows_output(output, [*recipe.inputs, *teacher.inputs])
+        check_rows_output(output, list_inputs(recipe))
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
     tokens = pairing.teacher.vocab_size

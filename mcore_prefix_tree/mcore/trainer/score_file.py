@@ -17,10 +17,11 @@ from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
 from mcore_prefix_tree.mcore.trainer.session import session
 from mcore_prefix_tree.recipe import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.recipe.check import check_recipe, for_samples
+from mcore_prefix_tree.recipe.check import check_recipe, for_scoring
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.objective import objective_of
 from mcore_prefix_tree.recipe.score import REFERENCE, ScoreConfig
+from mcore_prefix_tree.recipe.teacher import list_inputs
 
 
 def run_score(
@@ -62,9 +63,9 @@ def run_score(
         SampleError, OSError, NotImplementedError: see what raises them.
     """
     if not is_checked:
-        check_recipe(recipe, for_samples)
+        check_recipe(recipe, for_scoring)
     try:
-        check_rows_output(output, [*recipe.inputs, *([] if reference is None else [reference])])
+        check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
     except ValueError as error:
         raise RecipeError(f"score.output={error}") from None
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
@@ -154,8 +155,7 @@ def _policy(checkpoints: CheckpointConfig, model: ModelConfig, objective: Object
     save, hf = checkpoints.save, model.hf
     if save is not None:
         return _Weights(folder=save)
-    if hf is None:
-        raise RecipeError("scoring needs checkpoint.save, the folder of the checkpoints to score with")
+    assert hf is not None, "check_scored looks"
     if objective.has_scalar_head and not HuggingFaceFolder.read(hf).has_scalar_head:
         raise RecipeError(f"model.hf={hf} has no scalar head to score with; set checkpoint.save")
     return _Weights(folder=hf, is_hf=True)
