@@ -48,10 +48,11 @@ def _train(
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
-    from mcore_prefix_tree.recipe.check import for_training
+    from mcore_prefix_tree.recipe.check import check_metrics, for_training
     from mcore_prefix_tree.recipe.teacher import list_inputs
 
     loaded = load_job(recipe, overrides, hf, for_training)
+    check_metrics(loaded.log.metrics, [recipe])
     check_picture(plot, [recipe, *list_inputs(loaded)])
     outlive_output()
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError

@@ -75,7 +75,7 @@ def for_training(recipe: Recipe) -> Iterator[Check]:
     yield from for_steps(recipe)
     yield lambda: _check_teachers(recipe.objective, across_tokenizers=False)
     yield lambda: recipe.validation.path is None or resolve_paths(recipe.validation.path)
-    yield lambda: _check_metrics(recipe.log.metrics, list_inputs(recipe))
+    yield lambda: check_metrics(recipe.log.metrics, list_inputs(recipe))
     yield lambda: _check_package("tensorboard", recipe.log.tensorboard)
     yield lambda: _check_package("wandb", recipe.log.wandb)
     yield lambda: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}")
@@ -134,7 +134,8 @@ def _refuse(is_wrong: bool, sentence: str) -> None:
         raise RecipeError(sentence)
 
 
-def _check_metrics(path: str | None, inputs: Collection[str]) -> None:
+def check_metrics(path: str | None, inputs: Collection[str]) -> None:
+    """Check that ``log.metrics`` replaces no file that a command reads; raises RecipeError."""
     if path is not None and Path(path).exists():
         try:
             check_output(path, inputs)

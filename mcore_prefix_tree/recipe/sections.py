@@ -76,7 +76,7 @@ class DataConfig(Section):
     def _check_order(self) -> None:
         if self.order == "folded" and self.streaming:
             raise ValueError(
-                "data.order=folded sorts all samples in memory; set data.streaming=false, or data.order=shuffled"
+                "data.order=folded sorts all samples in memory and needs data.streaming=false; or use shuffled"
             )
 
 

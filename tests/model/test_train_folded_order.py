@@ -70,5 +70,7 @@ def test_folded_run_resumes_with_the_same_bits(job: Path, tmp_path: Path) -> Non
 
 
 def test_streamed_samples_are_not_sorted(job: Path) -> None:
-    with pytest.raises(RecipeError, match=r": data.order=folded sorts all samples in memory; set data.streaming=false"):
+    with pytest.raises(
+        RecipeError, match=r": data.order=folded sorts all samples in memory and needs data.streaming=false"
+    ):
         load_recipe(job, [FOLDED, "data.streaming=true"])

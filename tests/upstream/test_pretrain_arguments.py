@@ -116,7 +116,6 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--context-parallel-size", "2"), "--context-parallel-size 2: a tree is not split"),
         (("--attention-dropout", "0.1"), "--attention-dropout 0.1: samples that share a token"),
         (("--hidden-dropout", "0.1"), "give --hidden-dropout 0"),
-        (("--prefix-tree-max-tokens", "0"), "--prefix-tree-max-tokens=0"),
         (("--prefix-tree-data-path", "-"), "--prefix-tree-data-path -"),
         (("--prefix-tree-attention-backend", "nope"), "'nope'"),
     ],
@@ -155,9 +154,19 @@ def test_help_is_a_group_of_its_own() -> None:
     assert "--global-batch-size" in group
 
 
-def test_a_negative_shared_length_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="--prefix-tree-min-shared-tokens=-1 must be at least 0"):
-        check_arguments(parse(*FOLDED, "--prefix-tree-min-shared-tokens", "-1"))
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--prefix-tree-min-shared-tokens", "-1"), "input should be greater than or equal to 0 (given '-1')"),
+        (("--prefix-tree-max-tokens", "0"), "input should be greater than 0 (given '0')"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(
+    words: tuple[str, str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*FOLDED, *words)
+    assert f"argument {words[0]}: {says}" in capsys.readouterr().err
 
 
 def checkout(folder: Path, requires_python: str) -> Path:

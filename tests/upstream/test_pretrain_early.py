@@ -12,6 +12,7 @@ from megatron_lm import VARIABLE, require_checkout
 
 from mcore_prefix_tree.arguments.early import EarlyParser
 from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.errors import Mistakes
 
 require_checkout(trains=False)
 
@@ -43,7 +44,7 @@ def test_the_checkout_is_the_named_one() -> None:
 
 
 def test_early_parser_has_megatrons_options_and_defaults(theirs: dict[str, tuple[list[str], str, str]]) -> None:
-    ours = {action.dest: action for action in EarlyParser(add_argument_group)._actions}
+    ours = {action.dest: action for action in EarlyParser(add_argument_group, Mistakes())._actions}
     shared = [name for name in ours if name in theirs]
     assert len(shared) > 40
     for name in shared:

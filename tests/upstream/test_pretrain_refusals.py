@@ -136,7 +136,7 @@ OTHER = [
     ),
     (
         "--prefix-tree-order folded --prefix-tree-streaming",
-        "--prefix-tree-order folded sorts all samples in memory; leave --prefix-tree-streaming out, or use ",
+        "--prefix-tree-order=folded sorts all samples in memory and needs no --prefix-tree-streaming; or use ",
     ),
     (
         "--prefix-tree-objective critic --ckpt-format torch",
@@ -156,9 +156,9 @@ OTHER = [
     ),
     (
         "--prefix-tree-score s.jsonl --prefix-tree-objective critic --prefix-tree-score-teacher-top-k 2",
-        "--prefix-tree-score-teacher-top-k wants a vocabulary, and --prefix-tree-objective critic has none",
+        "--prefix-tree-score-teacher-top-k requires a vocabulary, and --prefix-tree-objective=critic has none",
     ),
-    ("--prefix-tree-score-all-tokens", "--prefix-tree-score-... options need --prefix-tree-score FILE"),
+    ("--prefix-tree-score-all-tokens", "--prefix-tree-score-all-tokens needs --prefix-tree-score FILE"),
     (
         "--hybrid-override-pattern *-M",
         "prefix-tree training does not support M (Mamba: its state would run from one sample of a tree into the next)"
