@@ -61,7 +61,7 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
 
 
 class Mistakes:
-    """What several checks find, to be reported together: a user mends all of it before the next start."""
+    """Errors of several checks, reported together: a user mends all of them before the next start."""
 
     def __init__(self) -> None:
         self._errors: list[Exception] = []

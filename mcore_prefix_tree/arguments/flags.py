@@ -34,7 +34,7 @@ class Flag:
         key: canonical key of the setting, which is a recipe's.
         name: name behind the prefix; by default the last part of the key.
         metavar: name of the value in the help.
-        note: what the help says of this argument and not of recipes.
+        note: sentence that the help adds for this door.
     """
 
     key: str

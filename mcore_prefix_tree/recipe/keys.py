@@ -42,7 +42,7 @@ class Setting:
     Attributes:
         hint: its type, with pydantic's validators.
         default: its default; ``MISSING`` if it has none.
-        text: what its section's docstring says of it.
+        text: description in its section's docstring.
     """
 
     hint: Any

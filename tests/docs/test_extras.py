@@ -39,7 +39,7 @@ OTHERS = {
     "verl",
 }
 # What scripts import of the tests and for them is there where tests run.
-TESTS = {"pytest", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
+TESTS = {"harness", "pytest", "tokenizers", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
 OWN = {
     "mcore_prefix_tree",
     *(path.stem for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py")),

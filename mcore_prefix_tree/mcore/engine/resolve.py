@@ -20,7 +20,7 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a door adds to its settings: the ranks and the model that Megatron-Core builds.
+    """Ranks and model that a door adds to its settings.
 
     Attributes:
         device: device of this rank.
