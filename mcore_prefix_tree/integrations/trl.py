@@ -111,6 +111,7 @@ class Folding:
         """Return the counts of the calls with gradients, or of those without, since the last such report."""
         return self._counts.pop(with_grad, FoldCounts())
 
+    @torch.compiler.disable
     def before(
         self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
@@ -141,6 +142,7 @@ class Folding:
         }
         return (), {name: value for name, value in call.items() if name not in _OF_ROWS}
 
+    @torch.compiler.disable
     def after(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the output of the rows, as torch's forward hook.
 
