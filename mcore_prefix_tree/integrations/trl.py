@@ -31,16 +31,9 @@ Model = TypeVar("Model")
 
 _EITHER = f"{NAME}_or_sdpa"
 _SDPA: Any = AttentionInterface()["sdpa"]
-# Arguments that describe rows: the tree takes their place. Labels reach a backbone, but only heads read them.
-_OF_ROWS = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "cache_position",
-    "labels",
-    "shift_labels",
-)
+# Arguments that describe rows, whose place the tree takes. Labels pass through a backbone, but only heads read them.
+_OF_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"}
+_OF_ROWS |= {"labels", "shift_labels"}
 _CACHES = ("past_key_values", "cache")
 _REFUSED = {
     "inputs_embeds": "rows are folded by their token ids; pass input_ids (PEFT's prompt tuning passes embeddings)",

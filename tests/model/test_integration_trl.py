@@ -1,11 +1,10 @@
-"""Calls with rows of a Transformers model that folds in its backbone, against each row by itself in double precision."""
+"""Calls of a Transformers model that folds in its backbone, against each row by itself in double precision."""
 
 from __future__ import annotations
 
 import copy
 import json
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,3 +132,224 @@ def test_random_rows_equal_each_row_by_itself(rows, call):
         MODELS["folds"] = fold_backbone(make(), least_fold_ratio=1.0)
     shares = len({row[0] for row in rows if row}) < sum(map(bool, rows))
     assert_exact(MODELS["stock"], MODELS["folds"], rows, CALLS[call], folded=shares)
+
+
+def test_calls_that_share_nothing_reach_the_stock_model_as_they_are():
+    stock = make()
+    folds = fold_backbone(copy.deepcopy(stock))
+    call, _ = padded([[1, 2, 3], [4, 2]])
+    assert torch.equal(folds(**call).logits, stock(**call).logits)
+    call, _ = padded([[], []])
+    assert torch.isfinite(folds(**call).logits).all()
+    report = folds.folding.report(with_grad=True)
+    assert (report.calls, report.left_alone, report.fold_ratio) == (2, 2, 1.0)
+
+
+def test_generation_and_caches_are_untouched():
+    stock = make().eval()
+    folds = fold_backbone(copy.deepcopy(stock))
+    call, _ = padded([[5, 6, 7], [5, 6], [5, 6, 7]], side="left")
+    asked = {name: call[name] for name in ("input_ids", "attention_mask")}
+    generated = [model.generate(**asked, max_new_tokens=6, do_sample=False) for model in (stock, folds)]
+    assert torch.equal(*generated)
+    with torch.no_grad():
+        assert folds(**asked).past_key_values.get_seq_length() == 3
+    assert folds(**asked, use_cache=True).past_key_values.get_seq_length() == 3
+    assert not folds.folding.report(with_grad=True).calls
+    assert not folds.folding.report(with_grad=False).calls
+    with torch.no_grad():
+        folds(**call)
+    folds(**asked)
+    assert folds.folding.report(with_grad=True).unique_tokens == 3
+    assert folds.folding.report(with_grad=False).unique_tokens == 3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers_follow_the_tree_of_their_call(reentrant):
+    folds = fold_backbone(make())
+
+    def both():  # two calls go forward before either goes back
+        return gradients(folds, sum(loss_of(rows_of_padded(folds, rows)) for rows in (ROWS, ROWS[:3], [[1], [2]])))
+
+    kept = both()
+    folds.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    recomputed = both()
+    assert max(worst(recomputed[name], kept[name]) for name in kept) < 1e-12
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_classifiers_pool_the_last_token_of_each_row(side):
+    stock = make(head="SequenceClassification", num_labels=1)
+    folds = fold_backbone(copy.deepcopy(stock))
+    rows = [row for row in ROWS if row]
+    with InDouble():
+        scores = folds(**padded(rows, side)[0]).logits[:, 0]
+        alone = torch.cat([stock(torch.tensor([row]), use_cache=False).logits[0] for row in rows])
+        assert worst(scores, alone) < 1e-12
+        found, wanted = (
+            gradients(model, -F.logsigmoid(values[::2] - values[1::2]).mean())
+            for model, values in ((folds, scores), (stock, alone))
+        )
+    assert max(worst(found[name], wanted[name]) for name in wanted) < 1e-12
+    assert folds.folding.report(with_grad=True).fold_ratio > 2
+
+
+def test_balancing_losses_and_hidden_states_are_those_of_all_rows():
+    stock = make("Qwen3Moe")
+    folds = fold_backbone(copy.deepcopy(stock))
+    call, columns = padded(ROWS)
+    call |= {"output_router_logits": True, "output_hidden_states": True, "labels": call["input_ids"]}
+    with InDouble():
+        outputs = [model(**call) for model in (stock, folds)]
+    assert worst(outputs[1].aux_loss, outputs[0].aux_loss) < 1e-12
+    assert len(outputs[1].hidden_states) == len(outputs[0].hidden_states) == 3
+    for expected, actual in zip(*(output.hidden_states for output in outputs), strict=True):
+        for at, places in enumerate(columns):
+            assert worst(actual[at, list(places)], expected[at, list(places)]) < 1e-12
+
+
+def test_adapters_train_as_with_each_row_by_itself():
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(2)
+    stock = peft.get_peft_model(make(), adapter).double()
+    folds = fold_backbone(copy.deepcopy(stock))
+    assert_exact(stock, folds, ROWS, rows_of_padded)
+    with stock.disable_adapter(), folds.disable_adapter(), InDouble():
+        expected, actual = rows_alone(stock, ROWS), rows_of_padded(folds, ROWS)
+    assert max(worst(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
+    folds.add_adapter("dropping", peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"]))
+    folds.set_adapter("dropping")
+    with pytest.raises(ValueError, match=r"q_proj\.lora_dropout\.dropping has p=0\.1"):
+        folds.double().train()(**padded(ROWS)[0])
+    folds.eval()(**padded(ROWS)[0])
+
+
+def test_the_saved_model_is_the_stock_one(tmp_path):
+    stock = make()
+    folds = fold_backbone(copy.deepcopy(stock))
+    assert folds.state_dict().keys() == stock.state_dict().keys()
+    for model, folder in ((stock, "stock"), (folds, "folds")):
+        model.save_pretrained(tmp_path / folder)
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("stock", "folds")]
+    assert configs[0] == configs[1]
+    # A trainer makes its reference model with the attention of the model.
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "folds", attn_implementation=folds.config._attn_implementation
+    )
+    call, _ = padded(ROWS)
+    assert torch.equal(reference(**call).logits, stock(**call).logits)
+
+
+def rate(module, name):
+    return lambda model: setattr(model.get_submodule(module), name, 0.1)
+
+
+class Noisy(torch.nn.Module):
+    """A layer with dropout that no attribute shows."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        return F.dropout(self.inner(hidden), 0.1, self.training)
+
+
+def drop_unseen(model):
+    block = model.model.layers[1]
+    block.mlp = Noisy(block.mlp)
+
+
+def lose_the_tree(model):
+    model.model.layers[1].register_forward_pre_hook(
+        lambda layer, args, kwargs: (args, {name: value for name, value in kwargs.items() if name != "prefix_tree"}),
+        with_kwargs=True,
+    )
+
+
+GAP = torch.tensor([[1, 0, 1]] * 2)
+REFUSED_CALLS = {
+    r"layers\.1\.self_attn has attention_dropout=0\.1": (rate("model.layers.1.self_attn", "attention_dropout"), {}),
+    r"embed_tokens has neftune_noise_alpha=0\.1": (rate("model.embed_tokens", "neftune_noise_alpha"), {}),
+    "the model drew numbers in its forward pass": (drop_unseen, {}),
+    "Qwen3Attention did not receive prefix_tree": (lose_the_tree, {}),
+    "does not support inputs_embeds": (None, {"input_ids": None, "inputs_embeds": torch.ones(2, 3, 32).double()}),
+    "does not support output_attentions": (None, {"output_attentions": True}),
+    "does not support token_type_ids": (None, {"token_type_ids": torch.ones(2, 3)}),
+    r"attention_mask of shape \[2, 1, 3, 3\]": (None, {"attention_mask": torch.ones(2, 1, 3, 3)}),
+    r"position_ids of shape \[3, 2, 3\]": (None, {"position_ids": torch.ones(3, 2, 3)}),
+    "row 0 has gaps in its attention_mask": (None, {"attention_mask": GAP}),
+    "row 1 has gaps": (
+        None,
+        {"attention_mask": torch.ones(2, 3), "position_ids": torch.tensor([[0, 1, 2], [0, 1, 3]])},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_CALLS)
+def test_calls_that_cannot_be_folded_are_refused_by_name(message):
+    change, arguments = REFUSED_CALLS[message]
+    model = fold_backbone(make())
+    if change:
+        change(model)
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": torch.tensor([[5, 6, 7], [5, 6, 8]]), "use_cache": False} | arguments)
+
+
+def test_sliding_windows_are_refused_unless_the_backend_has_them():
+    settings = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+    with pytest.raises(ValueError, match=r"window=5.*name 'reference'"):
+        fold_backbone(make(**settings))(**padded(ROWS)[0])
+    stock = make(**settings)
+    assert_exact(stock, fold_backbone(copy.deepcopy(stock), backend="reference"), ROWS, rows_of_padded)
+
+
+REFUSED_MODELS = {
+    "folds already": fold_backbone,
+    "attn_implementation='eager'.*set_attn_implementation": lambda model: model.set_attn_implementation("eager"),
+    r"layers\.0\.self_attn has attention_dropout=0\.1": rate("model.layers.0.self_attn", "attention_dropout"),
+    "alibi=True": lambda model: setattr(model.config, "alibi", True),
+    "more than a text model": lambda model: setattr(model.config, "get_text_config", lambda: model.generation_config),
+    "mixes tokens by Conv1d": lambda model: model.model.add_module("conv", torch.nn.Conv1d(1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_MODELS)
+def test_models_that_cannot_be_folded_are_refused_by_name(message):
+    model = make()
+    REFUSED_MODELS[message](model)
+    with pytest.raises(ValueError, match=message):
+        fold_backbone(model)
+    if message == "folds already":
+        return
+    with pytest.raises(ValueError, match="backend 'fastest' does not exist"):
+        fold_backbone(make(), backend="fastest")
+
+
+def test_models_without_position_ids_are_refused():
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 1, "encoder_ffn_dim": 8}
+    config = transformers.BartConfig(vocab_size=9, decoder_attention_heads=1, decoder_ffn_dim=8, dropout=0.0, **sizes)
+    with pytest.raises(ValueError, match="BartModel does not take position_ids"):
+        fold_backbone(transformers.BartForConditionalGeneration(config))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_are_exact():
+    stock = make()
+    folds = fold_backbone(copy.deepcopy(stock))
+    assert_exact(stock, folds, ROWS[:4], rows_of_padded)
+    compiled = torch.compile(folds, backend="aot_eager")
+    expected, actual = rows_of_padded(folds, ROWS), rows_of_padded(compiled, ROWS)
+    assert max(worst(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
+    wanted, found = gradients(folds, loss_of(expected)), gradients(folds, loss_of(actual))
+    assert max(worst(found[name], wanted[name]) for name in wanted) < 1e-12
+    assert folds.folding.report(with_grad=True).calls == 2
+
+
+def test_log_needs_a_model_that_folds():
+    control = transformers.TrainerControl(should_log=True)
+    with pytest.raises(ValueError, match=r"call fold_backbone\(model\)"):
+        LogFolding().on_step_end(None, None, control, model=make())
