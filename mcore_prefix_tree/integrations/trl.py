@@ -79,7 +79,7 @@ class FoldCounts:
 
 @dataclass(frozen=True, eq=False)
 class _Tree:
-    """What the second hook needs of a folded call: ``place`` ``[B, T]``, the token that answers, P for padding."""
+    """Data of a folded call for the second hook: ``place`` ``[B, T]``, the token that answers, P for padding."""
 
     place: torch.Tensor
     draws: Draws
