@@ -10,6 +10,7 @@ Legend: B, T shape of ``input_ids``; P unique tokens.
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -104,7 +105,7 @@ class Folding:
         """Return the counts of the calls with gradients, or of those without, since the last such report."""
         return self._counts.pop(with_grad, FoldCounts())
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(
         self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
@@ -113,7 +114,7 @@ class Folding:
         Raises:
             ValueError: folding does not support an argument, or a module that draws random numbers; names it.
         """
-        call = dict(zip(_parameters(type(backbone)), args, strict=False)) | kwargs
+        call = dict(zip(_parameters(backbone.__class__), args, strict=False)) | kwargs
         if _has_cache(backbone, call) or all(call.get(name) is None for name in ("input_ids", "inputs_embeds")):
             return None
         _check_call(backbone, call)
@@ -135,7 +136,7 @@ class Folding:
         }
         return (), {name: value for name, value in call.items() if name not in _OF_ROWS}
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the output of the rows, as torch's forward hook.
 
@@ -204,6 +205,8 @@ class LogFolding(TrainerCallback):  # type: ignore[misc]
             dist.all_reduce(total)
             self._counts = FoldCounts(*total.tolist())
 
+    on_epoch_end = on_step_end
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Add the counts to the log."""
         if self._counts is not None and logs is not None:
@@ -271,8 +274,8 @@ def _on_host(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 @cache
-def _parameters(kind: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _has_cache(backbone: Any, call: dict[str, Any]) -> bool:
@@ -294,6 +297,17 @@ def _check_call(backbone: Any, call: dict[str, Any]) -> None:
             raise ValueError(f"fold_backbone does not support {name}: rows that share a token may differ in it")
     if part := random_part(backbone):
         raise ValueError(f"fold_backbone does not support dropout: {part}")
+    _check_parallelism()
+
+
+def _check_parallelism() -> None:
+    """Refuse calls whose rows Accelerate splits over ranks."""
+    state: Any = sys.modules.get("accelerate.state")
+    ready = state is not None and state.is_initialized()
+    config = getattr(state.AcceleratorState(), "parallelism_config", None) if ready else None
+    for name in ("cp_size", "sp_size"):
+        if (size := getattr(config, name, None) or 1) > 1:
+            raise ValueError(f"fold_backbone does not support {name}={size}: a tree is not split over ranks; set 1")
 
 
 def _check_backbone(backbone: Any) -> bool:

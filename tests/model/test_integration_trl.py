@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -336,6 +337,15 @@ def test_models_without_position_ids_are_refused():
         fold_backbone(transformers.BartForConditionalGeneration(config))
 
 
+@pytest.mark.parametrize("setting", ["cp_size", "sp_size"])
+def test_rows_that_ranks_split_are_refused(monkeypatch, setting):
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    monkeypatch.setattr(state, "_shared_state", {"parallelism_config": SimpleNamespace(**{setting: 2})})
+    with pytest.raises(ValueError, match=f"does not support {setting}=2"):
+        fold_backbone(make())(**padded(ROWS)[0])
+
+
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models_are_exact():
     stock = make()
