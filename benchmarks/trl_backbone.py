@@ -107,7 +107,7 @@ def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds
         "name": name,
         "rows": len(samples),
         "logical_tokens": layout.logical_tokens,
-        "fold_ratio": layout.logical_tokens / layout.num_tokens,
+        "fold_ratio": layout.logical_tokens / layout.physical_tokens,
         "expected_speedup": {"step": bound.ratio, "score": bound.forward_ratio},
         "seconds": seconds,
         "median_seconds": medians,
@@ -166,7 +166,7 @@ def packing(samples: Sequence[Sample], call: dict[str, Any], layout: Any, rounds
         seconds["folds"].append(cpu_seconds(ours))
     return {
         "host_seconds": {way: statistics.median(taken) for way, taken in seconds.items()},
-        "tokens": {"trl": len(packed["input_ids"]), "folds": int(layout.num_tokens)},
+        "tokens": {"trl": len(packed["input_ids"]), "folds": int(layout.physical_tokens)},
         "copied_keys": {"trl": len(packed["tree_kv_index"]), "folds": 0},
     }
 

@@ -17,7 +17,9 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed")
 import peft
 from test_integration_transformers import InDouble
-from trl_jobs import JOBS, STEPS, load_model, save_model
+from trl_jobs import JOBS, STEPS, load_model, save_model, train
+
+from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone
 
 
 @pytest.fixture
@@ -56,6 +58,19 @@ def test_checkpointed_layers_and_adapters_train_the_same_in_single_precision(fol
         for folds in (False, True)
     )
     assert_equal(folds, stock, 1e-6)
+
+
+def test_models_that_the_trainer_loads_fold_too(folder):
+    save_model(folder)
+    stock = JOBS["GRPO"].run(str(folder), folder)
+    trainer = JOBS["GRPO"].make(str(folder), folder)
+    trainer.add_callback(LogFolding())
+    for model in (trainer.model, trainer.ref_model):
+        fold_backbone(model)
+    assert_equal(train(trainer), stock, 1e-6)
+    scored = trainer.ref_model.folding.report(with_grad=False)
+    assert scored.fold_ratio > 1.5
+    assert not scored.left_alone
 
 
 def test_adapters_with_dropout_are_refused_at_the_first_step(folder):

@@ -39,8 +39,12 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, model: Any, folder: Path, *, settings: Any = None, **arguments: Any) -> list[dict[str, Any]]:
-        """Train, and return what the trainer logged for each step."""
+    def run(self, model: Any, folder: Path, **arguments: Any) -> list[dict[str, Any]]:
+        """Train, and return the trainer's log of each step; for the arguments see :meth:`make`."""
+        return train(self.make(model, folder, **arguments))
+
+    def make(self, model: Any, folder: Path, *, settings: Any = None, **arguments: Any) -> Any:
+        """Return the trainer of a model, or of the name of one."""
         tokenizer = official(folder)
         config = getattr(trl, f"{self.name}Config")(
             output_dir=str(folder / "out"), max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, seed=3,
@@ -49,12 +53,16 @@ class Job:
             disable_tqdm=True,
             **{"gradient_checkpointing": False} | self.settings | (settings or {}),
         )  # fmt: skip
-        trainer = getattr(trl, f"{self.name}Trainer")(
+        return getattr(trl, f"{self.name}Trainer")(
             model, args=config, train_dataset=Dataset.from_list(self.rows), processing_class=tokenizer,
             callbacks=[LogFolding()] if hasattr(model, "folding") else [], **self.arguments | arguments,
         )  # fmt: skip
-        trainer.train()
-        return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train(trainer: Any) -> list[dict[str, Any]]:
+    """Train, and return the trainer's log of each step."""
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 ONLINE = {"num_generations": 4, "max_completion_length": 8}
