@@ -290,6 +290,10 @@ def _check_call(backbone: Any, call: dict[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if call.get(name) is not None and call[name] is not False:
             raise ValueError(f"fold_backbone does not support {name}: {reason}")
+    if (has := backbone.config._attn_implementation) != _EITHER:
+        raise ValueError(
+            f"attn_implementation={has!r} follows no tree: call model.set_attn_implementation({_EITHER!r})"
+        )
     shape = call["input_ids"].shape
     known = {"input_ids", "attention_mask", "position_ids", *_OF_ROWS}
     for name, value in call.items():

@@ -276,6 +276,7 @@ REFUSED_CALLS = {
     r"layers\.1\.self_attn has attention_dropout=0\.1": (rate("model.layers.1.self_attn", "attention_dropout"), {}),
     r"embed_tokens has neftune_noise_alpha=0\.1": (rate("model.embed_tokens", "neftune_noise_alpha"), {}),
     "the model drew numbers in its forward pass": (drop_unseen, {}),
+    r"'sdpa' follows no tree.*\('prefix_tree_or_sdpa'\)": (lambda model: model.set_attn_implementation("sdpa"), {}),
     "Qwen3Attention did not receive prefix_tree": (lose_the_tree, {}),
     "does not support inputs_embeds": (None, {"input_ids": None, "inputs_embeds": torch.ones(2, 3, 32).double()}),
     "does not support output_attentions": (None, {"output_attentions": True}),
