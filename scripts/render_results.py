@@ -357,6 +357,49 @@ def inside_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def trl_table(result: dict[str, Any]) -> str:
+    """Markdown for the result of benchmarks/trl_backbone.py."""
+    lines = [
+        "| rows | tokens | fold ratio | step, expected | step | scoring, expected | scoring |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    packing = [
+        "| rows | tokens computed, TRL's packing | here | keys copied per layer | on the host, TRL's packing | here |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["workloads"]:
+        cells = [f"{row['logical_tokens']:,}", f"{row['fold_ratio']:.2f}"]
+        for what in ("step", "score"):
+            cells += [f"{row['expected_speedup'][what]:.2f}x", f"**{row['speedup'][what]:.2f}x**"]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+        pack = row["packing"]
+        numbers = [pack["tokens"]["trl"], pack["tokens"]["folds"], pack["copied_keys"]["trl"]]
+        times = [f"{pack['host_seconds'][way] * 1e3:.1f} ms" for way in ("trl", "folds")]
+        packing.append(f"| {row['name']} | {' | '.join([*(f'{number:,}' for number in numbers), *times])} |")
+    model, machine, rounds = result["model"], result["machine"], result["rounds"]
+    lines += [
+        "",
+        f"A Qwen3 of {model['num_hidden_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
+        f"{model['vocab_size']:,} in fp32, on {device_of(machine)}; medians of {rounds['shared']} rounds. Expected by "
+        "FLOPs, with a head that scores every row.",
+        "",
+        *packing,
+        "",
+        "| rows that share nothing | tokens | step, stock | step, folding | of that, the hook |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["unshared"]:
+        stock, folds = row["seconds"]["stock"], row["seconds"]["folds"]
+        low, ratio, high = statistics.quantiles((b / a for a, b in zip(stock, folds, strict=True)), n=4)
+        lines.append(
+            f"| {row['rows']} | {row['tokens']:,} | {statistics.median(stock) * 1e3:,.0f} ms "
+            f"| {ratio:.3f}x ({low:.2f}-{high:.2f}) "
+            f"| {row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%}) |"
+        )
+    lines += ["", f"Medians (and quartiles) of {rounds['unshared']} pairs of steps."]
+    return "\n".join(lines)
+
+
 FAMILY_COLUMNS = (
     "family",
     "log-probabilities",
@@ -409,6 +452,7 @@ def _reason(result: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "families": ("families.json", families_table),
     "inside": ("inside.json", inside_table),
+    "trl": ("trl.json", trl_table),
     "endings": ("endings.json", endings_table),
     "saving": ("step_*_cpu.json", saving),
     "bench_step": ("step_*_cpu.json", bench_step_tables),
@@ -433,6 +477,7 @@ PAGES = (
     "docs/head.md",
     "docs/correctness.md",
     "docs/inside.md",
+    "docs/trainers.md",
     "docs/huggingface.md",
 )
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"

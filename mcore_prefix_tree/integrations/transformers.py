@@ -73,7 +73,8 @@ def attend(
     if prefix_tree is None:
         raise ValueError(
             f"{where} did not receive the argument prefix_tree: call model(**model_inputs(model, layout)), or "
-            "model.set_attn_implementation('sdpa') for plain batches and generation"
+            "model.set_attn_implementation('sdpa') for plain batches and generation; for a trainer's batches, call "
+            "fold_backbone(model) of mcore_prefix_tree.integrations.trl"
         )
     if attention_mask is not None:
         raise ValueError(f"{where} does not support attention_mask: the tree tells what each token sees")

@@ -11,7 +11,7 @@ from pages import PAGES, ROOT, name_of
 
 PAGE = ROOT / "docs" / "reference" / "python.md"
 EXAMPLE = ROOT / "examples" / "own_trainer.py"
-TRANSFORMERS = "mcore_prefix_tree.integrations.transformers"
+INTEGRATIONS = "mcore_prefix_tree.integrations"
 # To take a name away, or to give it another meaning, breaks users: say so in the changelog.
 STABLE = {
     "mcore_prefix_tree": {
@@ -23,7 +23,8 @@ STABLE = {
         "local_layer_spec", "plan_step", "restore", "single_process", "te_layer_spec", "tree_forward",
         "with_edge_head", "with_prefix_tree", "with_scalar_head", "with_vocab_size",
     },
-    TRANSFORMERS: {"check_model", "model_inputs", "sample_logprobs"},
+    f"{INTEGRATIONS}.transformers": {"check_model", "model_inputs", "sample_logprobs"},
+    f"{INTEGRATIONS}.trl": {"LogFolding", "fold_backbone"},
 }  # fmt: skip
 _PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 _IMPORT = re.compile(
@@ -44,11 +45,11 @@ def imports_of(code: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("module", STABLE)
 def test_stable_names_can_be_imported(module: str) -> None:
-    if module == TRANSFORMERS:
+    if module.startswith(INTEGRATIONS):
         pytest.importorskip("transformers")
     home = import_module(module)
     assert {name for name in STABLE[module] if not callable(getattr(home, name))} == set()
-    if module != TRANSFORMERS:
+    if not module.startswith(INTEGRATIONS):
         assert set(home.__all__) == STABLE[module]
     with pytest.raises(AttributeError, match="nonsense"):
         home.nonsense  # noqa: B018

@@ -22,9 +22,10 @@ from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cpu.attention import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.layout import rows as rows_module
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.inside import FoldCheckError, RowLogprobs
-from mcore_prefix_tree.mcore.inside import rows as rows_module
+from mcore_prefix_tree.mcore.inside.rows import read_rows
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -505,7 +506,7 @@ def test_rows_are_sorted_as_samples_are(samples: list[Sample]) -> None:
     """The sort that recognises sharing is the one that folding would do."""
     rows = rows_of(samples)
     call = packed(rows, gap=len(samples) % 2)
-    read = rows_module.read_rows(call["input_ids"], call["packed_seq_params"], device=torch.device("cpu"))
+    read = read_rows(call["input_ids"], call["packed_seq_params"], device=torch.device("cpu"))
     expected = fold([Sample(tokens=row) for row in rows])
     found = read.fold(pad_to_multiple_of=1).layout
     assert read.fold_ratio == expected.fold_ratio

@@ -15,13 +15,12 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs
+from mcore_prefix_tree.logprob.expand import expand as expand_tokens
 from mcore_prefix_tree.mcore.inside.rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.mcore.seam.vocabulary import unpadded_vocab_size
 from mcore_prefix_tree.upload import upload
 
-# Columns of half-precision gradients that are summed in fp32 at a time.
-_COLUMNS = 1024
 # What an output processor is given of the packed micro-batch.
 _PACKED = ("labels", "loss_mask", "input_ids", "position_ids", "packed_seq_params")
 
@@ -108,33 +107,7 @@ def expand(values: torch.Tensor, rows: FoldedRows, dim: int) -> torch.Tensor:
         rows: folded rows of the micro-batch.
         dim: dimension of the tokens, which has size T in the result.
     """
-    padded = rows.size > rows.layout.logical_tokens
-    expanded: torch.Tensor = _Expand.apply(values, rows.place, dim, padded)  # type: ignore[no-untyped-call]
-    return expanded
-
-
-class _Expand(torch.autograd.Function):
-    """``index_select``, but its backward sums in fp32 or wider: many rows may share a token."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, place: torch.Tensor, dim: int, padded: bool) -> torch.Tensor:
-        ctx.save_for_backward(place)
-        ctx.dim, ctx.shape = dim, values.shape
-        if padded:
-            values = torch.cat((values, torch.zeros_like(values.narrow(dim, 0, 1))), dim)
-        return values.index_select(dim, place)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        (place,) = ctx.saved_tensors
-        shape = [size + 1 if dim == ctx.dim else size for dim, size in enumerate(ctx.shape)]
-        total = grad.new_zeros(shape)
-        if grad.dtype.itemsize >= 4:
-            total.index_add_(ctx.dim, place, grad)
-        else:
-            for part, sums in zip(grad.split(_COLUMNS, -1), total.split(_COLUMNS, -1), strict=True):
-                sums.copy_(torch.zeros_like(sums, dtype=torch.float32).index_add_(ctx.dim, place, part.float()))
-        return total.narrow(ctx.dim, 0, ctx.shape[ctx.dim]), None, None, None
+    return expand_tokens(values, rows.place, dim=dim, padded=rows.size > rows.layout.logical_tokens)
 
 
 def whole(hidden: torch.Tensor, model: Any) -> torch.Tensor:

@@ -9,82 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from mcore_prefix_tree.layout import FlatLayout, fold
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.rows import HostRows, Int64Array
 from mcore_prefix_tree.mcore.inside.report import FoldReport
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
-from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import common_prefix_length, trie_from_order
 from mcore_prefix_tree.upload import upload
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PackedRows:
+class PackedRows(HostRows):
     """The rows of a packed micro-batch, on the host. Rows without tokens are left out.
 
     Attributes:
-        ids: int64 ``[T]``, token ids.
-        row: int64 ``[S]``, number of each row among all of the micro-batch.
-        start: int64 ``[S]``, start of each row.
-        length: int64 ``[S]``, number of tokens of each row.
         device: device of the model.
     """
 
-    ids: Int64Array
-    row: Int64Array
-    start: Int64Array
-    length: Int64Array
     device: torch.device
-
-    @property
-    def size(self) -> int:
-        """Number of tokens, T."""
-        return len(self.ids)
-
-    @property
-    def logical_tokens(self) -> int:
-        """Number of tokens of all rows, L."""
-        return int(self.length.sum())
-
-    @property
-    def fold_ratio(self) -> float:
-        """Ratio of all rows' tokens to unique tokens; 1 for no tokens. It costs a sort of the rows, not a layout."""
-        _, shared = self._sorted
-        unique = self.logical_tokens - int(shared.sum())
-        return self.logical_tokens / unique if unique else 1.0
-
-    @cached_property
-    def position(self) -> Int64Array:
-        """Positions of the rows' tokens in the packed micro-batch, row after row, int64 ``[L]``."""
-        before = np.cumsum(self.length) - self.length
-        position: Int64Array = np.arange(self.logical_tokens) + np.repeat(self.start - before, self.length)
-        return position
-
-    @cached_property
-    def _tokens(self) -> list[Int64Array]:
-        ends = self.start + self.length
-        return [self.ids[start:end] for start, end in zip(self.start.tolist(), ends.tolist(), strict=True)]
-
-    @cached_property
-    def _sorted(self) -> tuple[Int64Array, Int64Array]:
-        """``order`` and ``shared`` of the rows' trie, as from :func:`sort_samples`, but without making samples."""
-        packed = self.ids.astype(">i4").tobytes()  # such bytes compare like the ids
-        spans = zip((4 * self.start).tolist(), (4 * (self.start + self.length)).tolist(), strict=True)
-        keys = [packed[start:end] for start, end in spans]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        shared = np.zeros(len(order), dtype=np.int64)
-        for at, (left, right) in enumerate(pairwise(order), start=1):
-            if keys[left][:4] == keys[right][:4]:
-                shared[at] = common_prefix_length(self._tokens[left], self._tokens[right])
-        return np.array(order, dtype=np.int64), shared
 
     def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
         """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
@@ -92,11 +37,7 @@ class PackedRows:
         Raises:
             ValueError: a token id is negative or does not fit into 32 bits; names the row.
         """
-        named = zip(self.row.tolist(), self._tokens, strict=True)
-        samples = [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]
-        order, shared = self._sorted
-        trie = trie_from_order(order, shared, self.length[order])
-        layout = fold(samples, trie=trie, pad_to_multiple_of=pad_to_multiple_of)
+        layout = self.make_layout(pad_to_multiple_of=pad_to_multiple_of)
         return FoldedRows(layout=layout, **{field.name: getattr(self, field.name) for field in fields(PackedRows)})
 
 
@@ -113,9 +54,7 @@ class FoldedRows(PackedRows):
     @cached_property
     def place(self) -> torch.Tensor:
         """Folded token that answers for each position, int64 tensor ``[T]``; P for padding."""
-        place = np.full(self.size, self.layout.padded_size)
-        place[self.position] = self.layout.sample_map
-        return upload(place, self.device)
+        return upload(self.places_in(self.layout), self.device)
 
 
 @dataclass

@@ -1,0 +1,100 @@
+"""Rows of token ids as a trainer lays them out, and the layout that folds them.
+
+Legend: T tokens of the trainer's layout, with its padding; S rows; L tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.layout.flat import FlatLayout, fold
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import common_prefix_length, trie_from_order
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostRows:
+    """Rows of a trainer's micro-batch, on the host. Rows without tokens are left out.
+
+    Attributes:
+        ids: int64 ``[T]``, token ids.
+        row: int64 ``[S]``, number of each row among all of the micro-batch.
+        start: int64 ``[S]``, start of each row.
+        length: int64 ``[S]``, number of tokens of each row.
+    """
+
+    ids: Int64Array
+    row: Int64Array
+    start: Int64Array
+    length: Int64Array
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, T."""
+        return len(self.ids)
+
+    @property
+    def logical_tokens(self) -> int:
+        """Number of tokens of all rows, L."""
+        return int(self.length.sum())
+
+    @property
+    def unique_tokens(self) -> int:
+        """Number of tokens of the rows' layout, before padding. It costs a sort of the rows, not a layout."""
+        _, shared = self._sorted
+        return self.logical_tokens - int(shared.sum())
+
+    @property
+    def fold_ratio(self) -> float:
+        """Ratio of all rows' tokens to unique tokens; 1 for no tokens."""
+        return self.logical_tokens / self.unique_tokens if self.unique_tokens else 1.0
+
+    @cached_property
+    def position(self) -> Int64Array:
+        """Positions of the rows' tokens in the trainer's layout, row after row, int64 ``[L]``."""
+        before = np.cumsum(self.length) - self.length
+        position: Int64Array = np.arange(self.logical_tokens) + np.repeat(self.start - before, self.length)
+        return position
+
+    @cached_property
+    def _tokens(self) -> list[Int64Array]:
+        ends = self.start + self.length
+        return [self.ids[start:end] for start, end in zip(self.start.tolist(), ends.tolist(), strict=True)]
+
+    @cached_property
+    def _sorted(self) -> tuple[Int64Array, Int64Array]:
+        """``order`` and ``shared`` of the rows' trie, as from :func:`sort_samples`, but without making samples."""
+        packed = self.ids.astype(">i4").tobytes()  # such bytes compare like the ids
+        spans = zip((4 * self.start).tolist(), (4 * (self.start + self.length)).tolist(), strict=True)
+        keys = [packed[start:end] for start, end in spans]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        shared = np.zeros(len(order), dtype=np.int64)
+        for at, (left, right) in enumerate(pairwise(order), start=1):
+            if keys[left][:4] == keys[right][:4]:
+                shared[at] = common_prefix_length(self._tokens[left], self._tokens[right])
+        return np.array(order, dtype=np.int64), shared
+
+    def make_layout(self, *, pad_to_multiple_of: int = 1) -> FlatLayout:
+        """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
+
+        Raises:
+            ValueError: a token id is negative or does not fit into 32 bits; names the row.
+        """
+        named = zip(self.row.tolist(), self._tokens, strict=True)
+        samples = [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]
+        order, shared = self._sorted
+        trie = trie_from_order(order, shared, self.length[order])
+        return fold(samples, trie=trie, pad_to_multiple_of=pad_to_multiple_of)
+
+    def places_in(self, layout: FlatLayout) -> Int64Array:
+        """Return the token of the layout that answers for each token, int64 ``[T]``; its padded size for padding."""
+        place = np.full(self.size, layout.padded_size)
+        place[self.position] = layout.sample_map
+        return place

@@ -1,0 +1,50 @@
+"""Values of unique tokens, copied to each row that shares them.
+
+Legend: P unique tokens of a layout, with its padding; T tokens of the rows, with their padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Columns of half-precision gradients that are summed in fp32 at a time.
+_COLUMNS = 1024
+
+
+def expand(values: torch.Tensor, place: torch.Tensor, *, dim: int = 0, padded: bool = True) -> torch.Tensor:
+    """Return the value of each position's token, 0 for padding. The gradient of a token is the sum over its rows.
+
+    Args:
+        values: tensor of size P along ``dim``.
+        place: int64 ``[T]``, the token of each position, P for padding.
+        dim: dimension of the tokens, which has size T in the result.
+        padded: whether there is any padding.
+    """
+    expanded: torch.Tensor = _Expand.apply(values, place, dim, padded)  # type: ignore[no-untyped-call]
+    return expanded
+
+
+class _Expand(torch.autograd.Function):
+    """``index_select``, but its backward sums in fp32 or wider: many rows may share a token."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, place: torch.Tensor, dim: int, padded: bool) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.dim, ctx.shape = dim, values.shape
+        if padded:
+            values = torch.cat((values, torch.zeros_like(values.narrow(dim, 0, 1))), dim)
+        return values.index_select(dim, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        shape = [size + 1 if dim == ctx.dim else size for dim, size in enumerate(ctx.shape)]
+        total = grad.new_zeros(shape)
+        if grad.dtype.itemsize >= 4:
+            total.index_add_(ctx.dim, place, grad)
+        else:
+            for part, sums in zip(grad.split(_COLUMNS, -1), total.split(_COLUMNS, -1), strict=True):
+                sums.copy_(torch.zeros_like(sums, dtype=torch.float32).index_add_(ctx.dim, place, part.float()))
+        return total.narrow(ctx.dim, 0, ctx.shape[ctx.dim]), None, None, None

@@ -1,0 +1,102 @@
+"""Small jobs of TRL's own trainers, with the stock model or one that folds in its backbone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from test_data_huggingface import CHATML, make_folder, official
+
+from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone
+
+STEPS = 3
+PROMPT = "look up the parcel and say where it is. "
+ANSWERS = ["it is lost", "it is late", "the parcel is here", "it is lost"]
+LABELLED = [{"prompt": PROMPT, "completion": ANSWERS[at % 4] + str(at), "label": at % 3 > 0} for at in range(STEPS * 4)]
+COMPLETIONS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in LABELLED]
+PAIRS = [
+    {"prompt": PROMPT + str(at), "chosen": ANSWERS[at % 3], "rejected": ANSWERS[(at + 1) % 3]}
+    for at in range(STEPS * 4)
+]
+PROMPTS = [{"prompt": PROMPT}] * 8
+
+
+def count_letters(completions: list[str], **_: Any) -> list[float]:
+    return [completion.count("e") + 0.1 * len(completion) for completion in completions]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trainer of TRL with its data; ``settings`` are of its configuration, ``arguments`` its own."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, model: Any, folder: Path, **arguments: Any) -> list[dict[str, Any]]:
+        """Train, and return the trainer's log of each step; for the arguments see :meth:`make`."""
+        return train(self.make(model, folder, **arguments))
+
+    def make(self, model: Any, folder: Path, *, settings: Any = None, **arguments: Any) -> Any:
+        """Return the trainer of a model, or of the name of one."""
+        tokenizer = official(folder)
+        config = getattr(trl, f"{self.name}Config")(
+            output_dir=str(folder / "out"), max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, seed=3,
+            # Adam would make a full step of a gradient that is rounding only.
+            optim="sgd", learning_rate=1e-1, report_to="none", save_strategy="no", use_cpu=True, bf16=False,
+            disable_tqdm=True,
+            **{"gradient_checkpointing": False} | self.settings | (settings or {}),
+        )  # fmt: skip
+        return getattr(trl, f"{self.name}Trainer")(
+            model, args=config, train_dataset=Dataset.from_list(self.rows), processing_class=tokenizer,
+            callbacks=[LogFolding()] if hasattr(model, "folding") else [], **self.arguments | arguments,
+        )  # fmt: skip
+
+
+def train(trainer: Any) -> list[dict[str, Any]]:
+    """Train, and return the trainer's log of each step."""
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+ONLINE = {"num_generations": 4, "max_completion_length": 8}
+JOBS = {
+    "SFT": Job("SFT", COMPLETIONS),
+    "SFT, padding-free": Job("SFT", COMPLETIONS, {"padding_free": True, "max_length": None}),
+    "DPO": Job("DPO", PAIRS),
+    "KTO": Job("KTO", LABELLED),
+    "Reward": Job("Reward", PAIRS),
+    "GRPO": Job("GRPO", PROMPTS, ONLINE | {"beta": 0.1}, {"reward_funcs": count_letters}),
+    "RLOO": Job("RLOO", PROMPTS, ONLINE, {"reward_funcs": count_letters}),
+}
+
+
+def save_model(folder: Path, *, classifies: bool = False) -> None:
+    """Save a tiny model with its tokenizer, from which trainers read their reference models."""
+    make_folder(folder, CHATML)
+    tokenizer = official(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=False, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    _auto(classifies).from_config(config).double().save_pretrained(folder)
+
+
+def load_model(folder: Path, *, classifies: bool = False, dtype: torch.dtype = torch.float64, folds: bool) -> Any:
+    """Load the saved model."""
+    model = _auto(classifies).from_pretrained(folder, dtype=dtype)
+    return fold_backbone(model) if folds else model
+
+
+def _auto(classifies: bool) -> Any:
+    return getattr(transformers, f"AutoModelFor{'SequenceClassification' if classifies else 'CausalLM'}")
