@@ -4,12 +4,13 @@
     scripts/trainer_hooks.py               # installed trainers, and checkouts in SLIME_PATH and NEMO_RL_PATH
     scripts/trainer_hooks.py verl=../verl  # a checkout
 
-Reads source files only: nothing of a trainer is imported. Each entry of trainer_hooks.json has a file, the name of a
-function or class in it ("" for the file), parameters that we pass, text that its source has, and what we use it for.
+Reads source files only: nothing of a trainer is imported. Each entry of lib/trainer_hooks.json has a file, the name of
+a function or class in it ("" for the file), parameters that we pass, text that its source has, and its use.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.metadata
 import json
@@ -18,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-HOOKS = Path(__file__).with_suffix(".json")
+HOOKS = Path(__file__).parent / "lib" / "trainer_hooks.json"
 DISTRIBUTIONS = {"verl": "verl", "megatron_bridge": "megatron-bridge", "trl": "trl"}
 CHECKOUTS = {"slime": "SLIME_PATH", "nemo_rl": "NEMO_RL_PATH"}
 
@@ -109,6 +110,9 @@ def moved(trainer: str, root: Path) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Print a table of the hooks of each trainer; return 1 if some moved."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", metavar="TRAINER=PATH", help="checkout to look into")
+    arguments = parser.parse_args(arguments).checkouts
     roots = {trainer: root_of(trainer) for trainer in hooks()}
     roots |= {trainer: Path(path) for trainer, _, path in (argument.partition("=") for argument in arguments)}
     lost = 0
