@@ -166,6 +166,39 @@ def bench_order_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verl_dealing_table(result: dict[str, Any]) -> str:
+    """Markdown for a result of benchmarks/verl_dealing.py."""
+    ranks = sorted({row["ranks"] for row in result["results"]})
+    cells = {
+        (row["prompt"], row["answer"], dealt, row["updates"], row["ranks"]): row[dealt]
+        for row in result["results"]
+        for dealt in ("rows", "groups")
+    }
+    lines = [
+        f"| prompt, answer | dealt | {' | '.join(f'{count} ranks' if count > 1 else '1 rank' for count in ranks)} |",
+        "|---|---|" + "---:|" * len(ranks),
+    ]
+    for prompt, answer, dealt in dict.fromkeys(key[:3] for key in cells):
+        of_ranks = [cells[prompt, answer, dealt, 1, count]["fold_ratio"] for count in ranks]
+        name = "whole groups" if dealt == "groups" else "rows"
+        lines.append(f"| {prompt:,}, {answer:,} | {name} | {' | '.join(f'{ratio:.2f}' for ratio in of_ranks)} |")
+    fullest = {
+        (dealt, of): max(cell[of] for key, cell in cells.items() if key[2] == dealt)
+        for dealt in ("rows", "groups")
+        for of in ("fullest_rank", "fullest_of_updates")
+    }
+    lines += [
+        "",
+        f"Fold ratio of a step of {result['prompts']} prompts with {result['answers']} answers each, of log-normal "
+        "lengths with these means. In steps of one and of four updates, the fullest rank has at most "
+        f"{fullest['rows', 'fullest_rank'] - 1:.1%} more unique tokens than the mean if rows are dealt, and "
+        f"{fullest['groups', 'fullest_rank'] - 1:.1%} if groups are; summed over the updates, the fullest rank of each "
+        f"has at most {fullest['rows', 'fullest_of_updates'] - 1:.0%} and "
+        f"{fullest['groups', 'fullest_of_updates'] - 1:.0%} more.",
+    ]
+    return "\n".join(lines)
+
+
 def cost_table(result: dict[str, Any]) -> str:
     """Markdown for a result of ``mcore-prefix-tree calibrate``."""
     cost, measured = result["cost"], result["measured"]
@@ -461,6 +494,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bench_trie": ("trie.json", bench_trie_table),
     "bench_plan": ("plan.json", bench_plan_table),
     "bench_order": ("order.json", bench_order_table),
+    "verl_dealing": ("verl_dealing.json", verl_dealing_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),
     "bench_head": ("head_cpu.json", bench_head_tables),
     "bench_head_gpu": ("gpu_*.json", head_on_gpus),
@@ -479,6 +513,7 @@ PAGES = (
     "docs/inside.md",
     "docs/trainers.md",
     "docs/huggingface.md",
+    "docs/verl.md",
 )
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"

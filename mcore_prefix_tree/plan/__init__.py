@@ -3,6 +3,7 @@
 from mcore_prefix_tree.plan.ahead import Ahead
 from mcore_prefix_tree.plan.bound import Bound, Parts, work_ratios
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
+from mcore_prefix_tree.plan.deal import Dealt, deal
 from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.report import MicroBatchReport, PlanReport, report_plan
@@ -16,6 +17,7 @@ __all__ = [
     "BudgetError",
     "CostModel",
     "Counts",
+    "Dealt",
     "ExpectedSpeedup",
     "ForestPlan",
     "LatentAttention",
@@ -26,6 +28,7 @@ __all__ = [
     "PlanReport",
     "Spread",
     "StepsReport",
+    "deal",
     "fewest_micro_batches",
     "least_makespan",
     "plan_step",

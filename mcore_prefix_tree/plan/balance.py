@@ -7,7 +7,6 @@ Legend: D data-parallel ranks, K micro-batches per rank, L leaves.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
+from mcore_prefix_tree.plan.deal import deal
 from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, place
 from mcore_prefix_tree.plan.refine import refine
@@ -250,43 +250,10 @@ def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: in
 def _deal(
     leaves: Leaves, cost_model: CostModel, bins: list[Int64Array], dp_size: int, micro_batches: int
 ) -> list[RankBins]:
-    """Deal bins to ranks, ``micro_batches`` each: the largest first to the lightest rank with room, then swaps."""
+    """Deal bins to ranks, ``micro_batches`` each."""
     empty, missing = np.arange(0), dp_size * micro_batches - len(bins)
     cost = [leaves.some(chosen).units(cost_model) for chosen in bins]
     cost += [leaves.some(empty).units(cost_model)] * missing
     bins = bins + [empty] * missing
-    ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    load = [0] * dp_size
-    with_room = [(0, rank) for rank in range(dp_size)]  # a heap
-    for index in sorted(range(len(bins)), key=lambda index: -cost[index]):
-        rank = with_room[0][1]
-        ranks[rank].append(index)
-        load[rank] += cost[index]
-        if len(ranks[rank]) < micro_batches:
-            heapq.heapreplace(with_room, (load[rank], rank))
-        else:
-            heapq.heappop(with_room)
-    if micro_batches > 1:
-        _swap(ranks, load, np.asarray(cost, dtype=np.int64))
-    return [[bins[index] for index in rank] for rank in ranks]
-
-
-def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array) -> None:
-    """Exchange two bins between the heaviest rank and another as long as that makes the heavier of the two lighter."""
-    for _ in range(4 * len(ranks)):
-        heavy = int(np.argmax(load))
-        best: tuple[int, int, int, int] | None = None
-        for light in heapq.nsmallest(min(8, len(ranks) - 1), range(len(ranks)), key=load.__getitem__):
-            gain = cost[ranks[heavy]][:, None] - cost[ranks[light]][None, :]
-            after = np.maximum(load[heavy] - gain, load[light] + gain)
-            at = int(np.argmin(after))
-            value = int(after.flat[at])
-            if value < load[heavy] and (best is None or value < best[0]):
-                best = (value, light, *divmod(at, len(ranks[light])))
-        if best is None:
-            return
-        _, light, mine, theirs = best
-        moved = int(cost[ranks[heavy][mine]] - cost[ranks[light][theirs]])
-        ranks[heavy][mine], ranks[light][theirs] = ranks[light][theirs], ranks[heavy][mine]
-        load[heavy] -= moved
-        load[light] += moved
+    dealt = deal(cost, dp_size, size=[1] * len(bins), room=micro_batches)
+    return [[bins[index] for index in rank] for rank in dealt.ranks]

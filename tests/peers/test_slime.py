@@ -16,6 +16,7 @@ if not os.getenv("SLIME_PATH"):
 pytest.importorskip("ray", reason="ray is not installed")
 from harness.worlds import Layout, WorkerError, world
 from layouts import in_layouts
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from slime_runs import OURS, compare, same_parameters
 
 # slime's head of a critic answers in float32, in which the gradients of a token's rows are then summed.
@@ -86,5 +87,11 @@ def test_refusals_by_name(ours: dict[str, Any], named: str) -> None:
         world(1).run(compare, Layout(), "actor", 1e-12, ours, {}, layout=Layout())
 
 
-def test_layers_of_slime_itself() -> None:
-    world(1).run(same_parameters, layout=Layout())
+@pytest.mark.parametrize("experts", [None, 2])
+def test_layers_of_slime_itself(experts: int | None) -> None:
+    if experts is None:
+        try:
+            get_gpt_layer_local_spec(moe_use_legacy_grouped_gemm=False)
+        except TypeError:
+            pytest.skip("slime's dense local layers pass an argument that this megatron-core no longer takes")
+    world(1).run(same_parameters, experts, layout=Layout())

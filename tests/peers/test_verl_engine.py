@@ -5,10 +5,12 @@ Needs verl: ``pip install --no-deps -r requirements-peers.txt``.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed")
 from harness.worlds import Layout, world
 from layouts import in_layouts
-from verl_engines import compare, emulated, engine
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from verl_engines import compare, emulated, engine, track
 
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 
@@ -40,6 +43,24 @@ def test_micro_batches_of_verl_and_a_check_of_the_first() -> None:
     (result,) = world(1).run(call, Layout(), "language_model", layout=Layout())
     assert result["fold"]["fold/micro_batches"] == [2]
     assert result["fold"]["fold/rows"] == [12]
+
+
+@in_layouts("single", "dp2")
+def test_sft_report_reaches_every_tracker(size: int, layout: Layout, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="verl's workers import it")
+    backends = ["console", "file", "tensorboard"] + ["wandb"] * (find_spec("wandb") is not None)
+    metrics = world(size).run(track, layout, str(tmp_path), backends, layout=layout)[0]
+    report = {name: value for name, value in metrics.items() if "fold/" in name}
+    assert report["mtp_losses/fold/rows"] == 12 * size
+    assert report["mtp_losses/fold/fold_ratio"] > 1.3
+    # MLflow, ClearML and the others take numbers only.
+    assert {type(value) for value in report.values()} == {float}
+    (line,) = (tmp_path / "project" / "run.jsonl").read_text().splitlines()
+    assert json.loads(line)["data"] == metrics
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    scalars = EventAccumulator(str(events)).Reload()
+    for name, value in report.items():
+        assert scalars.Scalars(name)[0].value == pytest.approx(value, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,7 @@ def batch(seed: int, *, max_tokens: int, dynamic: bool, groups: int = 3, rollout
         "micro_batch_size_per_gpu": 6,
         "temperature": 0.7,
         "calculate_entropy": True,
+        "disable_auto_offload": True,  # as train_mini_batch
         "global_batch_size": len(pairs) * parallel_state.get_data_parallel_world_size(),
     }
     return tu.get_tensordict(tensors, settings)
@@ -259,3 +260,32 @@ def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> di
         error = (ours[name].double() - expected.double()).norm()
         assert error <= 1e-5 * max(1e-3, expected.double().norm()), (name, error, expected.norm())
     return {"names": sorted(stock), "fold": {k: v for k, v in metrics.items() if k.startswith("fold/")}}
+
+
+def track(layout: Any, folder: str, backends: list[str]) -> Any:
+    """Every rank: what SFT's trainer hands its trackers; the first rank of the last stage logs it with ``Tracking``."""
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.tracking import Tracking
+    from verl.workers.engine_workers import TrainingWorker
+
+    with emulated("mcore_prefix_tree"):
+        built = engine("language_model")
+        built.initialize()
+        data = batch(parallel_state.get_data_parallel_rank(), max_tokens=50, dynamic=True)
+        tu.pop(data, key="disable_auto_offload")
+        with built.train_mode(disable_auto_offload=True):
+            built.optimizer_zero_grad()
+            output = built.forward_backward_batch(data, loss_of("language_model"))
+        # Of sft_loss there are no metrics.
+        output["metrics"] = {name: value for name, value in output["metrics"].items() if "fold/" in name}
+        output.pop("model_output")
+        worker = SimpleNamespace(engine=built, device_name="cpu", flops_counter=None)
+        spent = {"global_token_num": None, "delta_time": 1.0, "forward_only": False, "images_seqlens": None}
+        metrics = tu.get(TrainingWorker._postprocess_output(worker, output, **spent), "metrics")
+        if parallel_state.get_data_parallel_rank() == 0:
+            settings = {"VERL_FILE_LOGGER_ROOT": folder, "TENSORBOARD_DIR": folder, "WANDB_DIR": folder}
+            with mock.patch.dict(os.environ, settings | {"WANDB_MODE": "offline"}):
+                tracking = Tracking("project", "run", backends, config={"trainer": {}})
+                tracking.log(data=metrics, step=1)
+                tracking.finish()
+    return metrics

@@ -30,6 +30,9 @@ from mcore_prefix_tree.mcore.inside import RowLogprobs, fold_inside
 
 # What a batch can ask of verl's own engine only.
 _NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+# Metrics whose names begin so, verl's TrainingWorker averages over data-parallel ranks. It makes lists of the others,
+# which SFT's trackers get as they are and TensorBoard rejects; train_mini_batch, of the RL trainers, flattens them.
+_AVERAGED = "mtp_losses/"
 _register = partial(EngineRegistry.register, backend="megatron", vendor=VENDOR)
 
 
@@ -108,7 +111,10 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
         output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
-        output["metrics"] |= {name: [value] for name, value in report.to_log().items()}
+        # Of verl's callers, train_mini_batch sets it.
+        flattened = tu.get_non_tensor_data(data, key="disable_auto_offload", default=False)
+        prefix = "" if flattened else _AVERAGED
+        output["metrics"] |= {f"{prefix}{name}": [value] for name, value in report.to_log().items()}
         return output
 
     def _micro_batches(self, data: TensorDict) -> tuple[list[TensorDict], list[list[int]] | None]:

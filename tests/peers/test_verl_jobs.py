@@ -1,0 +1,90 @@
+"""Whole jobs of verl, its own engine and the one that folds inside: the same losses, gradient norms and weights.
+
+Needs packages as old as verl 0.9.1 asks for. In an environment with requirements-test.txt and requirements-bridge.txt,
+``pip install --no-deps -r requirements-verl.txt``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchdata", reason="verl's SFT trainer needs requirements-verl.txt")
+if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from verl_jobs import conversations, model_folder, ppo, prompts, run, sft
+
+pytestmark = pytest.mark.slow
+STOCK, FOLDED = "nvidia", "mcore_prefix_tree"
+LORA = ("model.lora.rank=8", "model.lora.alpha=16")
+OFFLOADED = ("engine.param_offload=True", "engine.optimizer_offload=True")
+# The job ends before a last step, which verl would save: the stand-in for grouped layers keeps no extra state.
+EXPERTS = (
+    "+engine.override_transformer_config.moe_router_load_balancing_type=none",
+    *("trainer.total_training_steps=99", "trainer.total_epochs=2"),
+)
+
+
+def compare(stock: list[dict[str, Any]], folded: list[dict[str, Any]], *names: str) -> None:
+    """Every step: the same numbers within 1e-6, and the report of the one that folds."""
+    assert len(stock) == len(folded) > 1
+    for expected, step in zip(stock, folded, strict=True):
+        numbers = {name: expected[name] for name in names}
+        assert {name: step[name] for name in names} == pytest.approx(numbers, rel=1e-6, abs=1e-6)
+        assert not any("fold/" in name for name in expected)
+
+
+def compare_exports(start: Path, stock: Path, folded: Path) -> None:
+    """Exported weights differ by at most 1e-4 of what training changed of them."""
+    before, expected, weights = (load_file(folder / "model.safetensors") for folder in (start, stock, folded))
+    assert before.keys() == expected.keys() == weights.keys()
+    for name, weight in weights.items():
+        update = (expected[name] - before[name]).norm()
+        assert update > 0
+        assert (weight - expected[name]).norm() <= 1e-4 * update, name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "family", "settings"),
+    [
+        pytest.param(1, "Qwen3", (), id="one-rank"),
+        pytest.param(1, "Qwen3-MoE", EXPERTS, id="experts"),
+        pytest.param(1, "Qwen3", LORA, id="lora"),
+        pytest.param(1, "Llama 3", OFFLOADED, id="offloading"),
+        pytest.param(2, "Qwen3", (), id="dp2"),
+        pytest.param(2, "Qwen3", ("engine.tensor_model_parallel_size=2",), id="tp2-sp"),
+        pytest.param(2, "Qwen3", ("engine.pipeline_model_parallel_size=2",), id="pp2"),
+    ],
+)
+def test_sft(ranks: int, family: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", family)
+    data = conversations(tmp_path / "data.parquet")
+    saved = ("checkpoint.save_contents=[model,optimizer,extra,hf_model]", "trainer.save_freq=3")
+    saved = () if settings in (LORA, EXPERTS) else saved
+    command = sft(ranks, model, data, *settings, *saved)
+    stock, folded = (run(command, tmp_path / vendor, vendor=vendor) for vendor in (STOCK, FOLDED))
+    compare(stock, folded, "train/loss", "train/grad_norm", "train/lr")
+    assert all(step["mtp_losses/fold/fold_ratio"] > 1.2 for step in folded)
+    scalars = EventAccumulator(str(tmp_path / FOLDED / "tensorboard")).Reload()
+    ratios = [scalar.value for scalar in scalars.Scalars("mtp_losses/fold/fold_ratio")]
+    assert ratios == pytest.approx([step["mtp_losses/fold/fold_ratio"] for step in folded], rel=1e-6)
+    if saved:
+        exports = [next((tmp_path / vendor).glob("checkpoints/**/huggingface")) for vendor in (STOCK, FOLDED)]
+        compare_exports(model, *exports)
+
+
+def test_grpo_with_whole_groups(tmp_path: Path) -> None:
+    """Ray workers, rollouts, the V1 trainer: verl's own, and ours that deals whole groups."""
+    pytest.importorskip("transfer_queue", reason="verl's V1 trainers need requirements-verl.txt")
+    model, data = model_folder(tmp_path / "model"), prompts(tmp_path / "prompts.parquet")
+    stock = run(ppo(1, model, data), tmp_path / STOCK, vendor=STOCK)
+    command = ppo(1, model, data, "trainer.v1.trainer_mode=sync_grouped")
+    folded = run(command, tmp_path / FOLDED, vendor=FOLDED)
+    compare(stock, folded, "actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean")
+    assert all(step["actor/fold/fold_ratio"] > 1.5 for step in folded)
+    assert all(step["fold/rank_unique_tokens/max"] > 0 for step in folded)
