@@ -68,6 +68,7 @@ QUOTED: dict[str, dict[str, str]] = {
     "docs/howto/megatron-lm.md": {"scored.jsonl: ": CHECKOUT, "sizes that": CHECKOUT, "...": CHECKOUT},
     "docs/howto/token-ids.md": {"Samples would share more": "is what tests/unit/test_cli_causes.py holds"},
     "docs/inside.md": {"prefix trees of 100 micro-batches": TRAINERS},
+    "docs/trainers.md": {"{'loss': 5.631": TRAINERS},
     "docs/planning.md": {"Training steps fold more": "is what tests/unit/test_cli_causes.py holds"},
     "docs/xtoken.md": {"error: ": MESSAGES},
 }

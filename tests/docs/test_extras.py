@@ -35,7 +35,17 @@ DEPENDENCIES = {
 }
 # No extra adds trainers, kernels of others and contestants of benchmarks.
 OTHERS = {
-    *("flash_attn_interface", "liger_kernel", "nemo_rl", "prefix_grouper", "ray", "slime", "tensordict", "tomli"),
+    *(
+        "flash_attn_interface",
+        "liger_kernel",
+        "nemo_rl",
+        "prefix_grouper",
+        "ray",
+        "slime",
+        "tensordict",
+        "tomli",
+        "transfer_queue",
+    ),
     "verl",
 }
 # What scripts import of the tests and for them is there where tests run.

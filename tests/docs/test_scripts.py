@@ -83,7 +83,7 @@ def test_same_steps_finds_the_last_bit_of_a_loss_and_a_weight() -> None:
         "weights": {"w": "ab", "b": "c"},
     }
     assert compare(run, run) == "same"
-    steps = [run["steps"][0], {"loss": math.nextafter(0.2, 1)}]
+    steps = [run["steps"][0], {"loss": math.nextafter(0.2, 1), "grad_norm": 1.0}]
     assert compare(run, run | {"steps": steps}) == "DIFFERS: line 2 of the metrics, loss: 0.2 and 0.20000000000000004"
     assert compare(run, run | {"steps": steps[:1]}) == "DIFFERS: 2 and 1 lines of metrics"
     assert compare(run, run | {"weights": {"w": "ab"}}) == "DIFFERS: 1 tensors of the checkpoint, first b"
