@@ -26,6 +26,7 @@ OFFLOADED = ("engine.param_offload=True", "engine.optimizer_offload=True")
 # The job ends before a last step, which verl would save: the stand-in for grouped layers keeps no extra state.
 EXPERTS = (
     "+engine.override_transformer_config.moe_router_load_balancing_type=none",
+    "+engine.override_transformer_config.moe_aux_loss_coeff=0",
     *("trainer.total_training_steps=99", "trainer.total_epochs=2"),
 )
 
