@@ -135,10 +135,12 @@ def run(command: list[str], folder: Path, *, vendor: str, **environment: str) ->
         "RAY_prestart_worker_first_driver": "0",
         "HOME": str(folder),  # of Ray's token
     }
+    # Ray takes the empty list that hides GPUs from tests for the number of GPUs.
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     with (folder / "output.txt").open("w") as output:
         ran = subprocess.run(
             [sys.executable, "-m", *command],
-            env=os.environ | settings | environment,
+            env=inherited | settings | environment,
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
