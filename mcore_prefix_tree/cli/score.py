@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, load_job, local
 from mcore_prefix_tree.errors import spelled
 from mcore_prefix_tree.inputs import MOST
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.recipe import Recipe
+    from mcore_prefix_tree.recipe.rules import Check
 
 _SPELLINGS = {f"score.{name}": f"--{name.replace('_', '-')}" for name in ("output", "reference", "teacher_top_k")}
 
@@ -52,8 +57,12 @@ def score(
     from mcore_prefix_tree.recipe.check import for_scoring
     from mcore_prefix_tree.recipe.teacher import list_inputs
 
-    loaded = load_job(recipe, overrides, hf, for_scoring)
-    check_output_option("--output", output, [recipe, *list_inputs(loaded), *([] if reference is None else [reference])])
+    def list_checks(loaded: Recipe) -> Iterator[Check]:
+        yield from for_scoring(loaded)
+        inputs = [recipe, *list_inputs(loaded), *([] if reference is None else [reference])]
+        yield lambda: check_output_option("--output", output, inputs)
+
+    loaded = load_job(recipe, overrides, hf, list_checks)
     from mcore_prefix_tree.mcore.trainer.score_file import run_score
 
     with spelled(_SPELLINGS):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,10 @@ from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
 from mcore_prefix_tree.ending import ended_at_once
 from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
 from mcore_prefix_tree.output import outlive_output
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.recipe import Recipe
+    from mcore_prefix_tree.recipe.rules import Check
 
 
 def train(
@@ -51,9 +56,12 @@ def _train(
     from mcore_prefix_tree.recipe.check import check_metrics, for_training
     from mcore_prefix_tree.recipe.teacher import list_inputs
 
-    loaded = load_job(recipe, overrides, hf, for_training)
-    check_metrics(loaded.log.metrics, [recipe])
-    check_picture(plot, [recipe, *list_inputs(loaded)])
+    def list_checks(loaded: Recipe) -> Iterator[Check]:
+        yield from for_training(loaded)
+        yield lambda: check_metrics(loaded.log.metrics, [recipe])
+        yield lambda: check_picture(plot, [recipe, *list_inputs(loaded)])
+
+    loaded = load_job(recipe, overrides, hf, list_checks)
     outlive_output()
     from mcore_prefix_tree.mcore.trainer.end_request import EndedError
     from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train

@@ -42,40 +42,42 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
         fused_head: whether the student has the fused head.
 
     Raises:
-        RecipeError: the named teachers do not fit the objective.
+        RecipeError: the named teachers do not fit the objective; names all that is wrong.
     """
     teachers, needed = given.teacher_recipes, objective.second_models
     asked, across = needed is not None and needed.asked, needed is not None and not needed.same_vocabulary
     full = "objective.options.teacher: full"
+    faults = []
     if across and not teachers:
-        raise RecipeError(
+        faults.append(
             "objective.name=xtoken learns from a model with another tokenizer; name its recipe with "
             "objective.teacher_recipe"
         )
-    if asked and not teachers:
-        raise RecipeError(
+    elif asked and not teachers:
+        faults.append(
             f"{full} asks a second model in every step; name its recipe with objective.teacher_recipe, or put the "
-            "teacher's "
-            "likeliest tokens into the data and set top_k"
+            "teacher's likeliest tokens into the data and set top_k"
         )
     if needed is not None and not fused_head:
         setting = "objective.name=xtoken" if across else full
-        raise RecipeError(
-            f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; leave "
-            "it out"
+        faults.append(
+            f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; leave it "
+            "out"
         )
     if teachers and needed is None:
-        raise RecipeError(
+        faults.append(
             f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
-            f"objective.options.teacher=full, and xtoken, ask a second model; leave it out"
+            "objective.options.teacher=full, and xtoken, ask a second model; leave it out"
         )
+    elif len(teachers) > 1 and not across:
+        faults.append(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
     if given.teacher_tensor_model_parallel_size and not asked:
-        raise RecipeError(
+        faults.append(
             "objective.teacher_tensor_model_parallel_size applies only to teachers that are asked in every step; leave "
             "it out"
         )
-    if len(teachers) > 1 and not across:
-        raise RecipeError(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
+    if faults:
+        raise RecipeError("; ".join(faults))
 
 
 def objective_of(recipe: Recipe) -> Objective:

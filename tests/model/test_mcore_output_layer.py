@@ -407,7 +407,7 @@ def test_deferred_weight_gradients_are_refused() -> None:
     _, tree = twins(tiny_config())
     tree.output_layer.config = replace(tree.config)
     tree.output_layer.config.defer_embedding_wgrad_compute = True
-    with pytest.raises(NotImplementedError, match=r"defer_embedding_wgrad_compute=True, .* fused_head: false"):
+    with pytest.raises(NotImplementedError, match=r"defer_embedding_wgrad_compute=True, .* fused_head=false"):
         with_edge_head(tree)
 
 

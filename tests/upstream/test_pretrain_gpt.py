@@ -404,6 +404,15 @@ def test_dry_run_folds_the_first_step_in_its_order(stock: Stock, tmp_path: Path)
     assert f"first step: {sum(map(len, step))} logical tokens" in run.output
 
 
+def test_dry_run_pads_the_vocabulary_of_a_tokenizer_that_it_does_not_build(stock: Stock) -> None:
+    unpadded = MODEL.replace(f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}", "--tokenizer-type NullTokenizer")
+    run = trained(ENTRY, CPU, unpadded, f"--vocab-size {VOCAB}", TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run")
+    assert "first step: " in run.output
+    run = megatron(ENTRY, CPU, unpadded, TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run")
+    assert run.status == 2
+    assert "--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size" in run.output
+
+
 def test_dry_run_finds_the_sizes_that_are_left_out(stock: Stock) -> None:
     """They fill the budget; a job with them has the losses of the job without folding."""
     left_out = FOLDED.replace("--micro-batch-size 4", "")

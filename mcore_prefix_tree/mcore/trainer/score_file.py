@@ -67,7 +67,7 @@ def run_score(
     try:
         check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
     except ValueError as error:
-        raise RecipeError(f"score.output={error}") from None
+        raise RecipeError(f"score.output {error}") from None
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
     kind = recipe.objective.kind
     options = ScoreConfig(
