@@ -349,7 +349,7 @@ def test_rows_that_ranks_split_are_refused(monkeypatch, setting):
 
 @pytest.mark.ci
 def test_compiled_models_are_exact():
-    # In another process: this one forks DataLoader workers in later tests, and what torch compiled does not survive that.
+    # In another process: later tests fork DataLoader workers of this one, which torch.compile would break.
     process = fork_context().Process(target=compare_compiled)
     process.start()
     process.join()
