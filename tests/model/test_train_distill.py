@@ -213,7 +213,7 @@ def test_what_a_teacher_cannot_be_asked(job: Path, tmp_path: Path) -> None:
     assert "--teacher-top-k=65: it must be from 1 to the vocabulary's 64" in refused("--teacher-top-k", "65")
     assert "'--teacher-top-k': Input should be greater than or equal to 1" in refused("--teacher-top-k", "0")
     assert "objective.name=critic has none" in refused("objective.name=critic", "--teacher-top-k", "2")
-    assert "this model gives teacher alone" in refused("--teacher-top-k", "2", "--reference", str(tmp_path))
+    assert "this model gives only teacher" in refused("--teacher-top-k", "2", "--reference", str(tmp_path))
 
 
 LARGER = {

@@ -280,7 +280,7 @@ def test_what_is_scored_is_what_the_stock_model_says_of_each_sample_alone(job: P
                 assert row["reward"] == pytest.approx(values[-1], rel=1e-11)
     refused = command("score", job, *saving, "--reference", str(tmp_path / "runs"), "--output", str(output))
     assert refused.exit_code == 2
-    assert "--reference gives ref_logprobs beside those of a policy, but this model gives" in refused.stderr
+    assert "--reference adds ref_logprobs to those of a policy, but this model gives only" in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["critic", "reward_model"])
