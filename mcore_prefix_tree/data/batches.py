@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import gc
 import os
 import signal
 import threading
@@ -224,11 +225,16 @@ class SampleStream:
             order.groups[line][part] for line, part in order.pieces(consumed)
         )
         if num_workers and order.is_streamed:
+            # A worker is a fork. What this process leaves to the collector, such as graphs of autograd, whose threads the
+            # worker lacks, must not be collected there.
+            gc.freeze()
             try:
                 self._groups = iter(_loader(order, consumed, num_workers))
             except OSError as error:
                 reason = f"the processes cannot start: {error.strerror}"
                 raise OSError(error.errno, reason, f"data.num_workers={num_workers}") from error
+            finally:
+                gc.unfreeze()
             # At its exit Python would end workers by a signal that they ignore, and wait for them for ever.
             atexit.register(self.close)
 

@@ -257,7 +257,7 @@ def _fault_of(path: str, error: Exception) -> str:
     if isinstance(error, IsADirectoryError):
         is_model = os.path.isfile(os.path.join(path, "config.json"))
         return f"is a folder; {'name a recipe, and this folder with --hf' if is_model else 'name a YAML file in it'}"
-    if path.lower().endswith(_SAMPLES):
+    if path.lower().endswith(_SAMPLES) and not isinstance(error, TimeoutError):  # of a FIFO without a writer
         return f"is a file of samples, by its name; name a recipe, and this file with data.path={path}"
     return f"cannot be read: {_one_line(error)}"
 

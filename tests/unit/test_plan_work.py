@@ -74,9 +74,9 @@ def test_flops_of_experts_by_hand():
 def test_a_recipe_s_model():
     recipe = ModelConfig(**SMALL, num_query_groups=2, ffn_hidden_size=16)
     assert ModelWork.from_model(recipe) == ModelWork.from_dimensions(**DENSE, num_query_groups=2)
-    plain = ModelConfig(**SMALL, swiglu=False, kv_channels=5, transformer={"window_size": [3, 0]})
+    plain = ModelConfig(**SMALL, swiglu=False, kv_channels=6, transformer={"window_size": [3, 0]})
     assert ModelWork.from_model(plain, fused_head=True) == ModelWork.from_dimensions(
-        **SMALL, ffn_hidden_size=32, swiglu=False, kv_channels=5, fused_head=True, settings={"window_size": (3, 0)}
+        **SMALL, ffn_hidden_size=32, swiglu=False, kv_channels=6, fused_head=True, settings={"window_size": (3, 0)}
     )
     unknown = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=4, ffn_hidden_size=16)
     with pytest.raises(ValueError, match=r"model\.vocab_size"):
