@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import gc
 import os
 import signal
 import threading
@@ -225,8 +224,8 @@ class SampleStream:
             order.groups[line][part] for line, part in order.pieces(consumed)
         )
         if num_workers and order.is_streamed:
-            # A worker is a fork. What this process leaves to the collector, such as graphs of autograd, whose threads the
-            # worker lacks, must not be collected there.
+            # A worker is a fork. What this process has dropped but not collected is not the worker's to end: process
+            # groups and graphs of autograd, whose threads it does not have.
             gc.freeze()
             try:
                 self._groups = iter(_loader(order, consumed, num_workers))
@@ -286,9 +285,6 @@ def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Seq
 
 
 def _live_as_long_as_the_main_process(worker: int) -> None:
-    # What the main process has dropped but not collected is not this process's to end: process groups, whose threads it
-    # does not have.
-    gc.freeze()
     # Without its workers it could not go on to its checkpoint.
     for ending in ENDING_SIGNALS:
         signal.signal(ending, signal.SIG_IGN)
