@@ -378,16 +378,19 @@ def inside_table(result: dict[str, Any]) -> str:
         "| rows that share nothing | tokens | step, stock | step, folding inside | of that, the hook |",
         "|---:|---:|---:|---:|---:|",
     ]
-    for row in result["unshared"]:
-        stock, folds = row["seconds"]["stock"], row["seconds"]["folds"]
-        low, ratio, high = statistics.quantiles((b / a for a, b in zip(stock, folds, strict=True)), n=4)
-        lines.append(
-            f"| {row['rows']} | {row['tokens']:,} | {statistics.median(stock) * 1e3:,.0f} ms "
-            f"| {ratio:.3f}x ({low:.2f}-{high:.2f}) "
-            f"| {row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%}) |"
-        )
+    lines += [_unshared_row(row) for row in result["unshared"]]
     lines += ["", f"The same model and machine; medians (and quartiles) of {rounds['unshared']} pairs of steps."]
     return "\n".join(lines)
+
+
+def _unshared_row(row: dict[str, Any]) -> str:
+    """Markdown for rows that share nothing: the step and its hook."""
+    stock, folds = row["seconds"]["stock"], row["seconds"]["folds"]
+    low, ratio, high = statistics.quantiles((b / a for a, b in zip(stock, folds, strict=True)), n=4)
+    return (
+        f"| {row['rows']} | {row['tokens']:,} | {statistics.median(stock) * 1e3:,.0f} ms "
+        f"| {ratio:.3f}x ({low:.2f}-{high:.2f}) | {row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%}) |"
+    )
 
 
 def trl_table(result: dict[str, Any]) -> str:
@@ -421,14 +424,7 @@ def trl_table(result: dict[str, Any]) -> str:
         "| rows that share nothing | tokens | step, stock | step, folding | of that, the hook |",
         "|---:|---:|---:|---:|---:|",
     ]
-    for row in result["unshared"]:
-        stock, folds = row["seconds"]["stock"], row["seconds"]["folds"]
-        low, ratio, high = statistics.quantiles((b / a for a, b in zip(stock, folds, strict=True)), n=4)
-        lines.append(
-            f"| {row['rows']} | {row['tokens']:,} | {statistics.median(stock) * 1e3:,.0f} ms "
-            f"| {ratio:.3f}x ({low:.2f}-{high:.2f}) "
-            f"| {row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%}) |"
-        )
+    lines += [_unshared_row(row) for row in result["unshared"]]
     lines += ["", f"Medians (and quartiles) of {rounds['unshared']} pairs of steps."]
     return "\n".join(lines)
 

@@ -100,7 +100,7 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, not words or not _OFF.issuperset(words))
 
 
-class _Reader:
+class _NotingReader:
     """Type of an argument that notes a value that cannot be read, and takes the default in its place."""
 
     def __init__(self, action: argparse.Action, mistakes: Mistakes) -> None:
@@ -152,7 +152,7 @@ class EarlyParser(argparse.ArgumentParser):
             self.add_argument(option_of(name), nargs="*", action=_Given)
         for action in self._actions:
             if action.type is not None or action.choices is not None:
-                action.type, action.choices = _Reader(action, mistakes), None
+                action.type, action.choices = _NotingReader(action, mistakes), None
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(message)

@@ -82,8 +82,7 @@ def check_stage(ranks: int, objective: ObjectiveConfig) -> None:
     if ranks % size:
         raise RecipeError(
             f"objective.teacher_tensor_model_parallel_size={size} does not divide the {ranks} ranks of a pipeline "
-            "stage; choose one "
-            "that does"
+            "stage; choose one that does"
         )
 
 
@@ -103,8 +102,7 @@ def parallel_of_teachers(objective: ObjectiveConfig, parallel: ParallelConfig) -
     if given != 1 and given % own:
         raise RecipeError(
             f"objective.teacher_tensor_model_parallel_size={given} is neither 1, which leaves teachers whole on each "
-            "rank, nor a "
-            f"multiple of parallel.tensor_model_parallel_size={own}; change it, or leave it out to cut teachers as "
-            "their student"
+            f"rank, nor a multiple of parallel.tensor_model_parallel_size={own}; change it, or leave it out to cut "
+            "teachers as their student"
         )
     return replace(parallel, tensor_model_parallel_size=given, sequence_parallel=False)
