@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
+from mcore_prefix_tree.errors import spelled
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score import ScoringStep
 from mcore_prefix_tree.mcore.engine.score_file import ScoreReport, batches
@@ -95,7 +96,8 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         with rows_file(output) if is_main_rank() else nullcontext() as writer:
             for samples in batches(data.order, recipe.batch.per_step):
                 pairs = paired(samples)
-                step = ScoringStep.plan([pair.teacher for pair in pairs], folding, for_main_rank=True)
+                with spelled({"batch.max_tokens": "batch.max_tokens of the teacher's recipe"}):
+                    step = ScoringStep.plan([pair.teacher for pair in pairs], folding, for_main_rank=True)
                 scores = step.score(model.chunks, readout)
                 if writer is None:
                     continue
