@@ -5,8 +5,9 @@
     benchmarks/inside.py --device cuda          # bf16, with TransformerEngine's attention; writes inside_<GPU>.json
 
 Both models are a stock GPTModel with the same weights. On a CPU, where Megatron-Core has no attention for packed rows,
-both get the one of ``mcore_prefix_tree.cpu.attention``: a call of torch's fused attention for each row. Times on a CPU
-are CPU seconds of the process, which other processes disturb less than the clock. Every repetition runs each way once.
+both get the one of ``mcore_prefix_tree.cpu.dot_product``: a call of torch's fused attention for each row. Times on a
+CPU are CPU seconds of the process, which other processes disturb less than the clock. Every repetition runs each way
+once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mcore_prefix_tree import Sample
 from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.cpu.launcher import SEED, single_process
-from mcore_prefix_tree.memory import PeakMemory
+from mcore_prefix_tree.utils.memory import PeakMemory
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
@@ -106,7 +107,7 @@ def models(shape: dict[str, int], device: torch.device) -> tuple[Any, Any]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_prefix_tree.cpu.attention import PackedAttention
+    from mcore_prefix_tree.cpu.dot_product import PackedAttention
     from mcore_prefix_tree.cpu.specs import exchanged
     from mcore_prefix_tree.mcore import fold_inside, with_prefix_tree
 

@@ -30,8 +30,8 @@ from trl.trainer.utils import add_fused_lm_head
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.integrations.trl import fold_backbone, read_rows
-from mcore_prefix_tree.plan.work import Counts, ExpectedSpeedup, ModelWork
-from mcore_prefix_tree.versions import version_of
+from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
+from mcore_prefix_tree.utils.versions import version_of
 
 OUTPUT = Path(__file__).parent / "results" / "trl.json"
 MODEL = {

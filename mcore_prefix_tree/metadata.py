@@ -17,7 +17,7 @@ import torch
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.flat import starts_of_chains
-from mcore_prefix_tree.upload import moved, upload
+from mcore_prefix_tree.utils.upload import moved, upload
 
 Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class TreeMetadata:
     def with_plans_on(self, device: torch.device | str) -> TreeMetadata:
         """Return a copy on the device with the plans derived so far; what is derived from the copy stays with it.
 
-        The plans hold their tensors where :func:`~mcore_prefix_tree.upload.moved` finds them.
+        The plans hold their tensors where :func:`~mcore_prefix_tree.utils.upload.moved` finds them.
         """
         return replace(
             self,

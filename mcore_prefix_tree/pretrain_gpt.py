@@ -19,23 +19,23 @@ from pathlib import Path
 
 from mcore_prefix_tree.arguments.early import check_early, check_rl_early, help_of
 from mcore_prefix_tree.arguments.flags import readable_arguments
-from mcore_prefix_tree.arguments.rules import check_unused
-from mcore_prefix_tree.ending import end_without_stacks
-from mcore_prefix_tree.errors import USER_ERROR
-from mcore_prefix_tree.launchers import adopt_ranks
-from mcore_prefix_tree.output import lost_output, outlive_output
+from mcore_prefix_tree.arguments.refusals import check_unused
+from mcore_prefix_tree.utils.errors import USER_ERROR
+from mcore_prefix_tree.utils.launchers import adopt_ranks
+from mcore_prefix_tree.utils.os_signals import end_without_stacks
+from mcore_prefix_tree.utils.stdout import lost_output, outlive_output
 
 VARIABLE = "MEGATRON_LM_PATH"
 GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
 _PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 
-def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -> None:
+def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.start") -> None:
     """Run with the command line's arguments.
 
     Args:
         script: name of Megatron-LM's script, which runs without ``--prefix-tree``; with it, its model is trained.
-        room: package whose ``launch`` trains under the flag.
+        starter: module whose ``run`` trains under the flag.
 
     Raises:
         SystemExit: status 2, for arguments that cannot be used, or with the help for none at all; 0 after ``--help``.
@@ -66,13 +66,13 @@ def main(script: str = GPT, room: str = "mcore_prefix_tree.mcore.megatron_lm") -
                 # Which optional packages are missing one rank of a machine says; a dry run does without them.
                 warnings.simplefilter("ignore")
             # Only now is it known which megatron there is to import.
-            from mcore_prefix_tree.mcore.megatron_lm.launch import emulate_without_gpu
+            from mcore_prefix_tree.mcore.megatron_lm.start import emulate_without_gpu
         emulate_without_gpu(dry_run=dry_run)
         if folded:
             end_without_stacks()
             if not dry_run:
                 outlive_output()
-            import_module(f"{room}.launch").run(root)
+            import_module(starter).run(root)
             return
     sys.argv = [str(root / script), *rest]
     runpy.run_path(sys.argv[0], run_name="__main__")

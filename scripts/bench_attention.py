@@ -27,8 +27,8 @@ from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import check_output_option
 from mcore_prefix_tree.cli.samples import SampleOptions
 from mcore_prefix_tree.data.write import whole_file
-from mcore_prefix_tree.errors import FAILED, leave, readable_errors
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.utils.errors import FAILED, leave, readable_errors
+from mcore_prefix_tree.utils.inputs import MOST
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

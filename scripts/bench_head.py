@@ -30,7 +30,7 @@ from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss, head_logprobs, head_weighted_sum
 from mcore_prefix_tree.logprob.edges import slices
-from mcore_prefix_tree.memory import PeakMemory
+from mcore_prefix_tree.utils.memory import PeakMemory
 
 # (rows, hidden size, vocabulary)
 CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.choices import Order
 from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import report_steps
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.choices import Order
 
 STEPS = (16, 24, 64, 256)
 ORDERS: tuple[Order, ...] = ("shuffled", "folded")

@@ -29,15 +29,15 @@ from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data import Ranks, Skipped, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.write import check_output
-from mcore_prefix_tree.mcore.engine.score import score
-from mcore_prefix_tree.mcore.readout import Logprobs
-from mcore_prefix_tree.mcore.trainer.logs import open_logs
-from mcore_prefix_tree.mcore.trainer.resolve import Data, resolve
-from mcore_prefix_tree.mcore.trainer.session import session
-from mcore_prefix_tree.mcore.trainer.trainer import Trainer
-from mcore_prefix_tree.recipe import Recipe, load_recipe
-from mcore_prefix_tree.recipe.objective import objective_of
-from mcore_prefix_tree.recipe.source import source_of
+from mcore_prefix_tree.mcore.engine.scoring import score
+from mcore_prefix_tree.mcore.loop.logs import open_logs
+from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, resolve
+from mcore_prefix_tree.mcore.loop.session import session
+from mcore_prefix_tree.mcore.loop.trainer import Trainer
+from mcore_prefix_tree.mcore.outputs import Logprobs
+from mcore_prefix_tree.settings import Recipe, load_recipe
+from mcore_prefix_tree.settings.bind_objective import objective_of
+from mcore_prefix_tree.settings.sample_source import source_of
 
 ALPHABET = "0123456789+=. efhmostu"
 PROMPT = "the sum of {}+{}="

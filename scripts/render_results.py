@@ -16,7 +16,7 @@ from attention_bench.report import cells, columns, headline, lines_of
 from gpu_check_parts.sections import sections_of
 
 from mcore_prefix_tree.plan import CostModel, Parts
-from mcore_prefix_tree.plan.work import Work
+from mcore_prefix_tree.plan.flops import Work
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

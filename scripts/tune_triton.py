@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
-from mcore_prefix_tree.attention.triton_tree import launch
+from mcore_prefix_tree.attention.triton_tree import kernel_calls
+from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, configs_for, rounded
-from mcore_prefix_tree.attention.triton_tree.launch import Call
-from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+from mcore_prefix_tree.attention.triton_tree.kernel_calls import Call
 from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -114,8 +114,8 @@ class Problem:
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-sum-exps and ``sum(out * grad_out)`` of each row, of the table's forward."""
         call, plan = self.with_launch("forward", self.configs("forward").forward)
-        out, lse = launch.forward(*self.inputs, None, plan.schedules[0], call)
-        return lse, launch.row_sums(out, self.grad_out, call)
+        out, lse = kernel_calls.forward(*self.inputs, None, plan.schedules[0], call)
+        return lse, kernel_calls.row_sums(out, self.grad_out, call)
 
     def runner(
         self, part: str, one: Launch, given: tuple[torch.Tensor, torch.Tensor]
@@ -124,21 +124,21 @@ class Problem:
         call, plan = self.with_launch(part, one)
         arguments = (*self.inputs, self.grad_out, *given)
         if part == "forward":
-            return lambda: list(launch.forward(*self.inputs, None, plan.schedules[0], call))
+            return lambda: list(kernel_calls.forward(*self.inputs, None, plan.schedules[0], call))
         if part == "query":
-            return lambda: [launch.query_grads(*arguments, plan.schedules[2], call)]
+            return lambda: [kernel_calls.query_grads(*arguments, plan.schedules[2], call)]
         if part == "fast":
 
             def fast() -> list[torch.Tensor]:
                 shape = (self.case.heads, len(plan.end), rounded(self.case.head_dim, one.widest))
                 summed = torch.zeros(shape, dtype=torch.float32, device=self.case.device)
-                return [*launch.key_value_grads(*arguments, plan.schedules[1], call, summed), summed]
+                return [*kernel_calls.key_value_grads(*arguments, plan.schedules[1], call, summed), summed]
 
             return fast
         made = {"key": (True, False), "value": (False, True), "key_value": (True, True)}[part]
 
         def slow() -> list[torch.Tensor]:
-            grads = launch.key_value_grads(*arguments, plan.schedules[1], call, None, made=made)
+            grads = kernel_calls.key_value_grads(*arguments, plan.schedules[1], call, None, made=made)
             return [grad for grad, asked in zip(grads, made, strict=True) if asked]
 
         return slow
@@ -170,7 +170,9 @@ class Watched:
 def watching() -> Iterator[list[Any]]:
     """The compiled kernels of the launches within; None for each in the interpreter."""
     compiled: list[Any] = []
-    with mock.patch.multiple(launch, **{name: Watched(getattr(launch, name), compiled) for name in KERNELS}):
+    with mock.patch.multiple(
+        kernel_calls, **{name: Watched(getattr(kernel_calls, name), compiled) for name in KERNELS}
+    ):
         yield compiled
 
 

@@ -24,13 +24,13 @@ import torch
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.data.write import check_output, row_of, rows_file
-from mcore_prefix_tree.mcore.engine.held_out import Evaluation
-from mcore_prefix_tree.mcore.trainer.jobs import run_train
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, load_recipe
+from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
+from mcore_prefix_tree.mcore.loop.jobs import run_train
+from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, load_recipe
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies
 from mcore_prefix_tree.xtoken.projection_file import write_projection
-from mcore_prefix_tree.xtoken.read import PairReader, iter_pairs
+from mcore_prefix_tree.xtoken.read_pairs import PairReader, iter_pairs
 
 ROLLOUTS = Path("recipes/data/quickstart_rollouts.jsonl")
 FOLDER = Path("runs/xtoken")

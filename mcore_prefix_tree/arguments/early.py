@@ -12,9 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from mcore_prefix_tree.arguments.flags import PREFIX, option_of
-from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.arguments.named import (
+from mcore_prefix_tree.arguments.checks import (
     check_checkpoint_args,
     check_checkpoints,
     check_data,
@@ -23,8 +21,10 @@ from mcore_prefix_tree.arguments.named import (
     check_spec_named,
     check_vocabulary_known,
 )
-from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
-from mcore_prefix_tree.arguments.rules import (
+from mcore_prefix_tree.arguments.flags import PREFIX, option_of
+from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.read_recipe import read_section
+from mcore_prefix_tree.arguments.refusals import (
     AT_ODDS_OF_FILES,
     TOKENIZER_FILES,
     UNSUPPORTED,
@@ -33,11 +33,11 @@ from mcore_prefix_tree.arguments.rules import (
     check_score,
     refuse,
 )
-from mcore_prefix_tree.arguments.settings import read_section
+from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
 from mcore_prefix_tree.data import check_tokenizer_named
-from mcore_prefix_tree.errors import Mistakes
-from mcore_prefix_tree.recipe import BatchConfig
-from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+from mcore_prefix_tree.settings import BatchConfig
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+from mcore_prefix_tree.utils.errors import Mistakes
 
 # Megatron-LM's arguments that the rules read, by type, with its defaults; tests compare them with its own parser.
 _SIZES = {

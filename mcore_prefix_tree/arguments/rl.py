@@ -6,7 +6,7 @@ import argparse
 
 from mcore_prefix_tree.arguments.flags import FOLDING, PREFIX, add_flags
 from mcore_prefix_tree.arguments.group import add_checkout_argument
-from mcore_prefix_tree.arguments.rules import ArgumentError, Rule, refuse
+from mcore_prefix_tree.arguments.refusals import ArgumentError, Rule, refuse
 from mcore_prefix_tree.attention.api import check_setting
 
 # Refused where the data are files; here they are the loop's own, or nothing reads them.

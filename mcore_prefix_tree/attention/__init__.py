@@ -1,6 +1,6 @@
 """Tree attention: one definition of correctness, several back-ends."""
 
 from mcore_prefix_tree.attention.api import BACKENDS, check_backend, tree_attention
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 
 __all__ = ["BACKENDS", "AttentionOptions", "Case", "check_backend", "tree_attention"]

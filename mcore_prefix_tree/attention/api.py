@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 
 if TYPE_CHECKING:
     import torch

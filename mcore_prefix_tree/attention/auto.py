@@ -19,10 +19,10 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from mcore_prefix_tree.attention.api import load_backend
-from mcore_prefix_tree.attention.blocks import visible_pairs
-from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.attention.backend_options import Case
 from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.spans import cut_into_spans
+from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # By kind of device, where nothing was measured. On GPUs nothing has been yet: the order there is that of the clocks

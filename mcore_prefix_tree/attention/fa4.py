@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mcore_prefix_tree.attention.blocks import BlockPlan, Int32Array, block_plan
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.imports import import_fault
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
+from mcore_prefix_tree.attention.tile_blocks import BlockPlan, Int32Array, block_plan
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.upload import upload
-from mcore_prefix_tree.versions import install_command
+from mcore_prefix_tree.utils.upload import upload
+from mcore_prefix_tree.utils.versions import install_command
 
 HOPPER, BLACKWELL = 9, 10
 

@@ -18,10 +18,10 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from mcore_prefix_tree.attention.blocks import Tiles, block_plan
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
+from mcore_prefix_tree.attention.tile_blocks import Tiles, block_plan
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.upload import upload
 
 # FlexAttention's own default: what its tile sizes divide.
 BLOCK = 128

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from mcore_prefix_tree.attention import reference
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TreeMetadata, AttentionOptions], torch.Tensor]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
 
 

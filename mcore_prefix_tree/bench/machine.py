@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_prefix_tree.versions import version_of
+from mcore_prefix_tree.utils.versions import version_of
 
 # Packages whose version can move a figure.
 _PACKAGES = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_prefix_tree.bench.machine import describe_machine
-from mcore_prefix_tree.mcore.engine.compare import Comparison, Gain, Measurement
+from mcore_prefix_tree.mcore.engine.comparison import Comparison, Gain, Measurement
 
 
 def step_result(recipe: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:

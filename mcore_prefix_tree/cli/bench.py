@@ -12,7 +12,7 @@ import typer
 
 from mcore_prefix_tree.cli.options import check_output_option, load_job, local_file
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_comparison
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.utils.inputs import MOST
 
 app = typer.Typer(no_args_is_help=True, help="Measure training steps, and write the numbers.")
 
@@ -33,8 +33,8 @@ def step(
     plot: Plot = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
-    from mcore_prefix_tree.recipe.check import for_steps
-    from mcore_prefix_tree.recipe.teacher import list_inputs
+    from mcore_prefix_tree.settings.command_checks import for_steps
+    from mcore_prefix_tree.settings.teachers import list_inputs
 
     loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], None, for_steps)
     inputs = [recipe, *list_inputs(loaded)]
@@ -44,7 +44,7 @@ def step(
 
     from mcore_prefix_tree.bench.step import step_result
     from mcore_prefix_tree.cli.console import ConsoleReporter, print_comparison
-    from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
+    from mcore_prefix_tree.mcore.loop.jobs import compare_first, run_once
 
     # Standard output is for the result.
     reporter = ConsoleReporter(Console(stderr=True))

@@ -18,8 +18,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from mcore_prefix_tree.errors import USER_ERROR, leave, readable_errors
-from mcore_prefix_tree.output import lost_output
+from mcore_prefix_tree.utils.errors import USER_ERROR, leave, readable_errors
+from mcore_prefix_tree.utils.stdout import lost_output
 
 # Narrower, tables and help are cut down to nothing.
 _NARROWEST = 40

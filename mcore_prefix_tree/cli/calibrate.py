@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.options import check_output_option, load_job, local
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.utils.inputs import MOST
 
 
 def calibrate(
@@ -28,13 +28,13 @@ def calibrate(
     Under torchrun for the layout of the job; nothing is trained.
     """
     from mcore_prefix_tree.data.write import whole_file
-    from mcore_prefix_tree.recipe.check import for_steps
-    from mcore_prefix_tree.recipe.teacher import list_inputs
+    from mcore_prefix_tree.settings.command_checks import for_steps
+    from mcore_prefix_tree.settings.teachers import list_inputs
 
     loaded = load_job(recipe, overrides, None, for_steps)
     check_output_option("--output", output, [recipe, *list_inputs(loaded)])
     from mcore_prefix_tree.bench.machine import describe_machine
-    from mcore_prefix_tree.mcore.trainer.jobs import measure_costs, run_once
+    from mcore_prefix_tree.mcore.loop.jobs import measure_costs, run_once
 
     found, is_main = run_once(loaded, partial(measure_costs, repeats=repeats), is_trained=True, is_checked=True)
     if not is_main:

@@ -23,16 +23,16 @@ from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.terminal import grid, say, say_line, wrapped
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.mcore.engine.compare import Comparison
-    from mcore_prefix_tree.mcore.engine.held_out import Evaluation
-    from mcore_prefix_tree.mcore.engine.verify import VerifyReport
-    from mcore_prefix_tree.mcore.trainer.trainer import StepReport
+    from mcore_prefix_tree.mcore.engine.comparison import Comparison
+    from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
+    from mcore_prefix_tree.mcore.engine.verification import VerifyReport
+    from mcore_prefix_tree.mcore.loop.trainer import StepReport
 
 _QUIET_S = 30.0
 
 
 class ConsoleReporter:
-    """Reports a run to a console; see ``mcore_prefix_tree.mcore.trainer.trainer.Reporter``.
+    """Reports a run to a console; see ``mcore_prefix_tree.mcore.loop.trainer.Reporter``.
 
     Args:
         console: console to print to.

@@ -15,8 +15,8 @@ from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.terminal import rows
 from mcore_prefix_tree.data import ChatTokenizer
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.stats import Chains, Tree, chains
 from mcore_prefix_tree.plan import ExpectedSpeedup
-from mcore_prefix_tree.stats import Chains, Tree, chains
 
 # A drawing is for a glance: about a screen of lines, narrow enough for the deepest one.
 MAX_LINES = 24

@@ -23,10 +23,10 @@ def export(
 
     Any parallel layout reads the checkpoint; under torchrun for several ranks.
     """
-    from mcore_prefix_tree.recipe.check import for_export
+    from mcore_prefix_tree.settings.command_checks import for_export
 
     loaded = load_job(recipe, overrides, hf, for_export)
-    from mcore_prefix_tree.mcore.trainer.export import run_export
+    from mcore_prefix_tree.mcore.loop.export_folder import run_export
 
     iteration, is_main = run_export(loaded, path, is_checked=True)
     if is_main:

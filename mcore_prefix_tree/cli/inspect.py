@@ -13,8 +13,8 @@ from mcore_prefix_tree.cli.causes import causes_json, causes_lines, causes_of
 from mcore_prefix_tree.cli.options import takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_forest
 from mcore_prefix_tree.cli.samples import SampleOptions
-from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.cli.step_lines import steps_json, steps_rows, ways_to_more
+from mcore_prefix_tree.utils.inputs import MOST
 
 
 @takes(SampleOptions)
@@ -28,8 +28,8 @@ def inspect(
     import numpy as np
 
     from mcore_prefix_tree.layout import fold
+    from mcore_prefix_tree.layout.stats import forest_counts, largest_trees
     from mcore_prefix_tree.plan import plan_step, report_steps
-    from mcore_prefix_tree.stats import forest_counts, largest_trees
     from mcore_prefix_tree.trie import build_trie
 
     check_picture(plot, options.inputs)

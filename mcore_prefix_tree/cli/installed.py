@@ -35,7 +35,7 @@ def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
         missing = compat.missing_by_room(megatron_lm=megatron_lm_path is not None)
         whole = not any(missing.values())
         if whole and megatron_lm_path is not None:
-            from mcore_prefix_tree.mcore.megatron_lm.adapter import check_megatron_lm
+            from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_megatron_lm
 
             check_megatron_lm()
     version, folder = compat.installed_version(), str(compat.installed_folder())

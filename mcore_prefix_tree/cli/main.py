@@ -16,7 +16,7 @@ from mcore_prefix_tree.cli.recipes import recipes
 from mcore_prefix_tree.cli.score import score
 from mcore_prefix_tree.cli.train import train
 from mcore_prefix_tree.cli.verify import verify
-from mcore_prefix_tree.versions import version_of
+from mcore_prefix_tree.utils.versions import version_of
 
 app = typer.Typer(
     cls=Commands,

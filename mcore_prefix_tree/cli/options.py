@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.errors import spelled
-from mcore_prefix_tree.inputs import HUB, local_path
+from mcore_prefix_tree.utils.errors import spelled
+from mcore_prefix_tree.utils.inputs import HUB, local_path
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.recipe import Recipe
-    from mcore_prefix_tree.recipe.load import Checks
+    from mcore_prefix_tree.settings import Recipe
+    from mcore_prefix_tree.settings.load import Checks
 
 Section = TypeVar("Section")
 
@@ -75,12 +75,12 @@ def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
 
 
 def load_job(recipe: str, overrides: list[str] | None, hf: str | None, checks: Checks) -> Recipe:
-    """Return the recipe of a command, with its checks of :mod:`.recipe.check`, before anything heavy is imported.
+    """Return the recipe of a command, with its checks of :mod:`~mcore_prefix_tree.settings.command_checks`, before anything heavy is imported.
 
     Raises:
-        ValueError: see :func:`~mcore_prefix_tree.recipe.load_recipe`.
+        ValueError: see :func:`~mcore_prefix_tree.settings.load_recipe`.
     """
-    from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.settings import load_recipe
 
     loaded = load_recipe(recipe, with_hf(overrides, hf), checks)
     quiet_upstream()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcore_prefix_tree.cli.options import check_output_option, local
-from mcore_prefix_tree.versions import install_command
+from mcore_prefix_tree.utils.versions import install_command
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import FlatLayout
-    from mcore_prefix_tree.mcore.engine.compare import Comparison
-    from mcore_prefix_tree.mcore.engine.held_out import Evaluation
-    from mcore_prefix_tree.mcore.trainer.trainer import StepReport
+    from mcore_prefix_tree.mcore.engine.comparison import Comparison
+    from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
+    from mcore_prefix_tree.mcore.loop.trainer import StepReport
     from mcore_prefix_tree.plan import PlanReport
 
 Plot = Annotated[
@@ -77,7 +77,7 @@ def draw_forest(layout: FlatLayout, path: str) -> None:
     """Draw the fold ratio by depth, and how many tokens there are at each depth."""
     import numpy as np
 
-    from mcore_prefix_tree.stats import tokens_by_depth
+    from mcore_prefix_tree.layout.stats import tokens_by_depth
 
     logical, physical = tokens_by_depth(layout)
     depths = np.arange(len(logical))

@@ -15,8 +15,8 @@ from mcore_prefix_tree.cli.alternatives import alternatives, alternatives_json, 
 from mcore_prefix_tree.cli.options import RANKS, local, takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_ranks
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
-from mcore_prefix_tree.cli.steps import steps_json, steps_rows, ways_to_more
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.cli.step_lines import steps_json, steps_rows, ways_to_more
+from mcore_prefix_tree.utils.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import Padding

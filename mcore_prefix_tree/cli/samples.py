@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.choices import OnError, Order, Share
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS, local, local_data
-from mcore_prefix_tree.errors import naming_memory, spell
-from mcore_prefix_tree.inputs import MOST, json_of
+from mcore_prefix_tree.utils.choices import OnError, Order, Share
+from mcore_prefix_tree.utils.errors import naming_memory, spell
+from mcore_prefix_tree.utils.inputs import MOST, json_of
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.data.vocabulary import Vocabulary
     from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import ModelWork
-    from mcore_prefix_tree.recipe import Recipe
-    from mcore_prefix_tree.recipe.sections import DataConfig
     from mcore_prefix_tree.sample import Sample
+    from mcore_prefix_tree.settings import Recipe
+    from mcore_prefix_tree.settings.sections import DataConfig
     from mcore_prefix_tree.trie import Sharing
 
 
@@ -177,15 +177,15 @@ class SampleOptions:
         named = [*self.files, *([] if self.tokenizer is None else [self.tokenizer])]
         if self.model is None:
             return named
-        from mcore_prefix_tree.recipe import load_recipe
-        from mcore_prefix_tree.recipe.teacher import list_inputs
+        from mcore_prefix_tree.settings import load_recipe
+        from mcore_prefix_tree.settings.teachers import list_inputs
 
         return [*named, self.model, *list_inputs(load_recipe(self.model))]
 
     @cached_property
     def data(self) -> DataConfig:
         """Settings for reading the files."""
-        from mcore_prefix_tree.recipe.sections import DataConfig
+        from mcore_prefix_tree.settings.sections import DataConfig
 
         given = {
             "tokenizer": self.tokenizer,
@@ -224,7 +224,7 @@ class SampleOptions:
 
     @cached_property
     def _file(self) -> Recipe | None:
-        from mcore_prefix_tree.recipe import ParallelConfig, load_recipe
+        from mcore_prefix_tree.settings import ParallelConfig, load_recipe
 
         if self.model is None:
             return None
@@ -233,8 +233,8 @@ class SampleOptions:
             return recipe  # Megatron has no rules about it
         quiet_upstream()
         try:
-            from mcore_prefix_tree.mcore.models.hf import described
-            from mcore_prefix_tree.mcore.models.model import transformer_config
+            from mcore_prefix_tree.mcore.models.bridge import described
+            from mcore_prefix_tree.mcore.models.build_gpt import transformer_config
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "megatron":
                 raise
@@ -347,7 +347,7 @@ class Samples:
         """The recipe's objective; None without a recipe."""
         if self.options.recipe is None:
             return None
-        from mcore_prefix_tree.recipe.objective import objective_of
+        from mcore_prefix_tree.settings.bind_objective import objective_of
 
         return objective_of(self.options.recipe)
 
@@ -356,12 +356,12 @@ class Samples:
         """The way in which training takes the samples; None if nothing says how large a step is.
 
         Raises:
-            RecipeError: see :func:`~mcore_prefix_tree.recipe.source.source_of`.
+            RecipeError: see :func:`~mcore_prefix_tree.settings.sample_source.source_of`.
         """
         from mcore_prefix_tree.data import LineOptions, Ranks
         from mcore_prefix_tree.data.source import Source
-        from mcore_prefix_tree.recipe import Recipe
-        from mcore_prefix_tree.recipe.source import check_units, source_of
+        from mcore_prefix_tree.settings import Recipe
+        from mcore_prefix_tree.settings.sample_source import check_units, source_of
 
         options = self.options
         if options.recipe is not None and self.objective is not None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, load_job, local
-from mcore_prefix_tree.errors import spelled
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.utils.errors import spelled
+from mcore_prefix_tree.utils.inputs import MOST
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.recipe import Recipe
-    from mcore_prefix_tree.recipe.rules import Check
+    from mcore_prefix_tree.settings import Recipe
+    from mcore_prefix_tree.settings.section import Check
 
 _SPELLINGS = {f"score.{name}": f"--{name.replace('_', '-')}" for name in ("output", "reference", "teacher_top_k")}
 
@@ -54,8 +54,8 @@ def score(
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
-    from mcore_prefix_tree.recipe.check import for_scoring
-    from mcore_prefix_tree.recipe.teacher import list_inputs
+    from mcore_prefix_tree.settings.command_checks import for_scoring
+    from mcore_prefix_tree.settings.teachers import list_inputs
 
     def list_checks(loaded: Recipe) -> Iterator[Check]:
         yield from for_scoring(loaded)
@@ -63,7 +63,7 @@ def score(
         yield lambda: check_output_option("--output", output, inputs)
 
     loaded = load_job(recipe, overrides, hf, list_checks)
-    from mcore_prefix_tree.mcore.trainer.score_file import run_score
+    from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 
     with spelled(_SPELLINGS):
         report, is_main = run_score(

@@ -9,13 +9,13 @@ import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, load_job
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
-from mcore_prefix_tree.ending import ended_at_once
-from mcore_prefix_tree.errors import ENDED_BY_SIGNAL, FAILED, leave
-from mcore_prefix_tree.output import outlive_output
+from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, FAILED, leave
+from mcore_prefix_tree.utils.os_signals import ended_at_once
+from mcore_prefix_tree.utils.stdout import outlive_output
 
 if TYPE_CHECKING:
-    from mcore_prefix_tree.recipe import Recipe
-    from mcore_prefix_tree.recipe.rules import Check
+    from mcore_prefix_tree.settings import Recipe
+    from mcore_prefix_tree.settings.section import Check
 
 
 def train(
@@ -53,8 +53,8 @@ def _train(
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
-    from mcore_prefix_tree.recipe.check import check_metrics, for_training
-    from mcore_prefix_tree.recipe.teacher import list_inputs
+    from mcore_prefix_tree.settings.command_checks import check_metrics, for_training
+    from mcore_prefix_tree.settings.teachers import list_inputs
 
     def list_checks(loaded: Recipe) -> Iterator[Check]:
         yield from for_training(loaded)
@@ -63,8 +63,8 @@ def _train(
 
     loaded = load_job(recipe, overrides, hf, list_checks)
     outlive_output()
-    from mcore_prefix_tree.mcore.trainer.end_request import EndedError
-    from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, run_train
+    from mcore_prefix_tree.mcore.loop.end_request import EndedError
+    from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
 
     reporter = ConsoleReporter(Console(), keeps=plot is not None)
     try:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, load_job
-from mcore_prefix_tree.errors import FAILED, leave
+from mcore_prefix_tree.utils.errors import FAILED, leave
 
 
 def verify(
@@ -43,13 +43,13 @@ def verify(
         return
     if megatron_lm_path is not None:
         raise ValueError("--megatron-lm-path goes with no RECIPE: mcore-prefix-tree verify --megatron-lm-path DIR")
-    from mcore_prefix_tree.recipe.check import for_samples
+    from mcore_prefix_tree.settings.command_checks import for_samples
 
     loaded = load_job(recipe, overrides, hf, for_samples)
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter, print_verified
-    from mcore_prefix_tree.mcore.trainer.jobs import run_once, verify_first
+    from mcore_prefix_tree.mcore.loop.jobs import run_once, verify_first
 
     # Standard output is for the result.
     reporter = ConsoleReporter(Console(stderr=True))

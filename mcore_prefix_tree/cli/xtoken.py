@@ -13,7 +13,7 @@ from mcore_prefix_tree.cli.options import check_output_option, local_file, takes
 from mcore_prefix_tree.cli.xtoken_alignment import inspect_alignment
 from mcore_prefix_tree.cli.xtoken_export import export_teacher
 from mcore_prefix_tree.cli.xtoken_options import Tokenizers
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.utils.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.xtoken.projection import Projection

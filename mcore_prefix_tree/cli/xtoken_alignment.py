@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.choices import Aligner, OnError, Rendering
 from mcore_prefix_tree.cli.options import local_data, takes
 from mcore_prefix_tree.cli.xtoken_options import Tokenizers
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.utils.choices import Aligner, OnError, Rendering
+from mcore_prefix_tree.utils.inputs import MOST
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,7 @@ def inspect_alignment(
     from mcore_prefix_tree.cli.terminal import say, say_line
     from mcore_prefix_tree.data import Skipped
     from mcore_prefix_tree.xtoken.pairs import Pairing
-    from mcore_prefix_tree.xtoken.read import PairReader, iter_pairs
+    from mcore_prefix_tree.xtoken.read_pairs import PairReader, iter_pairs
 
     pairing = Pairing(*tokenizers.load(), aligner=aligner)
     reader, skipped = PairReader(pairing, rendering=rendering, expand_turns=expand_turns), Skipped()

@@ -8,7 +8,7 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import check_output_option, local
-from mcore_prefix_tree.inputs import MOST
+from mcore_prefix_tree.utils.inputs import MOST
 
 
 def export_teacher(
@@ -34,13 +34,13 @@ def export_teacher(
     The teacher is the last checkpoint of objective.teacher_recipe, in the parallel layout of that recipe. A student
     trains on the lines with objective.options.teacher=top_k. Under torchrun for several ranks.
     """
-    from mcore_prefix_tree.recipe import load_recipe
-    from mcore_prefix_tree.recipe.teacher import list_inputs
+    from mcore_prefix_tree.settings import load_recipe
+    from mcore_prefix_tree.settings.teachers import list_inputs
 
     loaded = load_recipe(recipe, overrides or [])
     check_output_option("--output", output, [recipe, *list_inputs(loaded)])
     quiet_upstream()
-    from mcore_prefix_tree.mcore.trainer.export_teacher import run_export
+    from mcore_prefix_tree.mcore.loop.export_teacher import run_export
 
     report, is_main = run_export(loaded, output, top_k=top_k)
     if is_main:

@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mcore_prefix_tree.cpu.attention import LatentDotProductAttention
+from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
 from mcore_prefix_tree.cpu.norms import Norm
 from mcore_prefix_tree.cpu.specs import exchanged
 

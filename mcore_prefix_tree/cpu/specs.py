@@ -18,7 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_prefix_tree.cpu.attention import LatentDotProductAttention
+from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
 from mcore_prefix_tree.cpu.norms import Norm
 
 S = TypeVar("S")

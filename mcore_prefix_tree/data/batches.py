@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.choices import Order
-from mcore_prefix_tree.data.folded import deal_runs, trie_order
-from mcore_prefix_tree.data.same import checksum
+from mcore_prefix_tree.data.fingerprint import checksum
+from mcore_prefix_tree.data.folded_order import deal_runs, trie_order
 from mcore_prefix_tree.data.stream import StreamedGroups
-from mcore_prefix_tree.ending import ENDING_SIGNALS
 from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.utils.choices import Order
+from mcore_prefix_tree.utils.os_signals import ENDING_SIGNALS
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -54,8 +54,8 @@ class SampleOrder:
         groups: samples of each line, at least one sample in all: a list of lists, or streamed groups.
         seed: seed of the order.
         order: ``shuffled`` draws the lines in a new order each epoch. ``folded`` deals neighbours in the trie to the
-            same step, see :mod:`mcore_prefix_tree.data.folded`; it needs ``step`` and holds the samples in memory.
-            ``file`` keeps the order of the files in every epoch.
+            same step, see :mod:`mcore_prefix_tree.data.folded_order`; it needs ``step`` and holds the samples in
+            memory. ``file`` keeps the order of the files in every epoch.
         by_line: whether consumption is counted in lines and not in samples, so that a batch takes whole lines, however
             many samples each has.
         step: number of samples, or lines, of a step.

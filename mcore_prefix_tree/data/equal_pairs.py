@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_prefix_tree.data.same import ALONE, Ranks
+from mcore_prefix_tree.data.fingerprint import ALONE, Ranks
 from mcore_prefix_tree.sample import Sample
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from mcore_prefix_tree.data.jsonl import STDIN, LineIndex, read_lines
 from mcore_prefix_tree.data.records import Record
 from mcore_prefix_tree.data.saved_datasets import files_of_folder, files_of_hub, is_saved
 from mcore_prefix_tree.data.skipped import Skipped
-from mcore_prefix_tree.inputs import HUB, local_path
 from mcore_prefix_tree.sample import SampleError
-from mcore_prefix_tree.versions import install_command
+from mcore_prefix_tree.utils.inputs import HUB, local_path
+from mcore_prefix_tree.utils.versions import install_command
 
 PathLike = str | os.PathLike[str]
 

@@ -22,7 +22,7 @@ from mcore_prefix_tree.data.tokenizer_probe import check_encodes_text, check_ids
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
-from mcore_prefix_tree.inputs import check_files_of, is_utf8
+from mcore_prefix_tree.utils.inputs import check_files_of, is_utf8
 
 
 class HuggingFaceChatTokenizer:

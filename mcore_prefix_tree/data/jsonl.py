@@ -23,8 +23,8 @@ from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.formats import FIELDS
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
-from mcore_prefix_tree.inputs import check_regular, open_input
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.utils.inputs import check_regular, open_input
 
 STDIN = "-"
 

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from mcore_prefix_tree.choices import OnError
 from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, samples_of_record
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.choices import OnError
 
 
 def read_samples(

@@ -12,9 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mcore_prefix_tree.inputs import read_text
 from mcore_prefix_tree.sample import SampleError
-from mcore_prefix_tree.versions import install_command
+from mcore_prefix_tree.utils.inputs import read_text
+from mcore_prefix_tree.utils.versions import install_command
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _NAME = re.compile(

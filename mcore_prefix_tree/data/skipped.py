@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mcore_prefix_tree.choices import OnError
+from mcore_prefix_tree.utils.choices import OnError
 
 Kind = Literal["unreadable", "malformed", "too long", "outside the vocabulary"]
 

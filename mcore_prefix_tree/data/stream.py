@@ -15,14 +15,14 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.choices import OnError
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, resolve_paths
+from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_files
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
-from mcore_prefix_tree.data.same import ALONE, Ranks, check_same_files
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
 from mcore_prefix_tree.data.turn_order import Turn, goes_on
 from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.utils.choices import OnError
 
 Int64Array = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -101,7 +101,7 @@ class StreamedGroups(Sequence[list[Sample]]):
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
-            :func:`mcore_prefix_tree.data.same.check_same_files`.
+            :func:`mcore_prefix_tree.data.fingerprint.check_same_files`.
         ValueError: ``on_error`` has another value.
     """
 

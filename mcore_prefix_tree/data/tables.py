@@ -22,8 +22,8 @@ from mcore_prefix_tree.data.foreign_names import mapping_of, shown
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
-from mcore_prefix_tree.inputs import check_regular, is_utf8
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
 
 # Rows that are decoded together where rows are read in order.
 _BATCH_ROWS = 256

@@ -6,8 +6,8 @@ import json
 import os
 from typing import Any
 
-from mcore_prefix_tree.inputs import read_regular
 from mcore_prefix_tree.sample import INT32_MAX
+from mcore_prefix_tree.utils.inputs import read_regular
 
 # Something of most languages; a tokenizer of another one is asked for text of its own tokens.
 _TEXT = "the 0 la не 的 の 이 ال"

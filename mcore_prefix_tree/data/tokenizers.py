@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
-from mcore_prefix_tree.inputs import local_path
-from mcore_prefix_tree.versions import install_command
+from mcore_prefix_tree.utils.inputs import local_path
+from mcore_prefix_tree.utils.versions import install_command
 
 # v7 leaves the history alone from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
 DEFAULT_TOKENIZER = "mistral-v7"

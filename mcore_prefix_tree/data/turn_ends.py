@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_prefix_tree.data.chat_error import ChatError
-from mcore_prefix_tree.inputs import read_regular
+from mcore_prefix_tree.utils.inputs import read_regular
 
 logger = logging.getLogger(__name__)
 

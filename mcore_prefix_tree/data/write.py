@@ -20,9 +20,9 @@ from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import JsonText, is_gzip
 from mcore_prefix_tree.data.saved_datasets import is_saved
-from mcore_prefix_tree.inputs import files_of_folder, is_same_file
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals, Teacher
+from mcore_prefix_tree.utils.inputs import files_of_folder, is_same_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 # What names of files of lines end in; tables have their own.

@@ -10,7 +10,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from mcore_prefix_tree.mcore.inside import FoldReport
+from mcore_prefix_tree.mcore.packed import FoldReport
 
 
 class LogFolding(Callback):  # type: ignore[misc]

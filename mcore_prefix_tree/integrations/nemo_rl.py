@@ -17,8 +17,8 @@ from megatron.core.utils import unwrap_model
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-from mcore_prefix_tree.mcore.inside import FoldReport, fold_inside
-from mcore_prefix_tree.mcore.seam.provider import provided_spec
+from mcore_prefix_tree.mcore.packed import FoldReport, fold_inside
+from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 
 
 def _check(config: Any) -> None:

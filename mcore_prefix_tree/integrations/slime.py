@@ -24,7 +24,7 @@ from megatron.training.global_vars import get_args
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.utils.ppo_utils import compute_approx_kl, compute_cispo_loss, compute_policy_loss
 
-from mcore_prefix_tree.mcore.inside import RowLogprobs, fold_inside
+from mcore_prefix_tree.mcore.packed import RowLogprobs, fold_inside
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 
 try:

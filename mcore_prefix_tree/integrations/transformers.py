@@ -20,8 +20,8 @@ from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, restore
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.randomness import Draws, LayerDraws, drew, random_part
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.randomness import Draws, LayerDraws, drew, random_part
+from mcore_prefix_tree.utils.upload import upload
 
 NAME = "prefix_tree"
 

@@ -1,9 +1,9 @@
 """From logits to the log-probability of every edge, and back to the samples."""
 
 from mcore_prefix_tree.logprob.block_losses import BlockLoss, head_block_losses
-from mcore_prefix_tree.logprob.chunks import Chunks, Head
 from mcore_prefix_tree.logprob.edges import Edges, edge_logprobs
 from mcore_prefix_tree.logprob.head import head_logprobs
+from mcore_prefix_tree.logprob.head_chunks import Chunks, Head
 from mcore_prefix_tree.logprob.head_losses import (
     EdgeLoss,
     LogitLoss,
@@ -12,7 +12,7 @@ from mcore_prefix_tree.logprob.head_losses import (
     head_weighted_sum,
 )
 from mcore_prefix_tree.logprob.restore import restore
-from mcore_prefix_tree.logprob.top import top_logprobs
+from mcore_prefix_tree.logprob.top_tokens import top_logprobs
 
 __all__ = [
     "BlockLoss",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.logprob.chunks import Chunks, Grads, Head
+from mcore_prefix_tree.logprob.head_chunks import Chunks, Grads, Head
 from mcore_prefix_tree.logprob.head_losses import forms_gradient, keep, kept
 
 # Of a block's number and its logits [A, Vl]: the values of its terms, without a gradient, and the gradient of the loss

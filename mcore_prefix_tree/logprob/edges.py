@@ -25,8 +25,15 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.logprob.rows import EdgeGrads, RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.logprob.softmax import (
+    EdgeGrads,
+    RowSums,
+    over_ranks,
+    softmax_backward_,
+    softmax_sums_,
+    sum_per_row,
+)
+from mcore_prefix_tree.utils.upload import upload
 
 # Rows of logits in fp32 at a time: bounds the temporary memory at ROWS * Vl.
 ROWS = 256

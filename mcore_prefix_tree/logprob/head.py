@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.logprob.chunks import Chunks, Grads, Head
-from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
+from mcore_prefix_tree.logprob.head_chunks import Chunks, Grads, Head
+from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
 
 
 def head_logprobs(

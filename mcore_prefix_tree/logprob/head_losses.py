@@ -24,10 +24,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.logprob.chunks import Chunks, Grads, Head
 from mcore_prefix_tree.logprob.edges import Edges, wide
 from mcore_prefix_tree.logprob.head import add_gradients, check_shapes
-from mcore_prefix_tree.logprob.rows import EdgeGrads, RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
+from mcore_prefix_tree.logprob.head_chunks import Chunks, Grads, Head
+from mcore_prefix_tree.logprob.softmax import (
+    EdgeGrads,
+    RowSums,
+    over_ranks,
+    softmax_backward_,
+    softmax_sums_,
+    sum_per_row,
+)
 
 # Of the log-probabilities [E] of all edges and the entropies [R] of all rows, if asked for: a scalar.
 EdgeLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

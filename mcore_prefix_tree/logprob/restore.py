@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.upload import upload
 
 
 def restore(values: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:

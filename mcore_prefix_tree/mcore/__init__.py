@@ -9,19 +9,19 @@ from mcore_prefix_tree.mcore import compat
 compat.check_version()
 compat.check(compat.SEAM)
 
-from mcore_prefix_tree.mcore.inside import RowLogprobs, fold_inside, folding_model  # noqa: E402
-from mcore_prefix_tree.mcore.seam import native  # noqa: E402
+from mcore_prefix_tree.mcore.packed import RowLogprobs, fold_inside, folding_model  # noqa: E402
+from mcore_prefix_tree.mcore.seam import native_backends  # noqa: E402
 from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
-from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head  # noqa: E402
-from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size  # noqa: E402
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head  # noqa: E402
+from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size  # noqa: E402
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.cpu.launcher import single_process
     from mcore_prefix_tree.logprob import restore
     from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.readout import Logprobs, Values
+    from mcore_prefix_tree.mcore.outputs import Logprobs, Values
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
     from mcore_prefix_tree.plan import plan_step
 
@@ -47,9 +47,9 @@ __all__ = [
 
 # Trainers that only fold inside the model need none of these, and the objectives behind them.
 _HOMES = {
-    "Logprobs": "mcore.readout",
+    "Logprobs": "mcore.outputs",
     "MicroBatch": "mcore.seam.micro_batch",
-    "Values": "mcore.readout",
+    "Values": "mcore.outputs",
     "plan_step": "plan",
     "restore": "logprob",
     "single_process": "cpu.launcher",
@@ -57,7 +57,7 @@ _HOMES = {
 }
 
 # A patched Megatron-Core lets micro-batches name the attention back-ends of this package.
-native.register()
+native_backends.register()
 
 
 def __getattr__(name: str) -> Any:

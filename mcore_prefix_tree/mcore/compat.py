@@ -3,7 +3,7 @@
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it passes and the attributes that it reads. They are checked by signature and
 source alone, when the folder that relies on them is imported: :data:`SEAM` and :data:`HYBRID` by
-``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`INSIDE`, :data:`MODELS` and :data:`TRAINER` by the folders of these
+``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`PACKED`, :data:`MODELS` and :data:`LOOP` by the folders of these
 names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and :data:`MEGATRON_LM_RL` when its
 ``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
 """
@@ -200,7 +200,7 @@ ENGINE = (
     ),
 )
 
-INSIDE = (
+PACKED = (
     Uses(
         "megatron.core.models.gpt:GPTModel.forward",
         "input_ids position_ids attention_mask",
@@ -249,9 +249,10 @@ MODELS = (
     Uses("megatron.core.dist_checkpointing:load_tensors_metadata", "checkpoint_dir"),
     Uses("megatron.core.models.gpt:GPTModel.sharded_state_dict", keywords="metadata"),
     Uses("megatron.core.utils:unwrap_model", "model"),
+    Uses("megatron.core.safe_globals:SAFE_GLOBALS"),
 )
 
-TRAINER = (
+LOOP = (
     Uses(
         f"{_STATE}:initialize_model_parallel",
         keywords="tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
@@ -282,7 +283,7 @@ TRAINER = (
     Uses("megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step", keywords="increment"),
 )
 
-# Of a checkout; mcore/megatron_lm/adapter.py knows the two forms of its pretrain().
+# Of a checkout; mcore/megatron_lm/pretrain_forms.py knows the two forms of its pretrain().
 MEGATRON_LM = (
     Uses("megatron.training:get_args"),
     Uses("megatron.training:get_timers"),
@@ -337,7 +338,7 @@ MEGATRON_LM_RL = (
 )
 
 # By the rooms that rely on them; HYBRID where has_hybrid_model().
-TABLES = {"seam": SEAM, "engine": ENGINE, "inside": INSIDE, "models": MODELS, "trainer": TRAINER}
+TABLES = {"seam": SEAM, "engine": ENGINE, "packed": PACKED, "models": MODELS, "loop": LOOP}
 
 
 def has_hybrid_model() -> bool:

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import numpy as np
 
 from mcore_prefix_tree.objectives.gae import sums_to_go
+from mcore_prefix_tree.objectives.option_checks import one_of
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
-from mcore_prefix_tree.objectives.settings import one_of
 from mcore_prefix_tree.signals import GroupedBy, SampleError
 
 Alone = Literal["error", "zero"]

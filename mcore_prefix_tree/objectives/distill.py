@@ -31,18 +31,18 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.choices import Divergence
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.lazy_torch import dist, torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Output, SecondModels, TokenObjective
-from mcore_prefix_tree.objectives.rows import LossRows, Targets
+from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
-from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.choices import Divergence
+from mcore_prefix_tree.utils.lazy_torch import dist, torch
+from mcore_prefix_tree.utils.upload import upload
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.logprob import Edges

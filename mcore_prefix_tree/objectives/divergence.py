@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.choices import Divergence
 from mcore_prefix_tree.logprob.edges import ROWS, slices
-from mcore_prefix_tree.logprob.rows import RowSums, over_ranks, softmax_sums_
+from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_sums_
+from mcore_prefix_tree.utils.choices import Divergence
 
 
 def divergence(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:

@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

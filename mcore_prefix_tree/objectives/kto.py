@@ -13,14 +13,14 @@ import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
+from mcore_prefix_tree.objectives.option_checks import STRICT
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
-from mcore_prefix_tree.objectives.settings import STRICT
+from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 # By name, float64 tensors [2]: a sum and its weight. They are added up as they are, and divided last.
 Means: TypeAlias = "dict[str, torch.Tensor]"

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT
-from mcore_prefix_tree.objectives.rows import Rows
+from mcore_prefix_tree.objectives.scored_rows import Rows
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 Level = Literal["token", "sequence"]
 Mode = Literal["truncate", "mask"]

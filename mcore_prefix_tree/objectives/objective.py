@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput
-from mcore_prefix_tree.objectives.rows import LossRows, Targets, Terms
+from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 # Output of the last pipeline stage that a loss is computed from: a weighted sum of log-probabilities, or each token's;
 # values of a scalar head; divergences from a teacher's distributions; losses of chunks of text.

@@ -29,7 +29,6 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES, Advantage, Alone, Rewards, reward_advantages, whiten
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
@@ -37,11 +36,12 @@ from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sa
 from mcore_prefix_tree.objectives.mismatch import Level, Mode, importance_weight, is_far_off_policy
 from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
+from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
-from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 
 def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level) -> torch.Tensor:

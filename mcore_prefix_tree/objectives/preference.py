@@ -27,14 +27,14 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.lazy_torch import F, torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.rows import Rows, Targets, Terms
+from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
-from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy, SampleError
+from mcore_prefix_tree.utils.lazy_torch import F, torch
 
 
 def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import policy, preference
+from mcore_prefix_tree.objectives.cross_tokenizer import CrossTokenizer
 from mcore_prefix_tree.objectives.distill import Distillation
 from mcore_prefix_tree.objectives.kto import KTO
 from mcore_prefix_tree.objectives.objective import Objective
@@ -16,7 +17,6 @@ from mcore_prefix_tree.objectives.policy import PolicyGradient
 from mcore_prefix_tree.objectives.preference import Preference
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning
-from mcore_prefix_tree.objectives.xtoken import CrossTokenizer
 
 # Each name, the class that it is, and what it sets of that class's fields; the rest are the class's own defaults.
 OBJECTIVES: dict[str, tuple[type[Objective], Mapping[str, Any]]] = {

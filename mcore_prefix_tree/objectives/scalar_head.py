@@ -12,18 +12,18 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.lazy_torch import F, torch
 from mcore_prefix_tree.objectives.gae import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import TokenObjective
+from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
-from mcore_prefix_tree.objectives.rows import Rows, Targets
 from mcore_prefix_tree.objectives.scored import ScoredTokens
-from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
+from mcore_prefix_tree.utils.lazy_torch import F, torch
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.lazy_torch import torch
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Output, TokenObjective
-from mcore_prefix_tree.objectives.rows import Rows, Targets
+from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.scored import ScoredTokens
-from mcore_prefix_tree.objectives.settings import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.lazy_torch import torch
 
 
 def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:

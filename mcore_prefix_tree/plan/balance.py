@@ -41,7 +41,7 @@ def balance(
         leaves: leaves of the whole step; ``fewest_runs`` under ``max_tokens`` must need no more than D * K.
         cost_model: cost model of a micro-batch.
         dp_size, micro_batches: D and K.
-        max_tokens, bubble: as in :func:`~mcore_prefix_tree.plan.plan.plan_step`.
+        max_tokens, bubble: as in :func:`~mcore_prefix_tree.plan.forest_plan.plan_step`.
     """
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
     least = least_makespan(

@@ -10,7 +10,7 @@ seconds, by the least that each part took unfolded. The ratios r are of work:
 - the *body*, everything until the last backward ends that is not one of the others, follows tokens;
 - *attention* computes visible pairs, and reads and writes tokens. One measurement does not tell the two apart, so it
   shrinks by the larger of both ratios at most;
-- the *head* follows the positions that it projects, see :mod:`mcore_prefix_tree.plan.work`; where it projects all, its
+- the *head* follows the positions that it projects, see :mod:`mcore_prefix_tree.plan.flops`; where it projects all, its
   loss still reads those that are scored alone, and the larger of both ratios counts;
 - the *rest*, which finishes the gradients after the last backward, does not shrink.
 """
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mcore_prefix_tree.plan.work import Counts, ExpectedSpeedup
+from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup
 
 
 class Parts(NamedTuple):

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.inputs import read_text
-from mcore_prefix_tree.plan.work import Counts, ModelWork
+from mcore_prefix_tree.plan.flops import Counts, ModelWork
+from mcore_prefix_tree.utils.inputs import read_text
 
 UNITS_PER_TOKEN = 1024
 

@@ -13,8 +13,8 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.choices import Share
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.choices import Share
 
 IntArray = npt.NDArray[np.int64]
 

@@ -13,9 +13,9 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.choices import Aligner
 from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.utils.choices import Aligner
 from mcore_prefix_tree.xtoken.align import Alignment, align_ends, first_difference, merged_ranges
 from mcore_prefix_tree.xtoken.dynamic import align_dynamic
 from mcore_prefix_tree.xtoken.reencode import Reencoder

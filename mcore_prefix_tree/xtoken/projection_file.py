@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.write import whole_file
-from mcore_prefix_tree.inputs import open_regular
+from mcore_prefix_tree.utils.inputs import open_regular
 from mcore_prefix_tree.xtoken.projection import Projection, entries, from_entries
 from mcore_prefix_tree.xtoken.projection_build import Entries
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes

@@ -19,9 +19,9 @@ from attention_bench.contestants import Contestant
 from attention_bench.memory import misfit, parts_that_fit
 from attention_bench.settings import Row, Settings
 from attention_bench.workloads import Workload, chains
-from mcore_prefix_tree.attention.blocks import BlockPlan, visible_pairs
-from mcore_prefix_tree.memory import PeakMemory, available_bytes
+from mcore_prefix_tree.attention.tile_blocks import BlockPlan, visible_pairs
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.memory import PeakMemory, available_bytes
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from attention_bench.contestants import Contestant, contestants, peers
 from attention_bench.settings import Row, Settings
 from attention_bench.workloads import Workload
 from mcore_prefix_tree.attention.auto import TreeShape
-from mcore_prefix_tree.attention.blocks import visible_pairs
+from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 from mcore_prefix_tree.bench.machine import describe_machine
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_bench.report import flops
-from mcore_prefix_tree.versions import install_command
+from mcore_prefix_tree.utils.versions import install_command
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_prefix_tree.plan.work import pair_flops
+from mcore_prefix_tree.plan.flops import pair_flops
 
 
 def flops(pairs: int, heads: int, head_dim: int, value_dim: int) -> tuple[float, float]:

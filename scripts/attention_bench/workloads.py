@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_prefix_tree.attention.blocks import visible_pairs
+from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan import plan_step

@@ -23,7 +23,7 @@ from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED, Key
 from gpu_check_parts.using import packages_of, sources_of
 from mcore_prefix_tree.attention.auto import TreeShape
-from mcore_prefix_tree.attention.blocks import visible_pairs
+from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 
 FIRST = ("P4096", "P16384")
 # Methods and layouts of the part "attention", in the order in which they are measured.

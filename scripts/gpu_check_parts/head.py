@@ -11,7 +11,7 @@ import torch
 
 from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED
-from mcore_prefix_tree.memory import available_bytes
+from mcore_prefix_tree.utils.memory import available_bytes
 
 # The size of a model with a large vocabulary first.
 CASES = ((16384, 4096, 131072), (16384, 2048, 32768), (32768, 4096, 131072))

@@ -35,7 +35,7 @@ FILES = {
 }
 # Files and folders of the repository that a page is made of.
 PAGES_OF = {source: page for page, source in FILES.items()} | {
-    "mcore_prefix_tree/recipe/sections.py": "reference/recipe.md",
+    "mcore_prefix_tree/settings/sections.py": "reference/recipe.md",
     "mcore_prefix_tree/arguments/group.py": "reference/command-line.md",
     "mcore_prefix_tree/objectives": "reference/objectives.md",
     "docs": "index.md",
@@ -136,10 +136,10 @@ def fields_table(kind: type) -> str:
 
 def recipe_page() -> str:
     """Return the page of all keys of a recipe."""
-    from mcore_prefix_tree.recipe import LoraConfig, Recipe, YarnConfig
+    from mcore_prefix_tree.settings import LoraConfig, Recipe, YarnConfig
 
     hints = get_type_hints(Recipe)
-    sources = "`recipe/sections.py`, `recipe/model.py` and `recipe/monitoring.py`"
+    sources = "`settings/sections.py`, `settings/model_section.py` and `settings/monitoring.py`"
     parts = ["# Recipe keys", f"Written from {sources}. How to use them: [Recipes](../recipes.md)."]
     parts += ["## Top level", fields_table(Recipe)]
     for name, kind in hints.items():

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # with all imports of the package, the examples and the pages.
 IMPORTS = {
     "arrow": ("pyarrow.feather", "pyarrow.ipc", "pyarrow.parquet", "mcore_prefix_tree.data.write_tables"),
-    "bridge": ("accelerate", "megatron.bridge", "mcore_prefix_tree.mcore.models.hf"),
+    "bridge": ("accelerate", "megatron.bridge", "mcore_prefix_tree.mcore.models.bridge"),
     "docs": ("mkdocs.__main__", "material", "mkdocstrings_handlers.python"),
     "flash": ("flash_attn",),
     "gpu": ("cutlass", "flash_attn.cute.interface", "triton"),
@@ -28,8 +28,8 @@ IMPORTS = {
     "hub": ("datasets", "pyarrow.ipc", "mcore_prefix_tree.data.saved_datasets"),
     "plot": ("matplotlib.pyplot", "mcore_prefix_tree.cli.pictures"),
     "te": ("transformer_engine.pytorch",),
-    "tensorboard": ("torch.utils.tensorboard", "mcore_prefix_tree.mcore.trainer.logs"),
-    "wandb": ("wandb", "mcore_prefix_tree.mcore.trainer.logs"),
+    "tensorboard": ("torch.utils.tensorboard", "mcore_prefix_tree.mcore.loop.logs"),
+    "wandb": ("wandb", "mcore_prefix_tree.mcore.loop.logs"),
 }
 # What docs/huggingface.md installs after an extra, with --no-deps.
 AFTERWARDS = {"bridge": "megatron-bridge"}

@@ -14,7 +14,7 @@ from pages import PAGES, ROOT, anchors_of, commands_of, fences_of, inline_of, li
 
 from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.recipe import Recipe, load_recipe
+from mcore_prefix_tree.settings import Recipe, load_recipe
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 COMMANDS: Any = typer.main.get_command(app)

@@ -13,7 +13,7 @@ from recipe_launches import LAUNCH, RECIPES, ROOT, SIZES, Call, launch, slurm
 from torch.distributed.run import parse_args as parse_torchrun
 
 from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.settings import load_recipe
 
 SHELL_FILES = sorted([*RECIPES, *LAUNCH.iterdir()])
 YAML_FILES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -288,7 +288,7 @@ def test_slurm_gives_the_workers_the_time_that_torchrun_does(tmp_path: Path) -> 
     "recipe", [path for path in YAML_FILES if "--hf" not in path.read_text()], ids=lambda path: path.stem
 )
 def test_yaml_recipes_are_models_that_can_be_folded(recipe: Path, on_gpu: bool) -> None:
-    from mcore_prefix_tree.mcore.models.model import transformer_config
+    from mcore_prefix_tree.mcore.models.build_gpt import transformer_config
     from mcore_prefix_tree.mcore.seam.validation import check_config
 
     job = load_recipe(recipe)

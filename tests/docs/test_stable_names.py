@@ -95,7 +95,7 @@ def test_code_on_pages_imports_stable_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["import mcore_prefix_tree.plan", "  from mcore_prefix_tree.mcore.readout import (\n    Logprobs,\n)"]
+    "line", ["import mcore_prefix_tree.plan", "  from mcore_prefix_tree.mcore.outputs import (\n    Logprobs,\n)"]
 )
 def test_imports_of_other_modules_are_found(line: str) -> None:
     ((module, _),) = imports_of(line)

@@ -38,7 +38,7 @@ def serve(connection: Connection) -> None:
     import mcore_prefix_tree.data.huggingface
     import mcore_prefix_tree.data.mistral
     import mcore_prefix_tree.data.tables
-    import mcore_prefix_tree.mcore.trainer.score_file  # noqa: F401
+    import mcore_prefix_tree.mcore.loop.score_recipe  # noqa: F401
     from mcore_prefix_tree.cli.main import app
 
     gc.freeze()

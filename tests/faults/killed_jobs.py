@@ -40,7 +40,7 @@ STREAMED = ("data.num_workers=2", "data.streaming=true")
 TRACKER = "latest_checkpointed_iteration.txt"
 LIMIT_S = 20.0
 
-_TRAIN, _MODELS, _ENGINE = (f"mcore_prefix_tree.mcore.{room}" for room in ("trainer", "models", "engine"))
+_LOOP, _CHECKPOINTS = "mcore_prefix_tree.mcore.loop", "mcore_prefix_tree.mcore.checkpoints"
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,23 @@ class Stage:
 
 
 STAGES = {
-    "reading data": Stage(f"{_TRAIN}.jobs:read_data", 1, None, None),
-    "building the model": Stage(f"{_MODELS}.model:build_chunks", 1, None, None),
-    "building the optimizer": Stage(f"{_TRAIN}.trainer:get_megatron_optimizer", 1, None, None),
-    "first step": Stage(f"{_TRAIN}.trainer:Trainer._step", 1, None, 1),
-    "step": Stage(f"{_TRAIN}.trainer:Trainer._step", 5, 3, 5),
-    "last step": Stage(f"{_TRAIN}.trainer:Trainer._step", STEPS, 6, STEPS),
-    "evaluation": Stage(f"{_ENGINE}.held_out:HeldOut.evaluate", 3, 3, 4),
-    "first save": Stage(f"{_MODELS}.checkpoint:save", 1, None, 3),
-    "first save: tensors": Stage(f"{_MODELS}.writing:_Writer.write_data", 1, None, 3),
-    "first save: checksums": Stage(f"{_MODELS}.checkpoint:write_checksums", 1, None, 3),
-    "first save: tracker": Stage(f"{_MODELS}.checkpoint:_name_as_latest", 1, None, 3),
-    "later save": Stage(f"{_MODELS}.checkpoint:save", 2, 3, 6),
-    "later save: tensors": Stage(f"{_MODELS}.writing:_Writer.write_data", 2, 3, 6),
-    "later save: checksums": Stage(f"{_MODELS}.checkpoint:write_checksums", 2, 3, 6),
-    "later save: tracker": Stage(f"{_MODELS}.checkpoint:_name_as_latest", 2, 3, 6),
-    "later save: mark": Stage(f"{_MODELS}.checkpoint:saving_mark", 4, 6, 6),
-    "removing older": Stage(f"{_TRAIN}.trainer:remove_older", 2, 6, 6),
+    "reading data": Stage(f"{_LOOP}.jobs:read_data", 1, None, None),
+    "building the model": Stage("mcore_prefix_tree.mcore.models.build_gpt:build_chunks", 1, None, None),
+    "building the optimizer": Stage(f"{_LOOP}.trainer:get_megatron_optimizer", 1, None, None),
+    "first step": Stage(f"{_LOOP}.trainer:Trainer._step", 1, None, 1),
+    "step": Stage(f"{_LOOP}.trainer:Trainer._step", 5, 3, 5),
+    "last step": Stage(f"{_LOOP}.trainer:Trainer._step", STEPS, 6, STEPS),
+    "evaluation": Stage("mcore_prefix_tree.mcore.engine.evaluation:HeldOut.evaluate", 3, 3, 4),
+    "first save": Stage(f"{_CHECKPOINTS}.checkpoint:save", 1, None, 3),
+    "first save: tensors": Stage(f"{_CHECKPOINTS}.writing:_Writer.write_data", 1, None, 3),
+    "first save: checksums": Stage(f"{_CHECKPOINTS}.checkpoint:write_checksums", 1, None, 3),
+    "first save: tracker": Stage(f"{_CHECKPOINTS}.checkpoint:_name_as_latest", 1, None, 3),
+    "later save": Stage(f"{_CHECKPOINTS}.checkpoint:save", 2, 3, 6),
+    "later save: tensors": Stage(f"{_CHECKPOINTS}.writing:_Writer.write_data", 2, 3, 6),
+    "later save: checksums": Stage(f"{_CHECKPOINTS}.checkpoint:write_checksums", 2, 3, 6),
+    "later save: tracker": Stage(f"{_CHECKPOINTS}.checkpoint:_name_as_latest", 2, 3, 6),
+    "later save: mark": Stage(f"{_CHECKPOINTS}.checkpoint:saving_mark", 4, 6, 6),
+    "removing older": Stage(f"{_LOOP}.trainer:remove_older", 2, 6, 6),
 }
 
 _PROGRAM = """
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     place, call, number, target = (sys.argv.pop(1) for _ in range(4))
     if place != "nowhere":
-        import mcore_prefix_tree.mcore.trainer.jobs
+        import mcore_prefix_tree.mcore.loop.jobs
         wrap(place, int(call), int(number), target)
     from mcore_prefix_tree.__main__ import main
     main()

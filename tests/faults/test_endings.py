@@ -36,7 +36,7 @@ from killed_jobs import (
 )
 
 from mcore_prefix_tree.cpu.launcher import single_process
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.settings import load_recipe
 
 INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -85,7 +85,7 @@ def finish(recipe: Path, saved: Path, case: Case) -> dict[str, Any]:
     """Go on with a job to its end, undisturbed; returns its last checkpoint."""
     from megatron.core import dist_checkpointing
 
-    from mcore_prefix_tree.mcore.trainer.jobs import run_train
+    from mcore_prefix_tree.mcore.loop.jobs import run_train
 
     if case.ranks > 1:
         done = subprocess.run(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.choices import Divergence
 from mcore_prefix_tree.objectives.divergence import divergence_gradient_
+from mcore_prefix_tree.utils.choices import Divergence
 
 
 def divided(means: Mapping[str, torch.Tensor]) -> dict[str, float]:

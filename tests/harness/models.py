@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from harness.weights import fill
 from harness.worlds import Layout
 from mcore_prefix_tree.cpu.specs import cpu_spec
-from mcore_prefix_tree.mcore.seam.vocabulary import with_vocab_size
+from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 
 # It came with megatron-core 0.18.
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters

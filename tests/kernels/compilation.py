@@ -22,11 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
 from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
-from mcore_prefix_tree.attention.triton_tree.launch import ROW_SUMS
+from mcore_prefix_tree.attention.triton_tree.kernel_calls import ROW_SUMS
 
 # Largest shared memory of one program, in bytes: CUDA C++ Programming Guide, compute capabilities.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mcore_prefix_tree.attention import tree_attention
 from mcore_prefix_tree.attention.triton_tree import attend, ops
-from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 
 
 def forest():

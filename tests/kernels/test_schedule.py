@@ -13,10 +13,10 @@ from kernel_cases import DEVICE
 from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
-from mcore_prefix_tree.attention.blocks import block_plan
+from mcore_prefix_tree.attention.tile_blocks import block_plan
+from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch
-from mcore_prefix_tree.attention.triton_tree.launch import PARTIAL_BYTES, splits_for
-from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+from mcore_prefix_tree.attention.triton_tree.kernel_calls import PARTIAL_BYTES, splits_for
 
 CASE = Case(
     device=DEVICE,

@@ -21,7 +21,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import Case
-from mcore_prefix_tree.attention.triton_tree import attend, backward, forward, launch
+from mcore_prefix_tree.attention.triton_tree import attend, backward, forward, kernel_calls
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
 KERNELS = {
@@ -68,7 +68,7 @@ class Recorder:
 def keys_of_launches(architecture, metadatas, *, heads, key_heads, dim, value_dim=None, sinks=False, **settings):
     """For each kernel the keys of a forward and a backward of each forest, each with its grids; and the configs."""
     recorders = {name: Recorder(kernel, architecture) for name, kernel in KERNELS.items()}
-    with mock.patch.multiple(launch, processors=lambda device: PROCESSORS, **recorders):
+    with mock.patch.multiple(kernel_calls, processors=lambda device: PROCESSORS, **recorders):
         for metadata in metadatas:
             inputs = [
                 torch.zeros(metadata.padded_size, count, width, dtype=torch.bfloat16, requires_grad=True)

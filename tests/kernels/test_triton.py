@@ -26,7 +26,7 @@ from oracles import metadata_of, random_forest, worst
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import Case, tree_attention
 from mcore_prefix_tree.attention.parity import check_parity
-from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, launch
+from mcore_prefix_tree.attention.triton_tree import attend, attend_as_tabled, kernel_calls
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
 # The interpreter's time grows with the square of the tokens.
@@ -110,10 +110,10 @@ def test_a_group_divided_among_programs(splits, key_heads, deterministic, monkey
     metadata = metadata_of(*random_forest(8, nodes=8, node_lens=(4, 30)), padding=2)
     key_blocks = -(-metadata.padded_size // 32)
     programs = []
-    partial_sums = launch._partial_sums
+    partial_sums = kernel_calls._partial_sums
     # Four warps a program, of which a processor wants sixteen.
-    monkeypatch.setattr(launch, "processors", lambda device: splits * key_heads * key_blocks // 16)
-    monkeypatch.setattr(launch, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
+    monkeypatch.setattr(kernel_calls, "processors", lambda device: splits * key_heads * key_blocks // 16)
+    monkeypatch.setattr(kernel_calls, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
     assert_is_reference(
         metadata,
         heads=6 * key_heads,
@@ -128,10 +128,10 @@ def test_a_group_divided_among_programs(splits, key_heads, deterministic, monkey
 def test_a_group_that_is_not_divided(monkeypatch):
     """As in long batches, wanted where a short one is to run what they do: programs write the sums of six heads."""
     metadata = metadata_of(*random_forest(8, nodes=3, node_lens=(4, 30)), padding=2)
-    monkeypatch.setattr(launch, "processors", lambda device: 1000)
+    monkeypatch.setattr(kernel_calls, "processors", lambda device: 1000)
     programs = []
-    partial_sums = launch._partial_sums
-    monkeypatch.setattr(launch, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
+    partial_sums = kernel_calls._partial_sums
+    monkeypatch.setattr(kernel_calls, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
     for divides, splits in ((True, 6), (False, 1)):
         programs.clear()
         assert_is_reference(
@@ -175,7 +175,7 @@ def test_head_dims(dim, value_dim, engine):
 @pytest.mark.parametrize("divided", [False, True])
 def test_heads_in_parts(deterministic, engine, divided, monkeypatch):
     """Of 160, the last of three parts reaches past the end; the sums in fp32 have whole parts."""
-    monkeypatch.setattr(launch, "processors", lambda device: 1000 if divided else 0)
+    monkeypatch.setattr(kernel_calls, "processors", lambda device: 1000 if divided else 0)
     assert_is_reference(
         metadata_of([20, 30, 13], [-1, 0, 0], padding=2),
         heads=2,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_cases import INTERPRETED
 
-from mcore_prefix_tree.attention.triton_tree import launch
+from mcore_prefix_tree.attention.triton_tree import kernel_calls
 from mcore_prefix_tree.attention.triton_tree.config import Launch
 
 pytestmark = pytest.mark.skipif(
@@ -65,7 +65,7 @@ def test_every_part_and_candidate(tune, tmp_path, capsys):
 def test_what_does_not_compile_or_spills_or_is_wrong_is_left_out(tune, tmp_path, monkeypatch):
     broken, spilling, wrong = Launch(64, 32, 4, 1), Launch(32, 64, 4, 1), Launch(32, 32, 4, 1)
     monkeypatch.setitem(tune.CANDIDATES, ("forward", (64, 64)), [broken, spilling, wrong])
-    forward = launch.forward
+    forward = kernel_calls.forward
 
     def run(*arguments):
         call = arguments[-1]
@@ -83,7 +83,7 @@ def test_what_does_not_compile_or_spills_or_is_wrong_is_left_out(tune, tmp_path,
 
             return run
 
-    monkeypatch.setattr(launch, "forward", run)
+    monkeypatch.setattr(kernel_calls, "forward", run)
     monkeypatch.setattr(tune, "Watched", Spilling)
     code, result = tuned(tune, tmp_path, "--dims", "64", "64", "--part", "forward")
     assert code == 1

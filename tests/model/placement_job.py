@@ -30,15 +30,15 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import mcore_prefix_tree
 from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.attention import parity
-from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.attention.backend_options import Case
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.cpu.launcher import single_process
-from mcore_prefix_tree.logprob import chunks
+from mcore_prefix_tree.logprob import head_chunks
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
-from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum, readout_of
+from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum, readout_of
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
 from mcore_prefix_tree.objectives import make_objective, sft_loss
 from mcore_prefix_tree.signals import Teacher
 
@@ -131,7 +131,7 @@ def forward_backward(
         mock.patch.object(torch, "tensor", tensor_on_device),
         mock.patch.object(torch, "as_tensor", as_tensor_on_device),
         mock.patch.object(torch.Tensor, "pin_memory", pin_memory),
-        mock.patch.object(chunks, "_GPU", (1, 12)),  # several, and rows that wait for a later one
+        mock.patch.object(head_chunks, "_GPU", (1, 12)),  # several, and rows that wait for a later one
         Fake(allow_non_fake_inputs=True),
     ):
         move(model, dtype)

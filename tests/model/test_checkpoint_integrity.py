@@ -18,7 +18,7 @@ from train_jobs import train, write_job
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
 
 FLIPS = 24
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from train_jobs import batch_of, command, write_job
 
-from mcore_prefix_tree.mcore.engine import compare as module
-from mcore_prefix_tree.mcore.engine.parts import EventClock, HostClock, clocks_of, marked
-from mcore_prefix_tree.mcore.engine.schedule import run_schedule
+from mcore_prefix_tree.mcore.engine import comparison as module
+from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.stand_ins import plain
-from mcore_prefix_tree.mcore.engine.steps import fold_step
-from mcore_prefix_tree.mcore.trainer.jobs import run_once
-from mcore_prefix_tree.mcore.trainer.resolve import Resolved
-from mcore_prefix_tree.mcore.trainer.trainer import Trainer
+from mcore_prefix_tree.mcore.engine.step_parts import EventClock, HostClock, clocks_of, marked
+from mcore_prefix_tree.mcore.engine.step_planner import fold_step
+from mcore_prefix_tree.mcore.loop.jobs import run_once
+from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
+from mcore_prefix_tree.mcore.loop.trainer import Trainer
 from mcore_prefix_tree.plan import Parts
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.settings import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron", "ignore:::torch")
 

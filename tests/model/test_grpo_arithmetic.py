@@ -12,7 +12,7 @@ import pytest
 from train_jobs import train
 
 from mcore_prefix_tree import SampleError
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.settings import load_recipe
 
 ROOT = Path(__file__).parents[2]
 SMALL = [f"data.path={ROOT / 'recipes/data/arithmetic_prompts.jsonl'}", "batch.global_batch_size=32", "train_iters=8"]

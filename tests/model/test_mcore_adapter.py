@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mcore_prefix_tree.arguments.rules import ArgumentError
+from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.probe import MegatronCoreError
 
-ADAPTER = "mcore_prefix_tree.mcore.megatron_lm.adapter"
+ADAPTER = "mcore_prefix_tree.mcore.megatron_lm.pretrain_forms"
 Load = Callable[..., Any]
 
 

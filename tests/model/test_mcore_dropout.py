@@ -14,7 +14,7 @@ from test_mcore_inside import ROWS, packed
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore import fold_inside, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.inside import FoldCheckError
+from mcore_prefix_tree.mcore.packed import FoldCheckError
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]

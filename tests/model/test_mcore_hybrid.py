@@ -16,8 +16,8 @@ from test_mcore_seam import FP32_INSIDE, LATENT, LATENT_YARN, MOE, YARN, assert_
 
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
-from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL, LAYERS, check_pattern
+from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, LAYERS, check_pattern
 from mcore_prefix_tree.mcore.seam.validation import check_model
 
 if not HAS_HYBRID_MODEL:

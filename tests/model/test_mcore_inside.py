@@ -19,13 +19,13 @@ from oracles import sample_lists, worst
 from seam_models import VOCAB, branching_samples, build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cpu.attention import PackedAttention
+from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.layout import fold
-from mcore_prefix_tree.layout import rows as rows_module
+from mcore_prefix_tree.layout import trainer_rows as rows_module
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
-from mcore_prefix_tree.mcore.inside import FoldCheckError, RowLogprobs
-from mcore_prefix_tree.mcore.inside.rows import read_rows
+from mcore_prefix_tree.mcore.packed import FoldCheckError, RowLogprobs
+from mcore_prefix_tree.mcore.packed.packed_rows import read_rows
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 

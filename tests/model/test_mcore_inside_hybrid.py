@@ -23,8 +23,8 @@ from test_mcore_inside import (
 )
 
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
-from mcore_prefix_tree.mcore.inside import RowLogprobs
-from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.packed import RowLogprobs
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)

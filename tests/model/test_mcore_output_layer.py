@@ -17,11 +17,10 @@ from oracles import worst
 from seam_models import VOCAB, branching_samples, tiny_config, twins
 
 from mcore_prefix_tree import Sample, Signals, fold
-from mcore_prefix_tree.logprob import chunks, restore
+from mcore_prefix_tree.logprob import head_chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
-from mcore_prefix_tree.mcore.models.teacher import HOOKS
-from mcore_prefix_tree.mcore.readout import (
+from mcore_prefix_tree.mcore.outputs import (
     READOUTS,
     ChunkLosses,
     DivergenceLoss,
@@ -36,6 +35,7 @@ from mcore_prefix_tree.mcore.readout import (
 )
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
+from mcore_prefix_tree.mcore.teachers.load_teachers import HOOKS
 from mcore_prefix_tree.objectives import LossOutput, make_objective, sft_loss
 from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.sample import Tempered
@@ -238,7 +238,7 @@ def test_objectives_form_their_gradients_in_forward(
     name: str, options: dict[str, Any], terms: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss, what is reported, and every gradient of the path that has all logits first."""
-    monkeypatch.setattr(chunks, "_CPU", (1, chunk))
+    monkeypatch.setattr(head_chunks, "_CPU", (1, chunk))
     objective: Any = make_objective(name, options)
     assert objective.terms == terms
     assert readout_of(objective, fused_head=True) == EdgeLoss(objective=objective)

@@ -22,10 +22,10 @@ from seam_models import build, local_spec, tiny_config, twins
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import TreePackedSeqParams, local_layer_spec, te_layer_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
-from mcore_prefix_tree.mcore.readout import WeightedSum
+from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.seam import layer_specs
-from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
-from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of

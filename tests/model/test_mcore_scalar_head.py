@@ -13,9 +13,9 @@ from seam_models import VOCAB, branching_samples, local_spec, tiny_config
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.readout import Logits, Logprobs, Values, WeightedSum
+from mcore_prefix_tree.mcore.outputs import Logits, Logprobs, Values, WeightedSum
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY, ScalarHead, with_scalar_head
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, ScalarHead, with_scalar_head
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 

@@ -25,7 +25,7 @@ from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore.engine.backend import case_of
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
-from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
+from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import sft_loss

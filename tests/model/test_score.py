@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import FieldNames, read_samples
 from mcore_prefix_tree.data.write import row_of, rows_file
-from mcore_prefix_tree.mcore.models import checkpoint
-from mcore_prefix_tree.mcore.trainer import score_file
-from mcore_prefix_tree.mcore.trainer.score_file import run_score
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.loop import score_recipe
+from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+from mcore_prefix_tree.settings import load_recipe
 
 FLOAT64 = ("model.dtype=float64", "optimizer.clip_grad=0")
 EXTRA = [
@@ -175,7 +175,7 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
         with torch.no_grad():
             chunks[0].embedding.word_embeddings.weight[6] = float("nan")
 
-    monkeypatch.setattr(score_file.checkpoint, "load_weights", broken)
+    monkeypatch.setattr(score_recipe.checkpoint, "load_weights", broken)
     result = command("score", job, "--output", str(output))
     assert result.exit_code == 2
     assert "the log-probability of token" in result.stderr

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.mcore.seam.attention import rows_by_position, window_of
+from mcore_prefix_tree.mcore.seam.core_attention import rows_by_position, window_of
 from mcore_prefix_tree.metadata import TreeMetadata
 
 GEMMA = SimpleNamespace(window_size=4, interleaved_attn_pattern=(5, 1))

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode, mm_flop, sdpa_backward_flo
 from train_jobs import write_job
 
 from mcore_prefix_tree.attention import path as path_attention
-from mcore_prefix_tree.mcore.engine import compare
-from mcore_prefix_tree.mcore.trainer.jobs import compare_first, run_once
+from mcore_prefix_tree.mcore.engine import comparison
+from mcore_prefix_tree.mcore.loop.jobs import compare_first, run_once
 from mcore_prefix_tree.plan import ModelWork, Parts
-from mcore_prefix_tree.plan.work import Work
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.plan.flops import Work
+from mcore_prefix_tree.settings import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron", "ignore:::torch")
 
@@ -92,7 +92,7 @@ def test_the_work_is_what_torch_counts(changes: Sequence[str], tmp_path: Path, m
     """Queries one at a time: no block computes scores that it masks."""
     monkeypatch.setattr(path_attention, "QUERY_BLOCK", 1)
     monkeypatch.setattr(path_attention, "_fused", lambda *_, **__: path_attention._Fused(roots=False, windows=True))
-    run, found = compare._timed, {}
+    run, found = comparison._timed, {}
 
     def timed(way: Any, *others: Any) -> list[Parts]:
         if way.name in found:
@@ -101,11 +101,11 @@ def test_the_work_is_what_torch_counts(changes: Sequence[str], tmp_path: Path, m
         with counted(found[way.name], 1 if recipe.objective.has_scalar_head else VOCAB):
             return run(way, *others)
 
-    monkeypatch.setattr(compare, "_timed", timed)
+    monkeypatch.setattr(comparison, "_timed", timed)
     recipe = load_recipe(write_job(tmp_path), ["attention_backend=path", "device=cpu", *BATCH, *changes])
-    comparison, _ = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)
-    expected = comparison.expected
-    assert expected.parts["body"][0] == comparison.fold_ratio > 1.5
+    compared, _ = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)
+    expected = compared.expected
+    assert expected.parts["body"][0] == compared.fold_ratio > 1.5
     assert_agree(found["folded"], expected.folded)
     assert_agree(found["unfolded, packed"], expected.unfolded)
     # Megatron's own way multiplies as much in the body, and projects all positions.

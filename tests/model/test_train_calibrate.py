@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from train_jobs import batch_of, command, resolved, train, world_of_one, write_job
 
-from mcore_prefix_tree.mcore.engine import calibrate as module
-from mcore_prefix_tree.mcore.trainer.jobs import measure_costs, run_once
+from mcore_prefix_tree.mcore.engine import calibration as module
+from mcore_prefix_tree.mcore.loop.jobs import measure_costs, run_once
 from mcore_prefix_tree.plan import CostModel, read_measured
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.settings import load_recipe
 
 KNOWN = CostModel(token=3e-4, pair=5e-6, scored=4e-4, micro_batch=2e-3)
 

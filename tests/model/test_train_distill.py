@@ -34,10 +34,10 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree import SampleError
-from mcore_prefix_tree.mcore.models import checkpoint
-from mcore_prefix_tree.mcore.models.model import transformer_config
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.models.build_gpt import transformer_config
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
 K = 4
 OPTIONS = {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"}

@@ -18,7 +18,7 @@ from train_jobs import (
     write_rows,
 )
 
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 FOLDED = "data.order=folded"
 # Steps of 6 that take 16 samples three times, under weights that do not change.

@@ -16,7 +16,7 @@ from train_jobs import VOCAB, rows, train, write_job
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import flex, path
 from mcore_prefix_tree.attention.cascade import cascade
-from mcore_prefix_tree.mcore.seam import attention
+from mcore_prefix_tree.mcore.seam import core_attention
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.metadata import TreeMetadata
 
@@ -37,14 +37,14 @@ class Alive:
         return attention_rows(table, metadata)
 
 
-attention_rows = attention.rows_by_position
+attention_rows = core_attention.rows_by_position
 
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alive]:
     """Without the collector of cycles: nothing waits for it."""
     counter = Alive()
-    monkeypatch.setattr(attention, "rows_by_position", counter)
+    monkeypatch.setattr(core_attention, "rows_by_position", counter)
     gc.disable()
     yield counter
     gc.enable()
@@ -101,7 +101,7 @@ def test_windows_of_some_layers_are_planned_too(tmp_path: Path, monkeypatch: pyt
     from train_jobs import world_of_one
 
     from mcore_prefix_tree.mcore.engine.backend import cases_of
-    from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.settings import load_recipe
 
     windows = ("model.transformer.window_size=[3, 0]", "model.transformer.window_attn_skip_freq=2")
     with world_of_one(load_recipe(write_job(tmp_path), windows)) as place:

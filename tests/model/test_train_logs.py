@@ -12,9 +12,9 @@ import pytest
 from test_train_objectives import job_of
 from train_jobs import Notes, command, train, write_job
 
-from mcore_prefix_tree.mcore.trainer import logs
-from mcore_prefix_tree.mcore.trainer.logs import LogError
-from mcore_prefix_tree.mcore.trainer.trainer import StepReport
+from mcore_prefix_tree.mcore.loop import logs
+from mcore_prefix_tree.mcore.loop.logs import LogError
+from mcore_prefix_tree.mcore.loop.trainer import StepReport
 
 STEP = StepReport(
     iteration=1,
@@ -84,8 +84,8 @@ def test_every_line_is_there_when_its_step_is_done(job: Path, tmp_path: Path) ->
         def step(self, report: Any) -> None:
             found.append(len(lines(file)))
 
-    from mcore_prefix_tree.mcore.trainer.jobs import run_train
-    from mcore_prefix_tree.recipe import load_recipe
+    from mcore_prefix_tree.mcore.loop.jobs import run_train
+    from mcore_prefix_tree.settings import load_recipe
 
     run_train(load_recipe(job, [f"log.metrics={file}", "train_iters=3"]), Looking())
     assert found == [1, 2, 3]

@@ -34,12 +34,12 @@ from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
-from mcore_prefix_tree.logprob import chunks
-from mcore_prefix_tree.mcore.engine.score import score
-from mcore_prefix_tree.mcore.readout import Logprobs
-from mcore_prefix_tree.mcore.trainer.jobs import run_train
+from mcore_prefix_tree.logprob import head_chunks
+from mcore_prefix_tree.mcore.engine.scoring import score
+from mcore_prefix_tree.mcore.loop.jobs import run_train
+from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
 PAIRED = ("dpo", "ipo", "simpo", "orpo")
 GROUPS = 5  # of three: a step of six takes two, and one is left out of each epoch
@@ -374,8 +374,8 @@ def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_p
 def test_chunks_of_the_head_are_as_large_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are those of any other; of samples that are longer than a chunk, logits are formed twice."""
     job, overrides = job_of(tmp_path, "gspo")
-    formed, logits = [], chunks.Chunks.logits
-    monkeypatch.setattr(chunks.Chunks, "logits", lambda self, rows: formed.append(rows) or logits(self, rows))
+    formed, logits = [], head_chunks.Chunks.logits
+    monkeypatch.setattr(head_chunks.Chunks, "logits", lambda self, rows: formed.append(rows) or logits(self, rows))
 
     def run(*settings: str) -> list[float]:
         formed.clear()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from train_jobs import Notes, command, rows, write_job
 
-from mcore_prefix_tree.mcore.trainer.jobs import run_once, run_train, verify_first
-from mcore_prefix_tree.mcore.trainer.score_file import run_score
-from mcore_prefix_tree.recipe import RecipeError, check, load_recipe
+from mcore_prefix_tree.mcore.loop.jobs import run_once, run_train, verify_first
+from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+from mcore_prefix_tree.settings import RecipeError, command_checks, load_recipe
 
 LATENT = "model.transformer.multi_latent_attention=true model.num_query_groups=null"
 YARN = (
@@ -190,8 +190,8 @@ def test_functions_report_all_mistakes_of_a_recipe_too(job: Path, tmp_path: Path
 
 def test_a_command_checks_a_recipe_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
-    honest = check.resolve_paths
-    monkeypatch.setattr(check, "resolve_paths", lambda paths: (checked.append(paths), honest(paths))[1])
+    honest = command_checks.resolve_paths
+    monkeypatch.setattr(command_checks, "resolve_paths", lambda paths: (checked.append(paths), honest(paths))[1])
     assert command("verify", job).exit_code == 0
     assert checked == [load_recipe(job).data.path]
 

@@ -30,10 +30,10 @@ from train_jobs import (
     write_rows,
 )
 
-from mcore_prefix_tree.mcore.models import checkpoint
-from mcore_prefix_tree.mcore.trainer.claim import claimed
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.checkpoints.lock import claimed
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

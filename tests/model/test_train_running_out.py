@@ -14,9 +14,9 @@ import pytest
 import torch
 from train_jobs import command, write_job
 
-from mcore_prefix_tree.mcore.engine import schedule, steps
-from mcore_prefix_tree.mcore.trainer import resolve, trainer
-from mcore_prefix_tree.recipe import objective
+from mcore_prefix_tree.mcore.engine import pipeline, step_planner
+from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
+from mcore_prefix_tree.settings import bind_objective
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free"
@@ -54,7 +54,7 @@ def test_a_step_without_memory_names_the_largest_micro_batch(
     def run_out(**_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: run_out)
+    monkeypatch.setattr(pipeline, "get_forward_backward_func", lambda: run_out)
     said = sentence(command("train", job))
     assert said.startswith("memory ran out")
     assert ("2.00 GiB" in said) == isinstance(error, torch.OutOfMemoryError)
@@ -67,14 +67,14 @@ def test_a_step_without_memory_names_the_largest_micro_batch(
     ("module", "name", "says"),
     [
         (trainer, "fold_step", "memory ran out: the job does not fit; it has a model of at least "),
-        (steps, "fold_micro_batches", "memory ran out: planning a step of 6 samples, "),
+        (step_planner, "fold_micro_batches", "memory ran out: planning a step of 6 samples, "),
         (
-            resolve,
+            resolve_recipe,
             "build_chunks",
             "weights (model.num_layers=2, hidden_size=32, vocab_size=64); lower these or batch.max_",
         ),
         (trainer, "get_megatron_optimizer", "memory ran out: the job does not fit; it has a model of at least "),
-        (objective, "make_objective", "memory ran out; use a machine with more"),
+        (bind_objective, "make_objective", "memory ran out; use a machine with more"),
     ],
 )
 def test_memory_runs_out_in_other_places(

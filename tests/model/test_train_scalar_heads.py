@@ -34,12 +34,12 @@ from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
-from mcore_prefix_tree.mcore.models import checkpoint
-from mcore_prefix_tree.mcore.readout import ValueLoss, Values
-from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY, with_scalar_head
-from mcore_prefix_tree.mcore.trainer.jobs import run_once, verify_first
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.loop.jobs import run_once, verify_first
+from mcore_prefix_tree.mcore.outputs import ValueLoss, Values
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, with_scalar_head
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
 CRITIC = {"gamma": 0.9, "lam": 0.8, "normalise": "sample"}
 REWARD_MODEL = {"center_coef": 0.01}

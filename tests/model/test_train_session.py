@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron.core import optimizer, parallel_state
 from train_jobs import train, world_of_one, write_job
 
-from mcore_prefix_tree.mcore.models import checkpoint
-from mcore_prefix_tree.mcore.trainer.session import _device_index
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.loop.session import _device_index
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 
 @pytest.mark.parametrize(

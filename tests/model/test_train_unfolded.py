@@ -14,8 +14,8 @@ from train_jobs import batch_of, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.engine import unfolded
 from mcore_prefix_tree.mcore.engine.unfolded import why_stock_does_not_fit
-from mcore_prefix_tree.mcore.models.fields import DTYPES
-from mcore_prefix_tree.recipe import Dtype, Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.mcore.models.config_fields import DTYPES
+from mcore_prefix_tree.settings import Dtype, Recipe, RecipeError, load_recipe
 
 TOKENS, HEADS, GROUPS = 128, 4, 2
 FP32_SOFTMAX, HALF_SOFTMAX = ({"attention_softmax_in_fp32": value} for value in (True, False))

@@ -16,11 +16,11 @@ from harness.marks import quick
 from rollouts import Rollout, mask, rollouts
 from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 
-from mcore_prefix_tree.mcore.trainer.resolve import Data, read_data
+from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
-from mcore_prefix_tree.recipe import ObjectiveConfig, Recipe, load_recipe
-from mcore_prefix_tree.recipe.objective import objective_of
+from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, load_recipe
+from mcore_prefix_tree.settings.bind_objective import objective_of
 
 # Turns of each rollout of each group: 6 groups, 16 rollouts, 28 turns.
 SHAPE = ((1, 3, 2), (2, 2), (1, 4, 1, 2), (3, 1), (1,), (2, 1, 1, 1))

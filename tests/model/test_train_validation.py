@@ -33,10 +33,10 @@ from train_jobs import (
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import iter_sample_groups
-from mcore_prefix_tree.mcore.engine.held_out import HeldOut
-from mcore_prefix_tree.mcore.trainer.end_request import EndedError
-from mcore_prefix_tree.mcore.trainer.jobs import run_train
-from mcore_prefix_tree.recipe import Recipe, RecipeError, load_recipe
+from mcore_prefix_tree.mcore.engine.evaluation import HeldOut
+from mcore_prefix_tree.mcore.loop.end_request import EndedError
+from mcore_prefix_tree.mcore.loop.jobs import run_train
+from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
 SGD = ("optimizer.lr_decay_style=constant", "optimizer.lr_warmup_steps=0")
 

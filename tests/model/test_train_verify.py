@@ -20,14 +20,14 @@ from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.mcore.engine import folding
-from mcore_prefix_tree.mcore.engine import verify as engine_verify
-from mcore_prefix_tree.mcore.engine.compare import Comparison
-from mcore_prefix_tree.mcore.engine.verify import FACTOR, VerifyReport
-from mcore_prefix_tree.mcore.trainer import resolve, trainer
-from mcore_prefix_tree.mcore.trainer.jobs import VerificationError, compare_first, run_once, verify_first
+from mcore_prefix_tree.mcore.engine import verification as engine_verify
+from mcore_prefix_tree.mcore.engine.comparison import Comparison
+from mcore_prefix_tree.mcore.engine.verification import FACTOR, VerifyReport
+from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
+from mcore_prefix_tree.mcore.loop.jobs import VerificationError, compare_first, run_once, verify_first
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
-from mcore_prefix_tree.recipe import load_recipe
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.settings import load_recipe
 
 ERRORS = ("logprob_error", "entropy_error", "loss_error", "gradient_error")
 
@@ -402,7 +402,7 @@ def test_it_runs_only_when_asked_and_only_before_the_first_step(
 ) -> None:
     saving = (f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "train_iters=2")
     assert len(train(job, *saving).verifications) == 1
-    monkeypatch.setattr(resolve, "verify", None)  # cannot be called
+    monkeypatch.setattr(resolve_recipe, "verify", None)  # cannot be called
     resumed = train(job, *saving, "train_iters=3", resume=True)
     assert resumed.verifications == []
     assert train(job, "verify.enabled=false", "train_iters=2").verifications == []
@@ -504,7 +504,7 @@ def test_comparing_leaves_no_gradients_and_no_other_weights(job: Path, monkeypat
 
 def test_all_ways_compute_the_same_loss(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways that are timed against each other do the same work."""
-    from mcore_prefix_tree.mcore.engine import compare as module
+    from mcore_prefix_tree.mcore.engine import comparison as module
 
     losses = []
 

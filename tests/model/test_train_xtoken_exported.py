@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer, read_samples
-from mcore_prefix_tree.recipe import RecipeError
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.settings import RecipeError
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
 
 pytest.importorskip("transformers")

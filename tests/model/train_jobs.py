@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.trainer.jobs import run_train
-from mcore_prefix_tree.recipe import Recipe, load_recipe
+from mcore_prefix_tree.mcore.loop.jobs import run_train
+from mcore_prefix_tree.settings import Recipe, load_recipe
 
 VOCAB = 64
 BATCH = 6
@@ -151,7 +151,7 @@ def command(name: str, recipe: Path, *arguments: str, stdin: str | None = None) 
 @contextmanager
 def world_of_one(recipe: Recipe) -> Iterator[Any]:
     """The session that the trainer would open."""
-    from mcore_prefix_tree.mcore.trainer.session import session
+    from mcore_prefix_tree.mcore.loop.session import session
 
     with session(recipe) as place:
         yield place
@@ -159,8 +159,8 @@ def world_of_one(recipe: Recipe) -> Iterator[Any]:
 
 def resolved(recipe: Recipe, place: Any) -> Any:
     """The job as ``train`` resolves it."""
-    from mcore_prefix_tree.mcore.trainer.resolve import read_data, resolve
-    from mcore_prefix_tree.recipe.objective import objective_of
+    from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data, resolve
+    from mcore_prefix_tree.settings.bind_objective import objective_of
 
     objective = objective_of(recipe)
     joined = replace(place, recipe=recipe)  # a test may change it after it was joined
@@ -169,7 +169,7 @@ def resolved(recipe: Recipe, place: Any) -> Any:
 
 def built(recipe: Recipe, place: Any) -> torch.nn.Module:
     """The model as ``train`` starts with it."""
-    from mcore_prefix_tree.mcore.models.model import build_chunks
+    from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
 
     (chunk,) = build_chunks(
         recipe.model,

@@ -17,12 +17,12 @@ from hf_folders import rows, saved_model
 from safetensors.torch import load_file
 from train_jobs import command, write_rows
 
-from mcore_prefix_tree.mcore.engine.schedule import run_schedule
-from mcore_prefix_tree.mcore.engine.steps import fold_step
-from mcore_prefix_tree.mcore.models.hf import bridge_of
-from mcore_prefix_tree.mcore.trainer.jobs import run_once
-from mcore_prefix_tree.mcore.trainer.resolve import Resolved
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
+from mcore_prefix_tree.mcore.engine.step_planner import fold_step
+from mcore_prefix_tree.mcore.loop.jobs import run_once
+from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
+from mcore_prefix_tree.mcore.models.bridge import bridge_of
+from mcore_prefix_tree.settings import load_recipe
 
 PROGRAM = (str(Path(__file__).with_name("bridge_command.py")),)
 RECIPE = """

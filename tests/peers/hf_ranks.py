@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from bridge_models import auto_bridge
 
-from mcore_prefix_tree.mcore.models.hf import load_folder, provider_of
-from mcore_prefix_tree.mcore.models.model import build_chunks
-from mcore_prefix_tree.mcore.trainer.export import export
-from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig
-from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+from mcore_prefix_tree.mcore.loop.export_folder import export
+from mcore_prefix_tree.mcore.models.bridge import load_folder, provider_of
+from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
+from mcore_prefix_tree.settings import ModelConfig, ParallelConfig
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 
 def export_again(source: str, target: str, layers: Any, ep: int) -> int:

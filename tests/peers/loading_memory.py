@@ -10,11 +10,11 @@ import torch
 from bridge_models import auto_bridge
 
 from mcore_prefix_tree.cpu.launcher import single_process
-from mcore_prefix_tree.mcore.models.hf import bridge_of, load_folder, provider_of
-from mcore_prefix_tree.mcore.models.hf_weights import check_shapes
-from mcore_prefix_tree.mcore.models.model import build_chunks
-from mcore_prefix_tree.recipe import ModelConfig, ParallelConfig
-from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+from mcore_prefix_tree.mcore.models.bridge import bridge_of, load_folder, provider_of
+from mcore_prefix_tree.mcore.models.bridge_weights import check_shapes
+from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
+from mcore_prefix_tree.settings import ModelConfig, ParallelConfig
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 MIB = 2**20
 

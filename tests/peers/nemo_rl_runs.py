@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from stand_ins import Finder, StandIn
 
-from mcore_prefix_tree.cpu.attention import PackedAttention
+from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB = 64

@@ -24,7 +24,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from seam_models import local_spec, tiny_config
 from stand_ins import StandIn
 
-from mcore_prefix_tree.cpu.attention import PackedAttention
+from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
 
 VOCAB = 64  # tensor-parallel ranks have as much of it

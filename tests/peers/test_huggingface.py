@@ -28,7 +28,7 @@ from hf_folders import LLAMA3, rows, saved_model
 from hf_jobs import PP2, PROGRAM, STILL, TP2_SP, assert_same_folder, nll, read_model, worst_score, write_job
 from train_jobs import command
 
-from mcore_prefix_tree import ending
+from mcore_prefix_tree.utils import os_signals
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 
@@ -83,7 +83,7 @@ def test_signal_during_the_export_does_not_stop_it(tmp_path: Path, monkeypatch: 
 
     def interrupted(*args: Any, **options: Any) -> None:
         # It would end this process, and pytest with it.
-        if signal.getsignal(signal.SIGTERM) is ending._end_at_once:
+        if signal.getsignal(signal.SIGTERM) is os_signals._end_at_once:
             raise OSError(errno.EINTR, "ended at once")
         os.kill(os.getpid(), signal.SIGTERM)
         save_file(*args, **options)

@@ -24,12 +24,12 @@ from hf_jobs import EP2, PP2, PROGRAM, STILL, TP2_SP, nll, read_model, weights_i
 from safetensors.torch import load_file
 from train_jobs import command
 
-from mcore_prefix_tree.mcore.engine.schedule import run_schedule
-from mcore_prefix_tree.mcore.engine.steps import fold_step
-from mcore_prefix_tree.mcore.models.hf import bridge_of
-from mcore_prefix_tree.mcore.trainer.jobs import run_once
-from mcore_prefix_tree.mcore.trainer.resolve import Resolved
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
+from mcore_prefix_tree.mcore.engine.step_planner import fold_step
+from mcore_prefix_tree.mcore.loop.jobs import run_once
+from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
+from mcore_prefix_tree.mcore.models.bridge import bridge_of
+from mcore_prefix_tree.settings import load_recipe
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import TreeMetadata
-from mcore_prefix_tree.attention.blocks import block_plan, visible_pairs
 from mcore_prefix_tree.attention.reference import visibility, window_visibility
+from mcore_prefix_tree.attention.tile_blocks import block_plan, visible_pairs
 
 WINDOWS = [None, 1, 2, 5, 40, 10_000]
 

@@ -16,7 +16,7 @@ from fake_flash_attention import install
 from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree.attention import fa4, imports, tree_attention
-from mcore_prefix_tree.attention.blocks import block_plan
+from mcore_prefix_tree.attention.tile_blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
 BLACKWELL = HOPPER | {"capability": (10, 0)}

@@ -36,8 +36,8 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import AttentionOptions, reference
-from mcore_prefix_tree.attention.blocks import block_plan, visible_pairs
 from mcore_prefix_tree.attention.reference import visibility
+from mcore_prefix_tree.attention.tile_blocks import block_plan, visible_pairs
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.plan import Parts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -16,7 +16,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 @pytest.fixture(scope="module")
 def checkpoint():
     """The module; it imports megatron."""
-    from mcore_prefix_tree.mcore.models import checkpoint
+    from mcore_prefix_tree.mcore.checkpoints import checkpoint
 
     return checkpoint
 

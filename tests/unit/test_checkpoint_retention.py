@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="module")
 def remove_older():
     """The function; its room imports megatron."""
-    from mcore_prefix_tree.mcore.models.retention import remove_older
+    from mcore_prefix_tree.mcore.checkpoints.retention import remove_older
 
     return remove_older
 

@@ -13,9 +13,9 @@ from oracles import comb
 from typer.testing import CliRunner
 
 import mcore_prefix_tree.data
-from mcore_prefix_tree import versions
 from mcore_prefix_tree.cli import drawing
 from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.utils import versions
 
 CHAT = [
     [("user", "Hello there"), ("assistant", "Hi, what can I do?"), ("user", "Sing"), ("assistant", "La la la")],

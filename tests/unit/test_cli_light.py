@@ -94,7 +94,7 @@ def test_folders_that_are_missing_or_exist_are_found_before_torch_is_loaded(reci
 
 @pytest.mark.parametrize("command", ["verify", "bench step", "calibrate", "score --output scores.jsonl"])
 def test_other_commands_check_a_recipe_first_too(recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_prefix_tree.recipe.sections.check_setting", refuse)
+    monkeypatch.setattr("mcore_prefix_tree.settings.sections.check_setting", refuse)
     result = CliRunner().invoke(app, [*command.split(), str(recipe)])
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: recipe {recipe}: checked first")

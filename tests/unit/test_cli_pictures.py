@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.layout.stats import tokens_by_depth
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.stats import tokens_by_depth
 
 PNG, SVG = b"\x89PNG", b"<?xml"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_recipe_hf import CONFIG, write_tensors
 
-from mcore_prefix_tree.inputs import TRACKER
+from mcore_prefix_tree.utils.inputs import TRACKER
 
 # Starts the door with one command line after the other, in one interpreter, and prints how each ended.
 PROGRAM = """

@@ -21,7 +21,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture(scope="module")
 def step_report():
-    from mcore_prefix_tree.mcore.trainer.trainer import StepReport
+    from mcore_prefix_tree.mcore.loop.trainer import StepReport
 
     return StepReport(
         iteration=3,
@@ -38,7 +38,7 @@ def step_report():
 
 @pytest.fixture(scope="module")
 def verify_report():
-    from mcore_prefix_tree.mcore.engine.verify import VerifyReport
+    from mcore_prefix_tree.mcore.engine.verification import VerifyReport
 
     return VerifyReport(
         logprob_error=1e-7,
@@ -59,9 +59,9 @@ def verify_report():
 
 @pytest.fixture(scope="module")
 def comparison():
-    from mcore_prefix_tree.mcore.engine.compare import Comparison, Measurement
+    from mcore_prefix_tree.mcore.engine.comparison import Comparison, Measurement
     from mcore_prefix_tree.plan import ExpectedSpeedup, Parts
-    from mcore_prefix_tree.plan.work import Flops, Work
+    from mcore_prefix_tree.plan.flops import Flops, Work
 
     def work(body, attention, head):
         return Work(*(Flops(forward=flops, backward=2 * flops) for flops in (body, attention, head)))
@@ -175,7 +175,7 @@ def test_lines_of_a_step_have_80_columns_and_cut_no_part(log, step_report):
 
 
 def test_an_evaluation_has_lines_like_a_step(log):
-    from mcore_prefix_tree.mcore.engine.held_out import Evaluation
+    from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
 
     console, reporter = log
     names = dict.fromkeys(("iteration", "loss", "samples", "logical_tokens", "physical_tokens", "seconds"), 0)
@@ -354,8 +354,8 @@ def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch)
 @pytest.fixture
 def waits(monkeypatch):
     """``train`` with a recipe that fails; a rank that waits says how long."""
-    monkeypatch.setattr("mcore_prefix_tree.errors.time.sleep", lambda seconds: sys.stderr.write(f"{seconds} s\n"))
-    monkeypatch.setattr("mcore_prefix_tree.recipe.load_recipe", fail)
+    monkeypatch.setattr("mcore_prefix_tree.utils.errors.time.sleep", lambda seconds: sys.stderr.write(f"{seconds} s\n"))
+    monkeypatch.setattr("mcore_prefix_tree.settings.load_recipe", fail)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     before = signal.getsignal(signal.SIGTERM)
     yield

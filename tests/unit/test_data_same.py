@@ -11,7 +11,7 @@ import pytest
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import LineOptions, Ranks, StreamedGroups, check_same_samples, iter_sample_groups
-from mcore_prefix_tree.data.same import name_ranks
+from mcore_prefix_tree.data.fingerprint import name_ranks
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.signals import Signals
 

@@ -17,9 +17,9 @@ import pytest
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.data import EncodedTurn, FieldNames, read_samples, write_tables
 from mcore_prefix_tree.data.write import check_output, check_rows_output, row_of, rows_file
-from mcore_prefix_tree.errors import sentence_of
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
+from mcore_prefix_tree.utils.errors import sentence_of
 
 NAN = float("nan")
 KINDS = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.feather", "rows.txt"]

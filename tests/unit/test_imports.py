@@ -20,70 +20,42 @@ MAX_LINES = 450
 # Each room, and the rooms it may import. Data flows down this list: a room never imports one below it.
 ALLOWED = {
     "cpu": set(),
-    "choices": set(),
-    "lazy_torch": set(),
-    "errors": set(),
-    "inputs": set(),
-    "ending": {"errors"},
-    "output": {"errors"},
-    "launchers": set(),
-    "memory": set(),
-    "randomness": set(),
-    "versions": set(),
+    "utils": set(),
     "signals": set(),
-    "upload": {"lazy_torch"},
     "sample": {"signals"},
-    "trie": {"choices", "sample"},
-    "data": {"choices", "ending", "errors", "inputs", "sample", "signals", "trie", "versions"},
+    "trie": {"sample", "utils"},
+    "data": {"sample", "signals", "trie", "utils"},
     "layout": {"sample", "trie"},
-    "stats": {"layout"},
-    "plan": {"inputs", "sample", "trie", "layout", "stats"},
-    "metadata": {"layout", "upload"},
-    "attention": {"lazy_torch", "metadata", "upload", "versions"},
-    "logprob": {"layout", "upload"},
-    "xtoken": {"choices", "errors", "inputs", "signals", "sample", "data", "trie", "layout", "logprob", "upload"},
-    "objectives": {"choices", "lazy_torch", "signals", "sample", "trie", "layout", "logprob", "upload", "xtoken"},
-    "recipe": {
-        "attention", "choices", "errors", "plan", "inputs", "data", "trie", "layout", "objectives", "sample", "signals",
-        "versions", "xtoken",
-    },
-    "arguments": {"attention", "data", "errors", "inputs", "objectives", "recipe"},
+    "plan": {"layout", "sample", "trie", "utils"},
+    "metadata": {"layout", "utils"},
+    "attention": {"metadata", "utils"},
+    "logprob": {"layout", "utils"},
+    "xtoken": {"data", "layout", "logprob", "sample", "signals", "trie", "utils"},
+    "objectives": {"layout", "logprob", "sample", "signals", "trie", "utils", "xtoken"},
+    "settings": {"attention", "data", "layout", "objectives", "plan", "sample", "signals", "trie", "utils", "xtoken"},
+    "arguments": {"attention", "data", "objectives", "settings", "utils"},
     "mcore": {
-        "arguments", "choices", "signals", "sample", "data", "trie", "layout", "stats", "plan", "metadata", "attention",
-        "logprob", "objectives", "recipe", "launchers", "memory", "upload", "errors", "ending", "inputs",
-        "cpu", "randomness", "versions", "xtoken",
+        "arguments", "attention", "cpu", "data", "layout", "logprob", "metadata", "objectives", "plan", "sample",
+        "settings", "signals", "trie", "utils", "xtoken",
     },
-    "integrations": {
-        "sample", "trie", "layout", "metadata", "attention", "logprob", "randomness", "upload", "plan", "mcore",
-        "errors",
-    },
-    "bench": {"versions", "recipe", "mcore"},
-    "pretrain_gpt": {
-        "arguments", "ending", "errors", "launchers", "output", "sample", "data", "layout", "plan", "metadata",
-        "attention", "logprob", "objectives", "mcore",
-    },
+    "integrations": {"attention", "layout", "logprob", "mcore", "metadata", "plan", "sample", "trie", "utils"},
+    "bench": {"mcore", "settings", "utils"},
+    "pretrain_gpt": {"arguments", "mcore", "utils"},
     "pretrain_hybrid": {"pretrain_gpt"},
     "train_rl": {"pretrain_gpt"},
-    "__init__": {"signals", "sample", "layout", "metadata", "logprob", "plan"},
+    "__init__": {"layout", "logprob", "metadata", "plan", "sample", "signals"},
 }  # fmt: skip
 ALLOWED["cli"] = set(ALLOWED) - {"__init__"}
 ALLOWED["__main__"] = {"cli"}
 
 # The rooms of mcore/ in the same way.
-IN_MCORE: dict[str, set[str]] = {
-    "probe": set(),
-    "compat": {"probe"},
-    "ranks": set(),
-    "saved_enums": set(),
-    "seam": {"compat"},
-}
-for above, room in (("seam", "readout"), ("readout", "engine"), ("engine", "models")):
-    IN_MCORE[room] = IN_MCORE[above] | {above, "ranks", "saved_enums", "compat"}
-IN_MCORE["inside"] = IN_MCORE["engine"] | {"engine"}
-for room in ("trainer", "megatron_lm"):
-    IN_MCORE[room] = IN_MCORE["models"] | {"models"}
-IN_MCORE["megatron_lm"] |= {"inside"}
-IN_MCORE["__init__"] = IN_MCORE["inside"] | {"inside"}
+IN_MCORE: dict[str, set[str]] = {"probe": set(), "compat": {"probe"}, "ranks": set(), "seam": {"compat"}}
+ORDER = ["seam", "outputs", "engine", "models", "checkpoints", "teachers", "loop"]
+for number, room in enumerate(ORDER[1:], start=1):
+    IN_MCORE[room] = {"compat", "ranks", *ORDER[:number]}
+IN_MCORE["packed"] = IN_MCORE["engine"] | {"engine"}
+IN_MCORE["megatron_lm"] = IN_MCORE["loop"] | {"packed"}
+IN_MCORE["__init__"] = IN_MCORE["packed"] | {"packed"}
 
 MAY_IMPORT_MEGATRON = {"mcore", "cpu", "pretrain_gpt"}
 # Of the integrations, those whose library runs on Megatron-Core.
@@ -94,7 +66,7 @@ PUBLIC = set(mcore_prefix_tree.__all__)
 SLOW = {"megatron", "transformer_engine", "torch", "transformers", "mistral_common", "matplotlib"}
 # What the attention room has beside its back-ends, each of which is a file or a folder.
 ATTENTION_ENTRANCES = {"__init__", "api", "auto"}
-SHARED_BY_BACKENDS = {"options", "capability", "blocks", "spans", "padding", "parity", "imports"}
+SHARED_BY_BACKENDS = {"backend_options", "capability", "tile_blocks", "spans", "padding", "parity", "imports"}
 
 
 def room_of(file: Path) -> str:
@@ -160,7 +132,7 @@ def test_the_engine_asks_no_objective_what_it_is():
     for file in [*(ROOT / "mcore" / "seam").glob("*.py"), *(ROOT / "mcore" / "engine").glob("*.py")]:
         asked = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
         offenders += [f"{module_of(file)} asks {name}" for name in sorted(asked & questions)]
-        if file.name != "lessons.py":
+        if file.name != "paired_teachers.py":
             offenders += [f"{module_of(file)} imports {name}" for name in imports_of(file) if ".xtoken" in name]
     assert not offenders, "\n".join(offenders)
 
@@ -239,7 +211,7 @@ def test_importing_the_package_is_light():
 
 
 def test_nothing_left_of_the_seam_loads_megatron():
-    rooms = ["metadata", "attention", "logprob", "objectives", "data", "plan", "stats"]
+    rooms = ["metadata", "attention", "logprob", "objectives", "data", "plan"]
     script = (
         "import importlib, sys\n"
         "for room in sys.argv[1:]:\n"

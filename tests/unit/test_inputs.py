@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_prefix_tree import inputs
 from mcore_prefix_tree.data import iter_sample_groups, jsonl
 from mcore_prefix_tree.data.files import index_files
 from mcore_prefix_tree.plan import read_measured
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.settings import RecipeError, load_recipe
+from mcore_prefix_tree.utils import inputs
 
 NOBODY = r"no process has opened this FIFO to write to it within 0\.2 s; start its writer first$"
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import Edges, Head, head_edge_loss
-from mcore_prefix_tree.logprob.chunks import cut
+from mcore_prefix_tree.logprob.head_chunks import cut
 
 PROMPT = [1, 2, 3]
 

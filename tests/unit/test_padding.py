@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_prefix_tree.layout import Padding
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 
 @given(st.integers(1, 64), st.integers(0, 5000))

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mcore_prefix_tree.plan.ahead import Ahead
+from mcore_prefix_tree.plan.prefetch import Ahead
 
 
 def test_steps_are_those_that_are_asked_for():

@@ -13,7 +13,7 @@ from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
-from mcore_prefix_tree.recipe import load_recipe
+from mcore_prefix_tree.settings import load_recipe
 
 RECIPE = """
 data: {path: unused.jsonl}

@@ -14,9 +14,9 @@ from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.plan import Counts, ExpectedSpeedup, LatentAttention, ModelWork
-from mcore_prefix_tree.plan.shape import layers_with_window
-from mcore_prefix_tree.plan.work import Flops, pair_flops
-from mcore_prefix_tree.recipe import ModelConfig
+from mcore_prefix_tree.plan.flops import Flops, pair_flops
+from mcore_prefix_tree.plan.model_shape import layers_with_window
+from mcore_prefix_tree.settings import ModelConfig
 
 SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 100}
 DENSE = SMALL | {"ffn_hidden_size": 16}

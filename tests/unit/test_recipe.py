@@ -7,7 +7,7 @@ import pytest
 
 from mcore_prefix_tree.objectives import OBJECTIVES
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
-from mcore_prefix_tree.recipe import (
+from mcore_prefix_tree.settings import (
     BatchConfig,
     CheckpointConfig,
     ObjectiveConfig,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_recipe_hf import recipe_of, write_config, write_tensors
 
-from mcore_prefix_tree.recipe import RecipeError
+from mcore_prefix_tree.settings import RecipeError
 
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA",

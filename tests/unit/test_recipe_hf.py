@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.cli.options import with_hf
-from mcore_prefix_tree.recipe import RecipeError, load_recipe
-from mcore_prefix_tree.recipe.hf import HuggingFaceFolder
+from mcore_prefix_tree.settings import RecipeError, load_recipe
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -333,13 +333,13 @@ def test_transformers_that_the_bridge_does_not_fit(
     folder: Path, transformers: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the installed release, the bound and the command; a bridge that is missing has its own."""
-    from mcore_prefix_tree import versions
-    from mcore_prefix_tree.mcore.models import hf
+    from mcore_prefix_tree.mcore.models import bridge
+    from mcore_prefix_tree.utils import versions
 
     declared = ['accelerate>=1.0; extra == "bridge"', 'transformers<5.24,>=5.8; extra == "bridge"']
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     monkeypatch.setattr(versions, "requires", lambda _: declared)
-    monkeypatch.setattr(hf, "version_of", {"transformers": transformers}.get)
+    monkeypatch.setattr(bridge, "version_of", {"transformers": transformers}.get)
     recipe_of(folder)
     (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     recipe = folder.parent / "recipe.yaml"

@@ -12,7 +12,7 @@ from test_recipe_hf import CONFIG, write_tensors
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.recipe import ModelConfig, OptimizerConfig, ParallelConfig, RecipeError, hf, load_recipe
+from mcore_prefix_tree.settings import ModelConfig, OptimizerConfig, ParallelConfig, RecipeError, hf_folder, load_recipe
 
 RECIPE = """
 data: {path: rows.jsonl}
@@ -48,7 +48,7 @@ ONLY_LOGGED = ("held_out.jsonl", "log.tensorboard")
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("mcore_prefix_tree.recipe.check.find_spec", lambda name: None)
+    monkeypatch.setattr("mcore_prefix_tree.settings.command_checks.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
@@ -181,8 +181,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each file of a folder was opened."""
     counts: Counter[str] = Counter()
     for name in ("open_regular", "read_text"):
-        honest = getattr(hf, name)
-        monkeypatch.setattr(hf, name, lambda path, honest=honest: (counts.update([Path(path).name]), honest(path))[1])
+        honest = getattr(hf_folder, name)
+        monkeypatch.setattr(
+            hf_folder, name, lambda path, honest=honest: (counts.update([Path(path).name]), honest(path))[1]
+        )
     return counts
 
 
@@ -199,4 +201,4 @@ def test_a_folder_is_read_once(recipe: Path, folder: Path, opened: Counter[str])
         says = "rows.jsonl: no such file" if file == "config.json" else "has no layer 'q_proj'"
         assert says in CliRunner().invoke(app, arguments).stderr
     assert opened["config.json"] == 3
-    assert hf.HuggingFaceFolder.read(folder).architecture == "GemmaForCausalLM"
+    assert hf_folder.HuggingFaceFolder.read(folder).architecture == "GemmaForCausalLM"

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from oracles import comb, flat_paths, paths_of, sample_lists, samples_through
 
-from mcore_prefix_tree import Sample, fold, stats
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.layout import stats
 
 
 @given(sample_lists())

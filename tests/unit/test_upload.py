@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.upload import upload
 
 
 def test_on_the_cpu_nothing_is_copied():

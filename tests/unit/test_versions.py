@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_prefix_tree import versions
-from mcore_prefix_tree.versions import install_command, requirements_of
+from mcore_prefix_tree.utils import versions
+from mcore_prefix_tree.utils.versions import install_command, requirements_of
 
 METADATA = [
     "torch>=2.6",

@@ -12,7 +12,7 @@ from mcore_prefix_tree.data import Skipped
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.xtoken.align import align_ends
 from mcore_prefix_tree.xtoken.pairs import Pairing
-from mcore_prefix_tree.xtoken.read import PairReader, iter_pairs
+from mcore_prefix_tree.xtoken.read_pairs import PairReader, iter_pairs
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"

@@ -12,7 +12,7 @@ def check_freed(output: Any, deallocate_pipeline_outputs: bool = False) -> None:
 
 
 def exchange() -> None:
-    from mcore_prefix_tree.mcore.megatron_lm.launch import emulate_without_gpu
+    from mcore_prefix_tree.mcore.megatron_lm.start import emulate_without_gpu
 
     emulate_without_gpu()
     from megatron.core.pipeline_parallel import schedules

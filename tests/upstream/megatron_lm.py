@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 ENTRY, HYBRID = (("-m", f"mcore_prefix_tree.{name}") for name in ("pretrain_gpt", "pretrain_hybrid"))
 STOCK, STOCK_RL, RL = ((str(HERE / name),) for name in ("stock_unfolded.py", "rl_stock.py", "rl_door.py"))
 # What the programs of this package and of this folder import. Others may have a Megatron-LM of their own.
-IMPORTS = ("mcore_prefix_tree.mcore.megatron_lm.launch", "transformers", "triton", "torch._dynamo", "torch._inductor")
+IMPORTS = ("mcore_prefix_tree.mcore.megatron_lm.start", "transformers", "triton", "torch._dynamo", "torch._inductor")
 
 CPU = (
     "--transformer-impl local --no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion "

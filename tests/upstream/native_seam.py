@@ -38,7 +38,7 @@ from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import BACKENDS
 from mcore_prefix_tree.mcore import TreePackedSeqParams, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.seam import native
+from mcore_prefix_tree.mcore.seam import native_backends
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, metadata_of
 
@@ -111,8 +111,8 @@ def test_the_micro_batch_chooses_the_attention(backend: str, make: Any, monkeypa
         chosen.add(backend)
         return original(*args, backend=backend, **kwargs)
 
-    original = native.tree_attention
-    monkeypatch.setattr(native, "tree_attention", attend)
+    original = native_backends.tree_attention
+    monkeypatch.setattr(native_backends, "tree_attention", attend)
     assert_equal(folded(native_model, make(backend)), unfolded(stock), limit=1e-12)
     assert chosen == {backend}
 
@@ -120,14 +120,14 @@ def test_the_micro_batch_chooses_the_attention(backend: str, make: Any, monkeypa
 def test_megatron_core_attends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own back-end, which a micro-batch that names none takes."""
     stock, native_model = native_twins({}, {})
-    monkeypatch.setattr(native, "tree_attention", None)
+    monkeypatch.setattr(native_backends, "tree_attention", None)
     assert_equal(folded(native_model, plain(folded_batch(), "torch")), unfolded(stock), limit=1e-12)
     assert CoreTreeMetadata.from_nodes([0, 1], [-1]).attention_backend == "torch"
 
 
 def test_every_back_end_is_registered() -> None:
     for name in BACKENDS:
-        assert get_tree_attention(name) is native.attention_of(name)
+        assert get_tree_attention(name) is native_backends.attention_of(name)
     with pytest.raises(ValueError, match=r"was registered as 'nobody'.* path, "):
         get_tree_attention("nobody")
 

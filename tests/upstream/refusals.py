@@ -28,9 +28,9 @@ def main(cases: Path, answers: Path) -> None:
     warnings.simplefilter("ignore")
     os.environ["MASTER_ADDR"] = "localhost"
     use_megatron_lm(None)
-    from mcore_prefix_tree.mcore.megatron_lm import launch
+    from mcore_prefix_tree.mcore.megatron_lm import start
 
-    launch.emulate_without_gpu(dry_run=True)
+    start.emulate_without_gpu(dry_run=True)
     told: list[str | None] = []
     from megatron.training.arguments import parse_args
 
@@ -49,7 +49,7 @@ def main(cases: Path, answers: Path) -> None:
 def refusal(parse: Callable[[], object]) -> str | None:
     said = io.StringIO()
     # A rank that does not speak first waits to be ended; a dry run would read the data.
-    alone = mock.patch.multiple("mcore_prefix_tree.errors", _PATIENCE_S=0, _PATIENCE_ELSEWHERE_S=0)
+    alone = mock.patch.multiple("mcore_prefix_tree.utils.errors", _PATIENCE_S=0, _PATIENCE_ELSEWHERE_S=0)
     dry = mock.patch("mcore_prefix_tree.mcore.megatron_lm.dry_run.dry_run", return_value="")
     try:
         with alone, dry, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):

@@ -29,9 +29,9 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import initialize_megatron
 from rl_rollouts import PAD
 
-from mcore_prefix_tree.mcore.megatron_lm.rl.arguments import add_rl_arguments
-from mcore_prefix_tree.mcore.megatron_lm.rl.forward_step import FoldedForwardStep
-from mcore_prefix_tree.mcore.megatron_lm.rl.model import rl_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_arguments import add_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_forward_step import FoldedForwardStep
 
 Gradients = dict[str, torch.Tensor]
 

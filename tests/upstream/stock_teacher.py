@@ -13,10 +13,10 @@ from objective_jobs import OneByOne
 from xtoken_jobs import loss_alone
 
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.mcore.models import checkpoint
-from mcore_prefix_tree.mcore.models.model import transformer_config
-from mcore_prefix_tree.recipe import ParallelConfig, load_recipe
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.models.build_gpt import transformer_config
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.settings import ParallelConfig, load_recipe
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
 

@@ -28,7 +28,7 @@ from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
 from mcore_prefix_tree.objectives import make_objective
 
 if not torch.cuda.is_available():

@@ -172,9 +172,9 @@ class Sweep:
 
     def tried(self, case: Case) -> Case:
         """The case, with its outcome."""
-        from mcore_prefix_tree.arguments.rules import ArgumentError
-        from mcore_prefix_tree.mcore.megatron_lm.checks import checked_config
-        from mcore_prefix_tree.mcore.megatron_lm.model import tree_model
+        from mcore_prefix_tree.arguments.refusals import ArgumentError
+        from mcore_prefix_tree.mcore.megatron_lm.argument_checks import checked_config
+        from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model
 
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
             os.environ.pop(name, None)  # of the model before, whose --attention-backend set them
@@ -282,7 +282,7 @@ def folded(model: torch.nn.Module) -> Found:
     """The same of their tree."""
     from mcore_prefix_tree.logprob.restore import restore
     from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.readout import Logprobs
+    from mcore_prefix_tree.mcore.outputs import Logprobs
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
     layout = fold(SAMPLES, padded_size=fold(SAMPLES).physical_tokens + 3)

@@ -12,7 +12,7 @@ from megatron_lm import VARIABLE, require_checkout
 
 from mcore_prefix_tree.arguments.early import EarlyParser
 from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.errors import Mistakes
+from mcore_prefix_tree.utils.errors import Mistakes
 
 require_checkout(trains=False)
 

@@ -18,7 +18,7 @@ from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
+from mcore_prefix_tree.mcore.megatron_lm.activation_memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")

@@ -27,7 +27,7 @@ from megatron_lm import (
 from megatron_lm import saved_tensors as tensors_of
 from test_pretrain_objectives import write_rollouts
 
-from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 
 require_checkout()
 

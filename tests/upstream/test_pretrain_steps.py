@@ -15,16 +15,15 @@ import pytest
 import torch
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.arguments.rules import ArgumentError
-from mcore_prefix_tree.choices import Order
+from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data import LineOptions, StreamedGroups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.megatron_lm import dealing
+from mcore_prefix_tree.mcore.megatron_lm import step_batches
 from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, fill_omitted, largest_micro_batch_size, needs
-from mcore_prefix_tree.mcore.megatron_lm.dealing import (
+from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     StepDealer,
     StepIterator,
     StepMicroBatch,
@@ -36,6 +35,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import SupervisedFineTuning
 from mcore_prefix_tree.plan import CostModel, ModelWork
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing
+from mcore_prefix_tree.utils.choices import Order
 
 PROMPT = list(range(20))
 SFT = SupervisedFineTuning()
@@ -151,7 +151,7 @@ def test_needs_count_each_step_and_refuse_what_does_not_fit() -> None:
 
 
 def test_steps_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealing, "CHECKED_SAMPLES", 10_000)
+    monkeypatch.setattr(step_batches, "CHECKED_SAMPLES", 10_000)
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
         check_steps(loners, lambda _: size(2, 4), folding(max_tokens=75), SFT, consumed=0, end=10**9)
@@ -177,7 +177,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     with pytest.raises(ArgumentError, match="need"):
         check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=10**9)
     check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=16 * first)
-    monkeypatch.setattr(dealing, "CHECKED_SAMPLES", 16)
+    monkeypatch.setattr(step_batches, "CHECKED_SAMPLES", 16)
     check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=10**9)
 
 

@@ -106,7 +106,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
 
 def supervised(way: str) -> Any:
     """The supervised loss from what the last stage is asked for."""
-    from mcore_prefix_tree.mcore.readout import Logprobs, WeightedSum
+    from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
     from mcore_prefix_tree.objectives import LossOutput, sft_loss
 
     class OfLogprobs(Logprobs):

@@ -120,8 +120,8 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.engine.folding import Folding
     from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.engine.score import score
-    from mcore_prefix_tree.mcore.readout import EdgeLoss, Logprobs
+    from mcore_prefix_tree.mcore.engine.scoring import score
+    from mcore_prefix_tree.mcore.outputs import EdgeLoss, Logprobs
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=job.vocab_size)
@@ -185,7 +185,7 @@ def scores_and_gradients(layout: Any, parallel_output: bool) -> tuple[torch.Tens
 
     from mcore_prefix_tree.cpu.specs import cpu_spec
     from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.readout import Logprobs
+    from mcore_prefix_tree.mcore.outputs import Logprobs
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
     config = tiny_gpt_config(layout=layout)

@@ -120,7 +120,7 @@ def packed_tree_spec(config: Any, vp_stage: int | None) -> Any:
     """Megatron's local block, whose attention takes packed rows, tree-capable."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from mcore_prefix_tree.cpu.attention import PackedAttention
+    from mcore_prefix_tree.cpu.dot_product import PackedAttention
     from mcore_prefix_tree.cpu.specs import exchanged
     from mcore_prefix_tree.mcore import with_prefix_tree
 
@@ -162,7 +162,7 @@ def train_step(data_iterator: Any, model: Any, *, reads: str) -> Any:
     """``forward_step_func`` of a trainer."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from mcore_prefix_tree.mcore.inside import RowLogprobs
+    from mcore_prefix_tree.mcore.packed import RowLogprobs
 
     batch = dict(next(data_iterator))
     weights, labels = batch.pop("weights"), batch.pop("labels")

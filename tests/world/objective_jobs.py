@@ -94,13 +94,13 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from harness.weights import fill, local_parts
     from megatron.core import parallel_state
 
-    from mcore_prefix_tree.logprob import chunks as head_chunks
+    from mcore_prefix_tree.logprob import head_chunks as head_chunks
     from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.hook import StepHook
     from mcore_prefix_tree.mcore.engine.job import Job as Resolved
-    from mcore_prefix_tree.mcore.engine.steps import fold_step
+    from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+    from mcore_prefix_tree.mcore.engine.step_planner import fold_step
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
-    from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
+    from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
     from mcore_prefix_tree.objectives import add_means, make_objective
     from mcore_prefix_tree.plan import ModelWork
 
@@ -161,8 +161,8 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     from harness.models import build_chunks, tiny_gpt_config
     from harness.weights import fill
 
-    from mcore_prefix_tree.mcore.engine.teacher import TeacherModel
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+    from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.teacher_config))
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=job.vocab_size)]
@@ -194,8 +194,8 @@ def teacher_rows(
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.score import score
-    from mcore_prefix_tree.mcore.readout import TopLogprobs
+    from mcore_prefix_tree.mcore.engine.scoring import score
+    from mcore_prefix_tree.mcore.outputs import TopLogprobs
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(changes))
@@ -217,9 +217,9 @@ def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> li
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.score import score
-    from mcore_prefix_tree.mcore.readout import Values
-    from mcore_prefix_tree.mcore.seam.scalar_head import with_scalar_head
+    from mcore_prefix_tree.mcore.engine.scoring import score
+    from mcore_prefix_tree.mcore.outputs import Values
+    from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)
     chunks = [with_scalar_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=VOCAB)]

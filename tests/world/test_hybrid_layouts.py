@@ -12,7 +12,7 @@ from test_folded_layouts import FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, 
 from test_inside_layouts import inside
 from test_inside_layouts import oracle as alone
 
-from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)

@@ -83,8 +83,8 @@ def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
     from harness.models import build_chunks, tiny_gpt_config
 
     from mcore_prefix_tree.mcore.engine.folding import Folding
-    from mcore_prefix_tree.mcore.engine.score import ScoreError, ScoringStep
-    from mcore_prefix_tree.mcore.readout import Logprobs
+    from mcore_prefix_tree.mcore.engine.scoring import ScoreError, ScoringStep
+    from mcore_prefix_tree.mcore.outputs import Logprobs
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64)

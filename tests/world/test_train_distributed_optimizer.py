@@ -19,7 +19,7 @@ def save_twice(folder: Path) -> tuple[bool, list[str], bool]:
     from harness.models import Trainer, build_chunks, tiny_gpt_config
     from megatron.core import dist_checkpointing
 
-    from mcore_prefix_tree.mcore.models import checkpoint
+    from mcore_prefix_tree.mcore.checkpoints import checkpoint
 
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float32)
     trainer = Trainer.of(build_chunks(config, vocab_size=VOCAB, seed=0), distributed_optimizer=True)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TorchFlash, TransformerEngine
 from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Result, VarlenKernel, exact
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, Sequences, build_plan
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import Attention, check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences
 from mcore_prefix_tree.attention.imports import import_fault
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD_DIM = 256

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.cascade.sequences import Sequences
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
 
 
 class QKV(NamedTuple):

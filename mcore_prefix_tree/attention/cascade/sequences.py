@@ -16,7 +16,7 @@ import torch
 
 from mcore_prefix_tree.attention.spans import Int64Array, cut_into_spans
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.upload import upload
 
 Rows = slice | torch.Tensor
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_prefix_tree.attention.options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
 
 if TYPE_CHECKING:
+    from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
     from mcore_prefix_tree.attention.triton_tree.config import Configs
-    from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
 
 MAX_HEAD_DIM = 256
 
@@ -57,7 +57,7 @@ def plan(metadata: TreeMetadata, case: Case) -> DevicePlan:
 
 
 def _plan(metadata: TreeMetadata, configs: Configs, window: int | None) -> DevicePlan:
-    from mcore_prefix_tree.attention.triton_tree.schedule import DevicePlan
+    from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 
     return metadata.derived(
         f"triton {configs.packed} window {window}", lambda metadata: DevicePlan.of(metadata, configs, window)

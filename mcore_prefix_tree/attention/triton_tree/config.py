@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_prefix_tree.attention.options import Case
+from mcore_prefix_tree.attention.backend_options import Case
 
 
 class Launch(NamedTuple):

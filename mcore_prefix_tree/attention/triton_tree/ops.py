@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.attention.triton_tree import launch
+from mcore_prefix_tree.attention.triton_tree import kernel_calls
 from mcore_prefix_tree.attention.triton_tree.config import Configs, rounded
-from mcore_prefix_tree.attention.triton_tree.launch import Call, readable
+from mcore_prefix_tree.attention.triton_tree.kernel_calls import Call, readable
 
 
 @torch.library.custom_op("mcore_prefix_tree::tree_attention", mutates_args=())
@@ -47,7 +47,7 @@ def tree_attention(
     """
     call = Call(configs=Configs.unpack(configs), end=end, position=position, softmax_scale=softmax_scale, window=window)
     query, key, value = readable(query), readable(key), readable(value)
-    return launch.forward(query, key, value, sinks, schedules[0], call)
+    return kernel_calls.forward(query, key, value, sinks, schedules[0], call)
 
 
 @tree_attention.register_fake
@@ -75,15 +75,15 @@ def tree_attention_backward(
     """Return dQ, dK and dV, contiguous, and fp32 ``[H, R]``: ``sum(out * grad_out)`` of each row, zero past P."""
     call = Call(configs=Configs.unpack(configs), end=end, position=position, softmax_scale=softmax_scale, window=window)
     query, key, value, grad_out = readable(query), readable(key), readable(value), readable(grad_out)
-    delta = launch.row_sums(out, grad_out, call)
+    delta = kernel_calls.row_sums(out, grad_out, call)
     inputs = (query, key, value, grad_out, lse, delta)
     if call.configs.query is not None:
-        grad_key, grad_value = launch.key_value_grads(*inputs, schedules[1], call, None)
-        return launch.query_grads(*inputs, schedules[2], call), grad_key, grad_value, delta
+        grad_key, grad_value = kernel_calls.key_value_grads(*inputs, schedules[1], call, None)
+        return kernel_calls.query_grads(*inputs, schedules[2], call), grad_key, grad_value, delta
     size, heads, width = query.shape
     shape = (heads, len(end), rounded(width, call.configs.key_value.widest))
     summed = torch.zeros(shape, dtype=torch.float32, device=query.device)
-    grad_key, grad_value = launch.key_value_grads(*inputs, schedules[1], call, summed)
+    grad_key, grad_value = kernel_calls.key_value_grads(*inputs, schedules[1], call, summed)
     grad_query = query.new_empty((size, heads, width))
     torch.mul(summed[:, :size, :width].transpose(0, 1), softmax_scale, out=grad_query)
     return grad_query, grad_key, grad_value, delta

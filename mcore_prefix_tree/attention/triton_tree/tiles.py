@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a tile has to compare, in the order of a schedule's bounds: see mcore_prefix_tree.attention.blocks. The third
-# kind, the tails, is neither of the two that have a name here.
+# What a tile has to compare, in the order of a schedule's bounds: see mcore_prefix_tree.attention.tile_blocks. The
+# third kind, the tails, is neither of the two that have a name here.
 DIAGONAL = tl.constexpr(0)
 FULL = tl.constexpr(1)
 KINDS = tl.constexpr(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mcore_prefix_tree.data.causes.align import RUN, Decode, Tokens
+from mcore_prefix_tree.data.causes.align_texts import RUN, Decode, Tokens
 from mcore_prefix_tree.data.causes.difference import Difference, Span
 from mcore_prefix_tree.data.causes.words import Region, Words, differing_words, has_time, region_of
 

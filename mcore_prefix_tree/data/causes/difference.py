@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from mcore_prefix_tree.data.causes.align import Decode, Tokens, text_of
+from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens, text_of
 from mcore_prefix_tree.data.causes.words import Words
 
 # Tokens of one sequence and of another: where each differs, and where they meet again.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align import Decode, meeting, near_meeting
+from mcore_prefix_tree.data.causes.align_texts import Decode, meeting, near_meeting
 from mcore_prefix_tree.data.causes.alike import SHORT, judged
 from mcore_prefix_tree.data.causes.difference import Difference, retokenised
 from mcore_prefix_tree.data.causes.resend import last_answer, resend, same_text, unmet

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align import Decode, Tokens, end_of_text, meeting, meeting_at_end, text_of
+from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens, end_of_text, meeting, meeting_at_end, text_of
 from mcore_prefix_tree.data.causes.difference import Difference, Span, retokenised
 from mcore_prefix_tree.data.causes.words import THINKING, Words, differing_words, has_thinking, region_of
 from mcore_prefix_tree.sample import Sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from mcore_prefix_tree.data.causes.align import RUN, Decode, Tokens, text_of
+from mcore_prefix_tree.data.causes.align_texts import RUN, Decode, Tokens, text_of
 from mcore_prefix_tree.trie import common_prefix_length
 
 Kind = Literal["call id", "date", "id", "number", "words"]

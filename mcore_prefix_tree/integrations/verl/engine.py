@@ -26,7 +26,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from mcore_prefix_tree.integrations.verl import VENDOR
 from mcore_prefix_tree.integrations.verl.micro_batches import cut
-from mcore_prefix_tree.mcore.inside import RowLogprobs, fold_inside
+from mcore_prefix_tree.mcore.packed import RowLogprobs, fold_inside
 
 # What a batch can ask of verl's own engine only.
 _NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")

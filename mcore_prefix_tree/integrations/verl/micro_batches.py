@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.errors import spell
 from mcore_prefix_tree.plan import BudgetError, plan_step
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import sort_samples
+from mcore_prefix_tree.utils.errors import spell
 
 
 def cut(

@@ -14,7 +14,7 @@ from mcore_prefix_tree.attention.api import AUTO, check_case
 from mcore_prefix_tree.attention.auto import Choice, TreeShape, choose
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.ranks import all_ranks
-from mcore_prefix_tree.mcore.seam.attention import window_of
+from mcore_prefix_tree.mcore.seam.core_attention import window_of
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from mcore_prefix_tree.mcore.readout import Logits, Readout
+from mcore_prefix_tree.mcore.outputs import Logits, Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
-from mcore_prefix_tree.mcore.seam.vocabulary import unpadded_vocab_size
+from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
 
 Reported = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]

@@ -11,9 +11,9 @@ import torch
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
-from mcore_prefix_tree.mcore.engine.hook import Forward, StepHook
-from mcore_prefix_tree.mcore.engine.schedule import run_schedule
-from mcore_prefix_tree.mcore.readout import Readout, readout_of
+from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
+from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
+from mcore_prefix_tree.mcore.outputs import Readout, readout_of
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.plan import ModelWork
 

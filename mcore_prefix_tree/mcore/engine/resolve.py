@@ -14,8 +14,8 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
-from mcore_prefix_tree.recipe import Recipe
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.settings import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

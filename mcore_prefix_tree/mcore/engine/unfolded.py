@@ -12,9 +12,9 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.memory import available_bytes
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.memory import available_bytes
+from mcore_prefix_tree.utils.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

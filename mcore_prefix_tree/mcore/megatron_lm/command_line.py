@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from mcore_prefix_tree.arguments.checks import check_checkpoint_args, check_checkpoints
 from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.arguments.named import check_checkpoint_args, check_checkpoints
-from mcore_prefix_tree.arguments.rules import ArgumentError, check_unused
-from mcore_prefix_tree.ending import end_without_stacks
+from mcore_prefix_tree.arguments.refusals import ArgumentError, check_unused
 from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.utils.os_signals import end_without_stacks
 
 
 def add_prefix_tree_args(
@@ -115,17 +115,17 @@ class _CheckedJob(CheckedParser):
         check_checkpoint_args(parsed)
         # What these import has to find Megatron-LM, which this module does without.
         if parsed.prefix_tree_hf is not None:
-            from mcore_prefix_tree.mcore.megatron_lm.hf import set_arguments
+            from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import set_arguments
 
             set_arguments(parsed, self._given(words))
-        from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
+        from mcore_prefix_tree.mcore.megatron_lm.argument_checks import check_command_line
 
         if parsed.prefix_tree_dry_run:
             self._dry_run(parsed)
         check_command_line(parsed, self._args_defaults)
 
     def _dry_run(self, parsed: argparse.Namespace) -> NoReturn:
-        from mcore_prefix_tree.mcore.megatron_lm.checks import check_command_line
+        from mcore_prefix_tree.mcore.megatron_lm.argument_checks import check_command_line
         from mcore_prefix_tree.mcore.megatron_lm.data_sizes import fill_omitted
         from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_prefix_tree.arguments.rules import ArgumentError
+from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.megatron_lm.dealing import StepSize, check_fits, checked_steps
+from mcore_prefix_tree.mcore.megatron_lm.step_batches import StepSize, check_fits, checked_steps
 from mcore_prefix_tree.objectives import Objective
 
 _FOUND = ("micro_batch_size", "seq_length")

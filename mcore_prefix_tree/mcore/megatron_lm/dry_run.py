@@ -11,16 +11,16 @@ import torch
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mcore_prefix_tree.arguments.rules import has_scalar_head
+from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.megatron_lm.activation_memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs, settle
-from mcore_prefix_tree.mcore.megatron_lm.job import folding_of, work_of
-from mcore_prefix_tree.mcore.megatron_lm.memory import activation_bytes, warm_up_bytes
-from mcore_prefix_tree.mcore.megatron_lm.objective import objective_of
-from mcore_prefix_tree.mcore.megatron_lm.pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import folding_of, work_of
+from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
-from mcore_prefix_tree.mcore.megatron_lm.sizes import evaluation_size, megatrons_calculator, size_at
+from mcore_prefix_tree.mcore.megatron_lm.step_sizes import evaluation_size, megatrons_calculator, size_at
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
 from mcore_prefix_tree.sample import Sample

@@ -9,10 +9,10 @@ from pathlib import Path
 from megatron.core import dist_checkpointing
 from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
-from mcore_prefix_tree.arguments.rules import ArgumentError
-from mcore_prefix_tree.mcore.models.checkpoint import RELEASE
+from mcore_prefix_tree.arguments.refusals import ArgumentError
+from mcore_prefix_tree.mcore.checkpoints.checkpoint import RELEASE
 from mcore_prefix_tree.mcore.ranks import on_main_rank
-from mcore_prefix_tree.mcore.seam.scalar_head import CHECKPOINT_KEY
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 
 
 def checkpoint_of(args: argparse.Namespace, load_arg: str = "load") -> Path | None:

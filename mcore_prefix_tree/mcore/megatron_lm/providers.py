@@ -12,29 +12,29 @@ from typing import Any
 from megatron.training import get_args, get_timers, print_rank_0
 
 from mcore_prefix_tree.arguments.flags import SPELLINGS, readable_arguments
-from mcore_prefix_tree.arguments.settings import read_recipe
-from mcore_prefix_tree.choices import Order
+from mcore_prefix_tree.arguments.read_recipe import read_recipe
 from mcore_prefix_tree.data import FieldNames
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.source import Source
-from mcore_prefix_tree.errors import spell, spelled
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.hook import StepHook
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.objective import check_samples
-from mcore_prefix_tree.mcore.megatron_lm.checks import config_in_provider
+from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
+from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
+from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model_provider, with_head
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
-from mcore_prefix_tree.mcore.megatron_lm.dealing import StepDealer, StepIterator, check_steps
-from mcore_prefix_tree.mcore.megatron_lm.forward_step import tree_forward_step
-from mcore_prefix_tree.mcore.megatron_lm.job import device_of_this_rank, folding_of, job_of
-from mcore_prefix_tree.mcore.megatron_lm.model import tree_model_provider, with_head
-from mcore_prefix_tree.mcore.megatron_lm.objective import hook_of, objective_of
-from mcore_prefix_tree.mcore.megatron_lm.resumed import consumed_before
-from mcore_prefix_tree.mcore.megatron_lm.sizes import current_size, evaluation_size, is_constant
-from mcore_prefix_tree.mcore.megatron_lm.vocabulary import vocab_size_of
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, folding_of, job_of
+from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import tree_forward_step
+from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import hook_of, objective_of
+from mcore_prefix_tree.mcore.megatron_lm.resume import consumed_before
+from mcore_prefix_tree.mcore.megatron_lm.step_batches import StepDealer, StepIterator, check_steps
+from mcore_prefix_tree.mcore.megatron_lm.step_sizes import current_size, evaluation_size, is_constant
+from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.recipe.source import source_of as source_of_recipe
+from mcore_prefix_tree.settings.sample_source import source_of as source_of_recipe
+from mcore_prefix_tree.utils.choices import Order
+from mcore_prefix_tree.utils.errors import spell, spelled
 
 __all__ = ["add_prefix_tree_args", "prefix_tree_providers"]
 

@@ -14,9 +14,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from mcore_prefix_tree.mcore.models.hf import bridge_of, load_folder
-from mcore_prefix_tree.recipe import LoraConfig, ModelConfig
-from mcore_prefix_tree.recipe.adapter import PREFIX, WEIGHTS, AdapterFolder
+from mcore_prefix_tree.mcore.models.bridge import bridge_of, load_folder
+from mcore_prefix_tree.settings import LoraConfig, ModelConfig
+from mcore_prefix_tree.settings.adapter_folder import PREFIX, WEIGHTS, AdapterFolder
 
 # Megatron-Bridge's names of PEFT's targets.
 _TARGETS = {

@@ -1,6 +1,7 @@
 """Multi-latent attention along a tree: it makes its own rotary embeddings, so those need the tree there.
 
-Its core attention is :class:`~mcore_prefix_tree.mcore.seam.attention.TreeCoreAttentionMixin`, as in any other layer.
+Its core attention is :class:`~mcore_prefix_tree.mcore.seam.core_attention.TreeCoreAttentionMixin`, as in any other
+layer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.mcore.seam.attention import rows_by_position
+from mcore_prefix_tree.mcore.seam.core_attention import rows_by_position
 from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of
 from mcore_prefix_tree.metadata import TreeMetadata
 

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.seam.attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
-from mcore_prefix_tree.mcore.seam.hybrid import HAS_HYBRID_MODEL, LAYERS, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, LAYERS, NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
 
 if HAS_HYBRID_MODEL:

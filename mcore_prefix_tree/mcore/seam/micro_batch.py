@@ -14,7 +14,7 @@ from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import LossRows
-from mcore_prefix_tree.upload import moved, upload
+from mcore_prefix_tree.utils.upload import moved, upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

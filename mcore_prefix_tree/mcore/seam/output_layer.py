@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import (
 )
 
 from mcore_prefix_tree.logprob import Edges, Head
-from mcore_prefix_tree.mcore.seam.attention import tree_class
-from mcore_prefix_tree.mcore.seam.vocabulary import vocab_size_of_layer
+from mcore_prefix_tree.mcore.seam.core_attention import tree_class
+from mcore_prefix_tree.mcore.seam.vocab_size import vocab_size_of_layer
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

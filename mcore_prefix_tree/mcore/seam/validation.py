@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from megatron.core.utils import get_model_config
 
-from mcore_prefix_tree.mcore.seam.hybrid import check_pattern
-from mcore_prefix_tree.randomness import random_part
+from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
+from mcore_prefix_tree.utils.randomness import random_part
 
 _FLAGS = {
     "cache_mla_latents": "it is for inference alone",  # a field of MLATransformerConfig

@@ -1,18 +1,18 @@
 """Losses of chunks between a student and a teacher with different vocabularies, vocabulary-parallel on both sides."""
 
-from mcore_prefix_tree.xtoken.losses.base import ChunkLoss, Vocabularies
-from mcore_prefix_tree.xtoken.losses.blocks import Block, blocks_of, ordered
-from mcore_prefix_tree.xtoken.losses.head import (
+from mcore_prefix_tree.xtoken.losses.block_logits import (
     ChunkTerms,
     KnownRows,
     block_loss,
     largest_logits,
     teacher_logits,
 )
+from mcore_prefix_tree.xtoken.losses.chunk_loss import ChunkLoss, Vocabularies
+from mcore_prefix_tree.xtoken.losses.common_columns import Part
+from mcore_prefix_tree.xtoken.losses.make_loss import make_loss
 from mcore_prefix_tree.xtoken.losses.outcomes import Endings
 from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
-from mcore_prefix_tree.xtoken.losses.registry import make_loss
-from mcore_prefix_tree.xtoken.losses.vocabulary import Part
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block, blocks_of, ordered
 from mcore_prefix_tree.xtoken.modes import LossSettings
 
 __all__ = [

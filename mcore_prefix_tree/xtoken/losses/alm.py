@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from mcore_prefix_tree.logprob.log1mexp import log1mexp
-from mcore_prefix_tree.xtoken.losses.base import Vocabularies, gathered
-from mcore_prefix_tree.xtoken.losses.blocks import Block
+from mcore_prefix_tree.xtoken.losses.chunk_loss import Vocabularies, gathered
 from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, size_of, sum_over
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
 
 class LikelihoodMatching:
@@ -26,7 +26,7 @@ class LikelihoodMatching:
         self._vocabularies, self._theta = vocabularies, theta
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
         both, group = self._vocabularies, self._vocabularies.group
         found = []
         for logits, side, part in ((student, block.student, both.student), (teacher, block.teacher, both.teacher)):

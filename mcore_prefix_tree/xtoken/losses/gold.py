@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from mcore_prefix_tree.xtoken.losses.base import Vocabularies, kl
-from mcore_prefix_tree.xtoken.losses.blocks import Block
+from mcore_prefix_tree.xtoken.losses.chunk_loss import Vocabularies, kl
 from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, sorted_over
-from mcore_prefix_tree.xtoken.losses.vocabulary import CommonColumns, common_tokens
+from mcore_prefix_tree.xtoken.losses.common_columns import CommonColumns, common_tokens
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
 
 class Gold:
@@ -20,8 +20,8 @@ class Gold:
 
     Args:
         vocabularies: vocabularies with a projection.
-        relaxed: rule of the common tokens, see :func:`~mcore_prefix_tree.xtoken.losses.vocabulary.common_tokens`; True
-            is H-KL.
+        relaxed: rule of the common tokens, see :func:`~mcore_prefix_tree.xtoken.losses.common_columns.common_tokens`;
+            True is H-KL.
         reverse: whether to take the KL of the student's distribution from the teacher's.
         tail: largest m.
     """
@@ -34,7 +34,7 @@ class Gold:
         self._tail = min(*self._common.left, tail)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
         a = block.student.mean(log_softmax(student, self._group))
         b = block.teacher.mean(log_softmax(teacher, self._group))
         model, target = self._common.paired(a, b)

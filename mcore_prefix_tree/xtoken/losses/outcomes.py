@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mcore_prefix_tree.upload import upload
+from mcore_prefix_tree.utils.upload import upload
 from mcore_prefix_tree.xtoken.chunks import Chunks
 
 TokenBytes = Sequence[bytes | None]

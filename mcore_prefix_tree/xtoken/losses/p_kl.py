@@ -26,11 +26,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.upload import upload
-from mcore_prefix_tree.xtoken.losses.base import FLOOR, Vocabularies, kl
-from mcore_prefix_tree.xtoken.losses.blocks import Block, BlockSide
+from mcore_prefix_tree.utils.upload import upload
+from mcore_prefix_tree.xtoken.losses.chunk_loss import FLOOR, Vocabularies, kl
 from mcore_prefix_tree.xtoken.losses.collectives import Group, log_softmax, rank_of, size_of, sum_over
-from mcore_prefix_tree.xtoken.losses.vocabulary import Part
+from mcore_prefix_tree.xtoken.losses.common_columns import Part
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block, BlockSide
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -54,7 +54,7 @@ class ProjectedKL:
         self._matrices = _matrices(vocabularies, chosen)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
         mean = block.student.mean(log_softmax(student, self._group).exp())
         if self._matrices[0].onto.dtype != mean.dtype:
             self._matrices = [matrix.to(mean.dtype) for matrix in self._matrices]

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from mcore_prefix_tree.xtoken.losses.base import FLOOR, Vocabularies, gathered, kl
-from mcore_prefix_tree.xtoken.losses.blocks import Block, BlockSide
+from mcore_prefix_tree.xtoken.losses.chunk_loss import FLOOR, Vocabularies, gathered, kl
 from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, size_of, sum_over
+from mcore_prefix_tree.xtoken.losses.common_columns import CommonColumns, Part, common_tokens
 from mcore_prefix_tree.xtoken.losses.outcomes import Outcomes
-from mcore_prefix_tree.xtoken.losses.vocabulary import CommonColumns, Part, common_tokens
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block, BlockSide
 
 
 class PartitionKL:
@@ -32,7 +32,7 @@ class PartitionKL:
         self._common = CommonColumns(vocabularies.student, vocabularies.teacher, tokens, vocabularies.device)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
         assert block.outcomes is not None, "found with the block"
         group = self._vocabularies.group
         a, b = log_softmax(student, group), log_softmax(teacher, group)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from mcore_prefix_tree.xtoken.losses.base import Vocabularies
-from mcore_prefix_tree.xtoken.losses.blocks import Block
+from mcore_prefix_tree.xtoken.losses.chunk_loss import Vocabularies
 from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, sorted_over
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
 
 class UniversalLogits:
@@ -20,7 +20,7 @@ class UniversalLogits:
         self._size = max(vocabularies.student.size, vocabularies.teacher.size)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.base.ChunkLoss`."""
+        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
         sides = [
             sorted_over(side.mean(log_softmax(logits, self._group).exp()), self._size, part.widths, self._group)
             for side, logits, part in (

@@ -6,6 +6,6 @@ Rollouts, environments, agents, inference, advantages and the loss stay Megatron
   iterator, plans them over all data-parallel ranks, and folds them. ``calculate_grpo_loss`` and the script's
   ``loss_func`` compute the loss of each token and what is logged of it.
 - **Log-probabilities.** ``get_logprobs`` calls the model that the model provider built. Torch's forward hooks of that
-  model fold the rows of a call, as in :mod:`mcore_prefix_tree.mcore.inside`, and answer with the log-probabilities of
+  model fold the rows of a call, as in :mod:`mcore_prefix_tree.mcore.packed`, and answer with the log-probabilities of
   the labels in place of logits. Megatron's loop hands the model one micro-batch at a time, so rows fold within it.
 """

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_prefix_tree.arguments.rules import ArgumentError
+from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.megatron_lm.adapter import checkout
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import checkout
 
 # Parameters of the script's loss_func, in this order.
 _LOSS = ["loss_mask", "kl_term", "ratios", "entropy_term", "truncated_from_above", "truncated_from_below"]

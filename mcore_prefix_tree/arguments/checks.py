@@ -1,0 +1,110 @@
+"""Checks of what arguments name: files, checkpoints, the vocabulary, layers and lengths."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+from mcore_prefix_tree.arguments.refusals import ArgumentError
+from mcore_prefix_tree.data import resolve_paths
+from mcore_prefix_tree.utils.inputs import check_files_of
+
+SPEC_EXAMPLE = "for example --spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local"
+APEX_MISSING = (
+    "--no-gradient-accumulation-fusion is missing: Megatron-LM's default needs NVIDIA Apex, whose extension "
+    "fused_weight_gradient_mlp_cuda is not installed; give the flag, or build https://github.com/NVIDIA/apex with its "
+    "CUDA extensions"
+)
+_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    """Check that the folders of checkpoints hold files, which Megatron-LM opens: it would wait for ever at a pipe.
+
+    Raises:
+        OSError: an entry is a pipe, a socket or a device; names it.
+    """
+    for name in ("load", "pretrained_checkpoint"):
+        folder = getattr(args, name, None)
+        if folder is None or not os.path.isdir(folder):
+            continue
+        check_files_of(folder)
+        for checkpoint in (entry for entry in os.scandir(folder) if _CHECKPOINT.fullmatch(entry.name)):
+            if checkpoint.is_dir():
+                check_files_of(checkpoint)
+
+
+def check_checkpoint_args(args: argparse.Namespace) -> None:
+    """Refuse ``--use-checkpoint-args`` with what needs the model's arguments before the checkpoint is read.
+
+    Raises:
+        ArgumentError: names the other argument.
+    """
+    if args.use_checkpoint_args and args.prefix_tree_hf is not None:
+        raise ArgumentError("--use-checkpoint-args and --prefix-tree-hf both decide the model; leave one of them out")
+    if args.use_checkpoint_args and args.prefix_tree_dry_run:
+        raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
+
+
+def check_launched(environment: Mapping[str, str]) -> None:
+    """Check that a launcher started this rank.
+
+    Raises:
+        ArgumentError: it is not set where the ranks meet.
+    """
+    if "MASTER_ADDR" not in environment:
+        raise ArgumentError(
+            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets where its ranks meet"
+        )
+
+
+def check_extensions(args: argparse.Namespace) -> None:
+    """Check that the extension is installed that Megatron-LM's default for gradients needs.
+
+    Raises:
+        ArgumentError: Apex is missing.
+    """
+    if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        raise ArgumentError(APEX_MISSING)
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Check that the files of samples exist.
+
+    Raises:
+        SampleError: a file is missing, or a glob matches none.
+    """
+    resolve_paths([*(args.prefix_tree_data_path or ()), *(args.prefix_tree_valid_data_path or ())])
+
+
+def check_vocabulary_known(args: argparse.Namespace) -> None:
+    """Check that an argument sets the vocabulary.
+
+    Raises:
+        ArgumentError: none does.
+    """
+    if args.use_checkpoint_args:
+        return
+    names = ("prefix_tree_tokenizer", "prefix_tree_hf", "tokenizer_type", "vocab_size", "padded_vocab_size")
+    if all(getattr(args, name) is None for name in names):
+        raise ArgumentError(
+            "the vocabulary is not known: give --prefix-tree-tokenizer, --vocab-size, or Megatron's --tokenizer-type"
+        )
+
+
+def check_spec_named(spec: Sequence[str]) -> None:
+    """Check that ``--spec`` names a module and something in it, without importing either.
+
+    Raises:
+        ArgumentError: it has another number of words, or no such package is installed.
+    """
+    words = " ".join(spec)
+    if len(spec) != 2:
+        raise ArgumentError(f"--spec {words}: give a module and the name of a spec in it; {SPEC_EXAMPLE}")
+    package = spec[0].partition(".")[0]
+    if package not in sys.modules and (not package or find_spec(package) is None):
+        raise ArgumentError(f"--spec {words}: there is no module {package}; {SPEC_EXAMPLE}")

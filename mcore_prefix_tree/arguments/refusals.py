@@ -1,0 +1,306 @@
+"""Checks of the arguments of ``--prefix-tree``; the objective and the scoring that these describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from mcore_prefix_tree.arguments.flags import option_of
+from mcore_prefix_tree.arguments.read_recipe import list_score_options, read_data, read_objective, read_score
+from mcore_prefix_tree.attention.api import check_setting
+from mcore_prefix_tree.data.write import check_rows_output
+from mcore_prefix_tree.settings.bind_objective import check_teachers_named, settings_of
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+from mcore_prefix_tree.utils.errors import Mistakes
+from mcore_prefix_tree.utils.inputs import TRACKER
+
+# Whether arguments contradict each other, and the sentence that says so.
+Rule = tuple[Callable[[argparse.Namespace], bool], str]
+
+
+class ArgumentError(ValueError):
+    """Arguments that cannot be used with ``--prefix-tree``. The message names them."""
+
+
+# Arguments that cannot be used at all, and why.
+_UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    (
+        "data_path train_data_path data_args_path per_split_data_args_path mock_data",
+        "the data is --prefix-tree-data-path; leave it out",
+    ),
+    ("valid_data_path", "validation data is --prefix-tree-valid-data-path; leave it out"),
+    ("test_data_path", "there is no test phase; leave it out"),
+    ("sft eod_mask_loss", "losses are masked by the data here; leave it out"),
+    ("fim_data reset_position_ids reset_attention_mask", "it belongs to Megatron's own data; leave it out"),
+    ("full_validation", "use --eval-iters"),
+    ("multiple_validation_sets", "give one --prefix-tree-valid-data-path"),
+    ("iterations_to_skip", "Megatron skips by reading its own kind of batch"),
+    ("result_rejected_tracker_filename", "it skips iterations"),
+    ("phase_transition_iterations", "samples are counted from the start of the run"),
+    ("use_legacy_models", "only megatron-core's layers know the tree"),
+    ("yaml_cfg", "give the arguments on the command line"),
+    ("perform_rl_step", "it brings its own data and objective; use -m mcore_prefix_tree.train_rl"),
+    ("use_torch_fsdp2 use_megatron_fsdp", "not proven equal yet; use --use-distributed-optimizer"),
+    ("experimental_attention_variant", "only self-attention knows the tree"),
+    ("check_for_spiky_loss", "it compares sums, and micro-batches differ in tokens"),
+    (
+        "log_throughput log_progress",
+        "it counts --seq-length tokens a sample; the log line has logical and physical tokens/s",
+    ),
+    ("record_memory_history", "pretrain_gpt.py's own model provider starts it"),
+    ("inprocess_restart", "not proven yet; restart with --load"),
+    ("moe_use_upcycling", "convert the checkpoint with pretrain_gpt.py first"),
+    (
+        "is_hybrid_model hybrid_attention_ratio hybrid_mlp_ratio",
+        "name the layers with --hybrid-layer-pattern of core_v0.19's pretrain_hybrid.py",
+    ),
+    ("fp16", "not proven equal yet; use --bf16"),
+    ("ddp_average_in_collective", "a step's divisor is known only after it; leave it out"),
+    # Since core_v0.18 or core_v0.19.
+    ("dataloader_inter_document_masking", "it belongs to Megatron's own data; leave it out"),
+    ("logits_load_dir", "it brings its own loss"),
+    ("logits_save_dir", "it would save the logits of unique tokens as those of samples"),
+    ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; leave it out"),
+)
+# Names of these arguments.
+UNSUPPORTED = tuple(name for names, _ in _UNSUPPORTED for name in names.split())
+# Arguments that name the files of Megatron-LM's own tokenizers.
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+# Values of arguments that cannot be used, and why.
+_UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
+    ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
+    ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
+    ("position_embedding_type", "mrope", "its positions are three-dimensional; use rope"),
+)
+
+
+def _splits_latents(args: argparse.Namespace) -> bool:
+    """Return whether tensor parallelism meets multi-latent attention in layers that Megatron chooses."""
+    return getattr(args, "multi_latent_attention", False) and args.tensor_model_parallel_size > 1 and args.spec is None
+
+
+_WRONG_GRADIENT = (
+    " with --multi-latent-attention and --tensor-model-parallel-size above 1: of layers that split the down "
+    "projection, Megatron-Core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699); leave it out"
+)
+_SHARDS = "tensor-parallel-num-weight-shards above the tensor-parallel size: not proven equal yet; leave it out"
+
+# What cannot be used together.
+_AT_ODDS: tuple[Rule, ...] = (
+    (
+        lambda args: args.context_parallel_size > 1,
+        "--context-parallel-size {context_parallel_size}: a tree is not split over context-parallel ranks; use "
+        "tensor, sequence or pipeline parallelism",
+    ),
+    # The arguments of a checkpoint, or a file, would replace these.
+    *(
+        (
+            lambda args, name=name: getattr(args, name) > 0 and not (args.use_checkpoint_args or args.yaml_cfg),
+            f"{option} {{{name}}}: samples that share a token would share its dropout; give {option} 0",
+        )
+        for name, option in (("attention_dropout", "--attention-dropout"), ("hidden_dropout", "--hidden-dropout"))
+    ),
+    (
+        lambda args: _splits_latents(args) and args.transformer_impl == "local",
+        f"--transformer-impl local{_WRONG_GRADIENT}",
+    ),
+    (
+        lambda args: _splits_latents(args) and getattr(args, "mla_down_proj_fusion", False),
+        f"--mla-down-proj-fusion{_WRONG_GRADIENT}",
+    ),
+    (
+        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
+        "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "
+        "use --moe-token-dispatcher-type alltoall",
+    ),
+    # Since core_v0.19; Megatron's validation turns the arguments into these ratios.
+    (lambda args: (getattr(args, "gtp_weight_remat_size", None) or 1) > 1, f"--{_SHARDS}"),
+    (lambda args: (getattr(args, "expert_gtp_weight_remat_size", None) or 1) > 1, f"--expert-{_SHARDS}"),
+    (
+        lambda args: (
+            args.prefix_tree_fused_head
+            and not has_scalar_head(args)
+            and getattr(args, "defer_embedding_wgrad_compute", False)
+        ),
+        "--defer-embedding-wgrad-compute with the fused head, whose gradient is never there as a whole: leave it "
+        "out, or give --prefix-tree-no-fused-head",
+    ),
+    (
+        lambda args: has_scalar_head(args) and getattr(args, "defer_embedding_wgrad_compute", False),
+        "--defer-embedding-wgrad-compute with --prefix-tree-objective {prefix_tree_objective}, which has no output "
+        "layer to defer: leave it out",
+    ),
+    (
+        lambda args: has_scalar_head(args) and getattr(args, "ckpt_format", "torch_dist") != "torch_dist",
+        "--ckpt-format {ckpt_format} with --prefix-tree-objective {prefix_tree_objective}: only torch_dist tells "
+        "a scalar head from a vocabulary's; use --ckpt-format torch_dist",
+    ),
+    (
+        lambda args: args.deterministic_mode and not args.prefix_tree_deterministic_attention,
+        "--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out",
+    ),
+)
+# The same, of steps that are made of files.
+AT_ODDS_OF_FILES: tuple[Rule, ...] = (
+    (
+        lambda args: args.dataloader_type != "external",
+        "--dataloader-type {dataloader_type}: folded micro-batches come from outside; leave it out",
+    ),
+    (
+        lambda args: not args.calculate_per_token_loss,
+        "a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens",
+    ),
+)
+
+
+def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: Collection[str] = ()) -> None:
+    """Refuse arguments that folding does not support in any entry point of Megatron-LM.
+
+    Args:
+        args: arguments, as :func:`check_arguments` takes them.
+        at_odds: further arguments that cannot be used together, each rule with its sentence.
+        allowed: names of the arguments that this entry point takes.
+
+    Raises:
+        ArgumentError: one sentence for every argument at fault.
+    """
+    given = vars(args)
+    found = [
+        f"{option_of(name)}: {why}"
+        for names, why in _UNSUPPORTED
+        for name in names.split()
+        if given.get(name) and name not in allowed
+    ]
+    found += [
+        f"{option_of(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value
+    ]
+    found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
+    if found:
+        raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
+
+    Args:
+        args: arguments parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
+
+    Raises:
+        ArgumentError: see :func:`refuse`.
+        ValueError: there is no such attention back-end.
+    """
+    mistakes = Mistakes()
+    mistakes.check(refuse, args, at_odds=AT_ODDS_OF_FILES)
+    mistakes.check(_check_data, args)
+    mistakes.check(check_setting, args.prefix_tree_attention_backend)
+    mistakes.check(_check_objective, args)
+    mistakes.report()
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    given = vars(args)
+    missing = [name for name in ("prefix_tree_data_path", "prefix_tree_max_tokens") if given[name] is None]
+    if missing:
+        raise ArgumentError(f"--prefix-tree needs {' and '.join(map(option_of, missing))}")
+    if "-" in args.prefix_tree_data_path:
+        raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
+    read_data(args)
+
+
+def _check_objective(args: argparse.Namespace) -> None:
+    section = read_objective(args)
+    objective = settings_of(section)
+    check_teachers_named(objective, section, fused_head=args.prefix_tree_fused_head)
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if objective.grouped_by is not None and getattr(args, name, None) is not None:
+            raise ArgumentError(
+                f"{option_of(name)} with objective.name={section.name}, whose steps take whole "
+                f"{objective.grouped_by}s and would cut some; leave it out"
+            )
+    if getattr(args, "pipeline_model_parallel_size", 1) > 1 and section.options.get("scaling") == "dynamic":
+        raise ArgumentError(
+            "objective.options.scaling=dynamic runs the student once more before each step, for which Megatron-LM's "
+            "loop has no place on a pipeline; set scaling=fixed, or use --pipeline-model-parallel-size 1"
+        )
+    if section.teacher_recipes and getattr(args, "expert_model_parallel_size", 1) > 1:
+        raise ArgumentError(
+            "objective.teacher_recipe with --expert-model-parallel-size: not proven equal yet; export the teacher's "
+            "rows with "
+            "mcore-prefix-tree xtoken export-teacher, or score --teacher-top-k"
+        )
+
+
+def has_scalar_head(args: argparse.Namespace) -> bool:
+    """Return whether the model of the objective gives a value for each token instead of a distribution.
+
+    Megatron-LM's RL loop brings its own objective, which reads log-probabilities.
+    """
+    return "prefix_tree_objective" in args and read_objective(args).has_scalar_head
+
+
+# What a job that trains nothing would leave undone, and why.
+_ONLY_TRAINING: tuple[tuple[str, str], ...] = (
+    ("save", "nothing is saved; leave it out"),
+    ("pretrained_checkpoint", "name the checkpoint with --load"),
+    ("prefix_tree_valid_data_path", "nothing is evaluated; name all files with --prefix-tree-data-path"),
+    ("prefix_tree_new_data prefix_tree_dry_run skip_train", "nothing is trained; leave it out"),
+    ("rampup_batch_size step_batch_size_schedule", "--global-batch-size samples are planned together; leave it out"),
+)
+
+
+def check_score(args: argparse.Namespace) -> None:
+    """Check a job of ``--prefix-tree-score`` from its arguments; refuse options that need it in other jobs.
+
+    Args:
+        args: parsed arguments, which :func:`check_arguments` has checked.
+
+    Raises:
+        ArgumentError: the scores are not available, the file cannot be written or exists, or a checkpoint is missing.
+    """
+    score = read_score(args)
+    if score is None:
+        if options := list_score_options(args):
+            raise ArgumentError(f"{', '.join(options)} needs --prefix-tree-score FILE")
+        return
+    given = vars(args)
+    found = [f"{option_of(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)]
+    if found:
+        raise ArgumentError("--prefix-tree-score does not take " + "; nor ".join(found))
+    objective = read_objective(args)
+    score.check(objective.kind, setting=f"objective.name={objective.name}", vocab_size=args.vocab_size)
+    try:
+        check_rows_output(score.output, [*args.prefix_tree_data_path, *_folders_read(args)])
+    except ValueError as error:
+        raise ArgumentError(f"--prefix-tree-score {error}") from None
+    if Path(score.output).exists():
+        raise ArgumentError(f"--prefix-tree-score {score.output}: exists; name another file, or move it away")
+    if args.global_batch_size is None:
+        raise ArgumentError("--prefix-tree-score needs --global-batch-size, the samples that are planned together")
+    if args.load is None and args.prefix_tree_hf is None:
+        raise ArgumentError("--prefix-tree-score needs --load, the folder of the checkpoints to score with")
+    for option, folder in (("--load", args.load), ("score.reference", score.reference)):
+        if folder is not None and not Path(folder, TRACKER).is_file():
+            raise ArgumentError(f"{option} {folder} holds no checkpoint; name the folder of a run that saved one")
+    if args.load is None and has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
+        raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf} has no scalar head to score with; give --load")
+
+
+def _folders_read(args: argparse.Namespace) -> list[str]:
+    """Return the folders and files besides the data that a scoring job reads."""
+    names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", *TOKENIZER_FILES)
+    return [given for name in names if (given := getattr(args, name, None)) is not None]
+
+
+def check_unused(arguments: Sequence[str]) -> None:
+    """Refuse the group's arguments on a command line without ``--prefix-tree``.
+
+    Raises:
+        ArgumentError: one is given; the message names the first.
+    """
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--prefix-tree-"):
+            raise ArgumentError(f"{name} needs --prefix-tree, which is missing")
+        if name.replace("_", "-").startswith("--prefix-tree"):
+            raise ArgumentError(f"{argument}: there is no such argument, did you mean --prefix-tree?")

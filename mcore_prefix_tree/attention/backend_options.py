@@ -1,0 +1,76 @@
+"""Options of tree attention beside the tensors, and the description of a call that back-ends judge.
+
+Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_prefix_tree.utils.lazy_torch import torch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionOptions:
+    """The mathematics of a call: ``softmax(scale * q k^T, over the visible keys and the sink) v``.
+
+    Attributes:
+        softmax_scale: factor on the scores.
+        window: number of keys that a query sees, itself included, counted in positions on its own path.
+        sinks: floating ``[H]``, a learned logit per head that joins the softmax's denominator and has no value. It is
+            not scaled, and it receives a gradient.
+        deterministic: whether forward and backward must give the same bits twice.
+    """
+
+    softmax_scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+    deterministic: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One call as a back-end's ``refusal`` sees it: no token counts, so that a run is refused before its first step.
+
+    Attributes:
+        device: device of the tensors.
+        capability: compute capability of a CUDA device, such as ``(9, 0)``; None elsewhere.
+        dtype: dtype of query, key and value.
+        heads: H.
+        kv_heads: K.
+        head_dim: D, size of a head of query and key.
+        value_dim: W.
+        needs_grad: whether backward will be asked for.
+        options: options of the call.
+    """
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    needs_grad: bool
+    options: AttentionOptions
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> Case:
+        """The case of ``[P, H, D]``, ``[P, K, D]`` and ``[P, K, W]``."""
+        device = query.device
+        capability = None
+        if device.type == "cuda":
+            from mcore_prefix_tree.attention.capability import capability_of
+
+            capability = capability_of(device)
+        return cls(
+            device=device,
+            capability=capability,
+            dtype=query.dtype,
+            heads=query.shape[1],
+            kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            value_dim=value.shape[2],
+            needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)),
+            options=options,
+        )

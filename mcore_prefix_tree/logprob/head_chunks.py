@@ -1,0 +1,211 @@
+"""The logits of a chunk of rows at a time, and the gradients that they are turned into.
+
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
+vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from mcore_prefix_tree.logprob.edges import Edges, wide
+from mcore_prefix_tree.logprob.softmax import EdgeGrads
+from mcore_prefix_tree.logprob.vocab_padding import mask_padding_
+
+# Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
+# gradient, which few rows do not pay for. Measured for a processor, whose caches like chunks small; for a GPU derived
+# from the ratio of its arithmetic to its memory bandwidth.
+_CPU = (2**23, 256)
+_GPU = (2**28, 2048)
+
+
+def default_chunk_rows(columns: int, device: torch.device) -> int:
+    """Return C for this many columns of logits on this rank."""
+    logits, least_rows = _CPU if device.type == "cpu" else _GPU
+    return max(least_rows, logits // columns)
+
+
+def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
+    """Cut R rows into chunks of at most C, so that few rows are scored together with one of a later chunk.
+
+    Such a row is projected twice, one product more than the three of others. A border that spares fewer of them than a
+    fourth of the rows by which it makes its chunk smaller is not worth the chunks that follow from it.
+
+    Args:
+        settled_by: int64 ``[R]``, see :class:`Edges`.
+        head_chunk_rows: C.
+
+    Returns:
+        Ascending chunks. They depend on the edges alone: rows of a product of another height may have other bits, and a
+        policy's old log-probabilities have to have those of the step that they are compared with.
+    """
+    rows = len(settled_by)
+    # How many rows before a border are settled behind it.
+    steps = np.zeros(rows + 2, dtype=np.int64)
+    steps[1 : rows + 1] += 1
+    np.subtract.at(steps, settled_by + 1, 1)
+    torn = steps.cumsum()
+    chunks = []
+    stop = rows
+    while stop > 0:
+        start = max(0, stop - head_chunk_rows)
+        if start:
+            # From the end, so that what comes last is whole.
+            smaller = np.arange(head_chunk_rows // 2 + 1)
+            start += int(np.argmin(torn[start + smaller] + smaller / 4))
+        chunks.append(slice(start, stop))
+        stop = start
+    return chunks[::-1]
+
+
+class WeightGradSink(Protocol):
+    """Receiver of the weight's gradient in place of autograd, as Megatron's gradient accumulation fusion does."""
+
+    def buffer(self) -> torch.Tensor:
+        """``[Vl, h]``, fp32 or the weight's dtype, to add to."""
+
+    def placeholder(self) -> torch.Tensor | None:
+        """Return the gradient for autograd; call it once the gradient has been added."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Head:
+    """Everything that a row's logits are made of, besides hidden states and weight.
+
+    Attributes:
+        edges: edges to score.
+        multiplier: factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
+        temperature: ``[P]``, temperature of each predictor; None means 1.
+        vocab_start: id of this rank's first column.
+        group: tensor-parallel group over which the vocabulary is split, None if it is not.
+        head_chunk_rows: C; :func:`default_chunk_rows` if None.
+        weight_grad: receiver of the weight's gradient; None leaves it to autograd.
+        vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
+            None means no padding.
+    """
+
+    edges: Edges
+    multiplier: float = 1.0
+    temperature: torch.Tensor | None = None
+    vocab_start: int = 0
+    group: dist.ProcessGroup | None = None
+    head_chunk_rows: int | None = None
+    weight_grad: WeightGradSink | None = None
+    vocab_size: int | None = None
+
+
+class Chunks:
+    """Logits of ``hidden @ weight.T``, a chunk of rows at a time."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, like: Chunks | None = None) -> None:
+        """Take over the memory of ``like``, chunks of other rows that are finished, if it is given."""
+        self.hidden, self.weight, self.head = hidden, weight, head
+        self.dtype = wide(hidden.dtype)
+        self._product: torch.Tensor
+        self._logits: torch.Tensor
+        if like is not None:
+            self._product, self._logits = like._product, like._logits
+        else:
+            # One allocation for all chunks: fresh memory costs a processor more than the softmax does.
+            most = head.head_chunk_rows or default_chunk_rows(len(weight), weight.device)
+            self._product = hidden.new_empty((min(most, len(hidden)), len(weight)))
+            is_wide = hidden.dtype == self.dtype
+            self._logits = self._product if is_wide else torch.empty_like(self._product, dtype=self.dtype)
+        self._scratch: torch.Tensor | None = None
+        here, self.column = head.edges.column(head.vocab_start, len(weight))
+        self.here = here
+        self.temperature = None if head.temperature is None else head.temperature[head.edges.row].to(self.dtype)
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Rows, their edges, and their logits ``[C, Vl]`` in fp32 or wider, to be overwritten."""
+        for rows in cut(self.head.edges.host_settled_by, len(self._product)):
+            yield rows, self.head.edges.of_rows(rows), self.logits(rows)
+
+    def logits(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        """``[C, Vl]`` of no more rows than a chunk has, in fp32 or wider, in memory that the next ones will be in."""
+        count = len(rows) if isinstance(rows, torch.Tensor) else rows.stop - rows.start
+        product = self._product[:count]
+        logits = self._logits[:count]
+        torch.mm(self.hidden[rows], self.weight.t(), out=product)
+        if logits is not product:
+            logits.copy_(product)
+        if self.head.multiplier != 1.0:
+            logits.mul_(self.head.multiplier)
+        if self.temperature is not None:
+            logits.div_(self.temperature[rows, None])
+        return mask_padding_(logits, self.head.vocab_size, self.head.vocab_start)
+
+    def scratch(self, rows: slice) -> torch.Tensor:
+        """Memory of the size of some rows' logits, the same for every chunk."""
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self._logits)
+        return self._scratch[: rows.stop - rows.start]
+
+    def target(self, rows: slice, edges: slice, logits: torch.Tensor) -> torch.Tensor:
+        """Logit of each edge's token; 0 where that is on another rank."""
+        own_row = self.head.edges.row_of_edge[edges] - rows.start
+        return torch.where(self.here[edges], logits[own_row, self.column[edges]], 0)
+
+    def edge_grads(self, rows: slice, edges: slice, grad: torch.Tensor) -> EdgeGrads:
+        """Select a chunk's part of the gradients ``[E]`` of all edges."""
+        return EdgeGrads(
+            row=self.head.edges.row_of_edge[edges] - rows.start,
+            column=self.column[edges],
+            grad=torch.where(self.here[edges], grad[edges], 0),
+        )
+
+
+class Grads:
+    """Gradients of hidden states and weight, from those of the logits a chunk at a time.
+
+    Args:
+        chunks: chunks of the logits.
+        of_hidden: whether to form the gradient of the hidden states.
+        of_weight: whether to form the gradient of the weight.
+        weight_grad: tensor to add the weight's gradient to.
+        gathered: whether chunks have rows in any order, and may repeat a row.
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        *,
+        of_hidden: bool,
+        of_weight: bool,
+        weight_grad: torch.Tensor | None = None,
+        gathered: bool = False,
+    ):
+        self._chunks = chunks
+        made = torch.zeros_like if gathered else torch.empty_like
+        self.hidden = made(chunks.hidden) if of_hidden else None
+        self.weight = weight_grad
+        if of_weight and weight_grad is None:
+            # In fp32 whatever the weight's dtype: it is a sum over chunks.
+            self.weight = torch.zeros_like(chunks.weight, dtype=chunks.dtype)
+
+    def add_(self, rows: slice | torch.Tensor, grad: torch.Tensor) -> None:
+        """Take the gradient of some rows' logits ``[C, Vl]``; overwrites it. Indices of rows are all different."""
+        chunks = self._chunks
+        if chunks.temperature is not None:
+            grad.div_(chunks.temperature[rows, None])
+        if chunks.head.multiplier != 1.0:
+            grad.mul_(chunks.head.multiplier)
+        # Stock backward multiplies in the dtype of the weights too.
+        grad = grad.to(chunks.hidden.dtype)
+        if self.hidden is not None:
+            if isinstance(rows, torch.Tensor):
+                self.hidden.index_add_(0, rows, grad @ chunks.weight)
+            else:
+                torch.mm(grad, chunks.weight, out=self.hidden[rows])
+        if self.weight is not None:
+            if self.weight.dtype == grad.dtype:
+                self.weight.addmm_(grad.t(), chunks.hidden[rows])
+            else:
+                self.weight.add_(grad.t() @ chunks.hidden[rows])

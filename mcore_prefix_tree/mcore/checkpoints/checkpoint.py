@@ -1,0 +1,407 @@
+"""Checkpoints in Megatron's own distributed format and folder layout.
+
+``FOLDER/iter_0000010`` holds one checkpoint, ``FOLDER/latest_checkpointed_iteration.txt`` names the last complete one.
+The name is written after everything else, so a run killed while it saves resumes from the checkpoint before.
+Model keys are those of the stock model; a scalar head, which that does not have, is ``scalar_head.weight``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_prefix_tree.data.fingerprint import name_ranks
+from mcore_prefix_tree.mcore.checkpoints.integrity import (
+    DamagedCheckpointError,
+    check_integrity,
+    check_metadata,
+    write_checksums,
+)
+from mcore_prefix_tree.mcore.checkpoints.retention import saving_mark
+from mcore_prefix_tree.mcore.checkpoints.saved_enums import pickle_enums_by_value
+from mcore_prefix_tree.mcore.checkpoints.saved_recipe import check_same_function, write_settings
+from mcore_prefix_tree.mcore.checkpoints.unpickling import UnsafeCheckpointError, check_holds_only_data
+from mcore_prefix_tree.mcore.checkpoints.writing import WriteInRank
+from mcore_prefix_tree.mcore.models.bridge import ADAPTER
+from mcore_prefix_tree.mcore.models.lora import load_frozen
+from mcore_prefix_tree.mcore.ranks import everyone, is_of_lost_rank, on_main_rank
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, start_new_head
+from mcore_prefix_tree.settings import ModelConfig, RecipeError
+from mcore_prefix_tree.utils.inputs import TRACKER, check_files_of, read_regular
+
+RELEASE = "release"
+# How long a rank looks for what another machine has written, and how often.
+_PATIENCE_S, _LOOK_S = 15.0, 0.5
+_RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
+# What a disk makes Megatron and torch raise while they write.
+_WRITING_ERRORS = (OSError, RuntimeError, CheckpointException)
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written. The message says where, why, and which one is whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Progress of a run, and what must not change for it to continue the same way.
+
+    Attributes:
+        iteration: number of steps done.
+        global_batch_size: ``batch.global_batch_size`` of the recipe.
+        groups_per_step: ``batch.groups_per_step`` of the recipe.
+        seed: ``seed`` of the recipe.
+        order: ``data.order`` of the recipe.
+        samples_per_epoch: number of samples in the first epoch.
+        consumed_samples: number of logical samples of these data that were trained on.
+        data_from: number of steps done before the first of these samples.
+        checksums: checksum of the samples, by how they were read; samples read another way are not compared.
+    """
+
+    iteration: int
+    global_batch_size: int | None
+    groups_per_step: int | None = None  # what older checkpoints do not say
+    seed: int
+    order: str
+    samples_per_epoch: int
+    consumed_samples: int
+    data_from: int = 0  # this and the next one older checkpoints lack
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """Return the last complete checkpoint's iteration, or None without one.
+
+    Raises:
+        RecipeError: the tracker file does not hold a number.
+        OSError: it cannot be read, or is not a regular file.
+    """
+    tracker = Path(folder) / TRACKER
+    if not tracker.exists():
+        return None
+    text = read_regular(tracker).decode("ascii", errors="backslashreplace").strip()
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise RecipeError(f"{tracker} holds {text!r:.40} instead of an iteration; write the last complete one there")
+    return int(text)
+
+
+def latest_weights(folder: str | Path) -> int | str | None:
+    """Return :func:`latest_iteration`, or ``release``, which Megatron-LM's converters write instead of an iteration."""
+    tracker = Path(folder) / TRACKER
+    if tracker.exists() and read_regular(tracker).strip() == RELEASE.encode():
+        return RELEASE
+    return latest_iteration(folder)
+
+
+def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
+    """Return the folder of an iteration's checkpoint, or of one without an iteration; Megatron-LM's name for it."""
+    return Path(folder) / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
+
+
+def make_folder(folder: str | Path) -> None:
+    """Make the folder that checkpoints are saved to, unless it exists, and check that all ranks share it; all together.
+
+    Raises:
+        SaveError: the folder cannot be made or written to, or another machine has one of its own by that name.
+    """
+    # Nobody has asked for this name before, so that no network file system remembers that it is not there.
+    token = Path(folder) / f".shared-{everyone(uuid4().hex)[0]}"
+
+    def make() -> None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it cannot be written to")
+            token.touch()
+        except OSError as error:
+            raise SaveError(f"checkpoint.save={folder}: {error.strerror}; name a folder to write to") from error
+
+    on_main_rank(make)
+    of_all = everyone((_appears(token), socket.gethostname(), str(Path(folder).absolute())))
+    on_main_rank(lambda: token.unlink(missing_ok=True))
+    hosts = [host for _, host, _ in of_all]
+    blind = [rank for rank, (seen, _, _) in enumerate(of_all) if not seen]
+    if blind:
+        raise SaveError(
+            f"checkpoint.save={folder}: {name_ranks(blind, hosts)} cannot see in {of_all[blind[0]][2]} what "
+            f"{name_ranks([0], hosts)} wrote to {of_all[0][2]}, and each would keep a part of every checkpoint; name "
+            "a folder that all machines share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Return whether a file exists, or appears within the time that network file systems take to notice."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+        with suppress(OSError):  # NFS asks its server again where a folder is listed
+            os.listdir(path.parent.parent)
+            os.listdir(path.parent)
+    return True
+
+
+def save(
+    folder: str | Path,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    progress: Progress,
+    *,
+    settings: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint, with the recipe beside it; all ranks together.
+
+    Raises:
+        SaveError: a rank could not write its part, as on a full disk. The checkpoints before are untouched.
+    """
+    target = iteration_folder(folder, progress.iteration)
+    pickle_enums_by_value()  # as vetting reads them
+    state = _state(chunks, optimizer, is_loading=False)
+    with _writing(folder, progress.iteration):
+        on_main_rank(lambda: _make_empty(target))
+        dist_checkpointing.save(
+            state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)},
+            str(target),
+            sharded_strategy=WriteInRank(),
+        )
+        write_checksums(target)
+        on_main_rank(partial(write_settings, target, settings))
+        on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
+        on_main_rank(saving_mark(target).unlink)
+
+
+def _make_empty(target: Path) -> None:
+    # What a killed save of the same iteration left behind.
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    saving_mark(target).touch()
+
+
+def _name_as_latest(folder: str | Path, iteration: int) -> None:
+    tracker = Path(folder) / TRACKER
+    unfinished = tracker.with_suffix(".tmp")
+    unfinished.write_text(str(iteration))
+    os.replace(unfinished, tracker)
+
+
+@contextmanager
+def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
+    """Raise one sentence for any error that ends the writing of a checkpoint."""
+    try:
+        yield
+    except _WRITING_ERRORS as error:
+        if is_of_lost_rank(error):
+            raise
+        whole = latest_iteration(folder)
+        left = "no checkpoint was saved before it" if whole is None else f"the checkpoint of iteration {whole} is whole"
+        raise SaveError(
+            f"checkpoint.save={folder}: iteration {iteration} could not be written to "
+            f"{iteration_folder(folder, iteration)} ({_reason(error)}{_room(folder)}); {left}; make room "
+            "there and start again with --resume"
+        ) from error
+
+
+def _room(folder: str | Path) -> str:
+    """Describe how much fits: torch's archives call a full disk an unexpected position."""
+    try:
+        return f"; {shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+    except OSError:
+        return ""
+
+
+def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Progress:
+    """Read a checkpoint into model, optimizer and scheduler; any parallel layout may have written it.
+
+    Raises:
+        RecipeError: the checkpoint is missing, damaged or does not fit the model; the message names the folder.
+    """
+    source = _existing(folder, iteration)
+    loaded = _read(source, _state(chunks, optimizer, is_loading=True))
+    if "progress" not in loaded:
+        raise RecipeError(f"checkpoint {source} does not say how far in the data it is: another program wrote it")
+    # Numbers where experts have an optimizer of their own, or else the names of one optimizer's parts.
+    if len({type(key) for key in loaded["optimizer"]}) > 1:
+        raise RecipeError(
+            f"checkpoint {source} and this run disagree on whether ranks share experts, whose optimizer Megatron then "
+            "keeps apart; change parallel.expert_model_parallel_size from or to 1 as it was, or start from the weights "
+            "with checkpoint.pretrained_checkpoint"
+        )
+    _load_into(chunks, loaded)
+    # Megatron's groups carry settings of the recipe: what it says now wins over what the checkpoint says. Since 0.19
+    # Megatron also finds a saved group by them, so they are exchanged before it looks.
+    settings = {key: optimizer.param_groups[0][key] for key in _RECIPE_SETTINGS}
+    for group in _param_groups(loaded["optimizer"]):
+        group.update(settings)
+    optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    progress = loaded["progress"]
+    if "shuffle" in progress:  # what older checkpoints say instead
+        progress["order"] = "shuffled" if progress.pop("shuffle") else "file"
+    known = {one.name for one in fields(Progress)}  # a newer version may write more
+    return Progress(**{key: value for key, value in progress.items() if key in known})
+
+
+def load_weights(
+    folder: str | Path,
+    iteration: int | str,
+    chunks: Sequence[Any],
+    *,
+    model: ModelConfig,
+    replicas: dist.ProcessGroup | None = None,
+) -> None:
+    """Read a checkpoint's model and nothing else; Megatron-LM may have written it, in any parallel layout.
+
+    Args:
+        folder: folder of the run that wrote the checkpoint.
+        iteration: iteration of the checkpoint.
+        chunks: model chunks of this rank, which the weights are read into.
+        model: model that the chunks were built from.
+        replicas: process group of the ranks that have the same weights; None takes the data-parallel group.
+
+    Raises:
+        RecipeError: see :func:`load`; or the recipe beside the weights describes another function of them.
+    """
+    source = _existing(folder, iteration)
+    on_main_rank(partial(check_same_function, source, model))
+    load_frozen(model, chunks)
+    _load_into(chunks, _read(source, _model_state(chunks, replicas)))
+
+
+def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> bool:
+    """Read weights as :func:`load_weights` does; keep the scalar head as it is if the checkpoint has none.
+
+    Returns:
+        Whether the checkpoint has a scalar head.
+
+    Raises:
+        RecipeError: see :func:`load_weights`.
+    """
+    source = _existing(folder, iteration)
+    on_main_rank(partial(check_same_function, source, model))
+    with _reading(source):
+        has_head = CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))
+    if not has_head:
+        for chunk in chunks:
+            start_new_head(unwrap_model(chunk))
+    _load_into(chunks, _read(source, _model_state(chunks)))
+    return has_head
+
+
+def _existing(folder: str | Path, iteration: int | str) -> Path:
+    source = iteration_folder(folder, iteration)
+    if not source.is_dir():
+        raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
+    on_main_rank(partial(check_files_of, source))
+    with _reading(source):
+        on_main_rank(partial(check_metadata, source))
+        on_main_rank(partial(check_holds_only_data, source))
+        check_integrity(source)
+    return source
+
+
+def _read(source: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    with _reading(source):
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(source))
+    return loaded
+
+
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except (UnsafeCheckpointError, DamagedCheckpointError):
+        raise
+    except (Exception, CheckpointException) as error:  # whatever a damaged file makes Megatron and torch raise
+        raise RecipeError(
+            f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
+        ) from error
+
+
+def _load_into(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+    for index, chunk in enumerate(chunks):
+        state, bare = loaded[_model_key(index, len(chunks))], unwrap_model(chunk)
+        bare.load_state_dict(bare.state_dict() | state if _is_adapter(state) else state)
+
+
+def _param_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the groups, which hold the recipe's settings, of an optimizer's state or of each in a chained one."""
+    for key, value in state.items():
+        if key == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _param_groups(value)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own text is the tracebacks of all ranks, which only some know
+        error = next((failure for failure, _ in error.failures.values()), RuntimeError("another rank failed"))
+    return f"{type(error).__name__}: {error}"
+
+
+def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    model = _model_state(chunks)
+    sharded = optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=_metadata())
+    _leave_out_absent(sharded)
+    return {**model, "optimizer": sharded}
+
+
+def _leave_out_absent(state: dict[Any, Any]) -> None:
+    """Drop the state of a rank that gathers nothing: Megatron would warn that it differs from the main rank's.
+
+    See :func:`_metadata`.
+    """
+    for key, value in list(state.items()):
+        if key == "param_state" and value is None:
+            del state[key]
+        elif isinstance(value, dict):
+            _leave_out_absent(value)
+
+
+def _model_state(chunks: Sequence[Any], replicas: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    metadata = _metadata() if replicas is None else _metadata() | {"dp_cp_group": replicas}
+    states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
+    if any(map(_is_adapter, states)):
+        # The other weights are those of the folder that the recipe names.
+        states = [{name: part for name, part in state.items() if ADAPTER in name} for state in states]
+    return {_model_key(index, len(chunks)): state for index, state in enumerate(states)}
+
+
+def _is_adapter(state: Mapping[str, Any]) -> bool:
+    return any(ADAPTER in name for name in state)
+
+
+def _metadata() -> dict[str, Any]:
+    """Return the metadata of a format that any parallel layout can read, the distributed optimizer's part of it too.
+
+    That part is gathered by the first rank of each data-parallel group, over gloo: the only one that writes it here.
+    Otherwise every rank would hold all of it in its host's memory.
+    """
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        # Experts over ranks have an optimizer of their own, which others need not have.
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _model_key(index: int, count: int) -> str:
+    """Return Megatron-LM's name of a model chunk."""
+    return "model" if count == 1 else f"model{index}"

@@ -1,0 +1,91 @@
+"""Retention of checkpoints: what ``checkpoint.keep_last`` removes, and what a run must not overwrite."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from mcore_prefix_tree.mcore.checkpoints.integrity import INFORMATION
+from mcore_prefix_tree.settings import RecipeError
+
+_NAME = re.compile(r"iter_(\d{7,})")
+# Of a checkpoint's files the one that Megatron writes last, and what the names of the first ones end in.
+_LAST, _FIRST = "metadata.json", "*.distcp"
+_WRITTEN = re.compile(
+    r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json"
+    + "".join(f"|{re.escape(name)}" for name in INFORMATION)
+)
+
+
+def saving_mark(target: Path) -> Path:
+    """Return the file that marks a checkpoint as unfinished until the tracker names it."""
+    return target.with_name(f".{target.name}.saving")
+
+
+def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
+    """Check that a run which continues from a folder's latest checkpoint overwrites only unfinished saves.
+
+    Args:
+        folder: ``checkpoint.save``.
+        latest: iteration that the folder's tracker names; None if it has no tracker.
+
+    Raises:
+        RecipeError: a later checkpoint is whole, or a later folder holds a file that no checkpoint has.
+    """
+    if not Path(folder).is_dir():
+        return
+    for path in sorted(Path(folder).iterdir()):
+        name = _NAME.fullmatch(path.name)
+        if name is None or not path.is_dir() or (latest is not None and int(name[1]) <= latest):
+            continue
+        if (path / _LAST).exists() and not saving_mark(path).exists():
+            tracker = "no latest_checkpointed_iteration.txt" if latest is None else f"its tracker names {latest}"
+            raise RecipeError(
+                f"checkpoint.save={folder} holds {path.name}, but {tracker}, and the run would overwrite it; write "
+                f"{int(name[1])} into {Path(folder) / 'latest_checkpointed_iteration.txt'} to continue from it, or "
+                "choose another folder"
+            )
+        foreign = next((file.name for file in sorted(path.iterdir()) if not _WRITTEN.fullmatch(file.name)), None)
+        if foreign is not None:
+            raise RecipeError(
+                f"checkpoint.save={folder}: {path / foreign} would be removed with the unfinished checkpoint there; "
+                "move it, or choose another folder"
+            )
+
+
+def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable[[str], None]) -> None:
+    """Remove the checkpoints before the newest ones; for the main rank, once the newest is named as the latest.
+
+    Everything else in the folder stays: links, folders that hold no part of a checkpoint, and the checkpoints of later
+    iterations, which this run has not come from.
+
+    Args:
+        folder: folder of the checkpoints.
+        iteration: iteration of the newest checkpoint.
+        keep: number of checkpoints to keep, the newest among them; at least 1. What a killed run left does not count.
+        say: function that receives what could not be removed, and why.
+    """
+    try:
+        found = {int(name[1]): path for path in Path(folder).iterdir() if (name := _NAME.fullmatch(path.name))}
+        own = {number: path for number, path in found.items() if _is_checkpoint(path)}
+        whole = sorted(number for number, path in own.items() if number <= iteration and (path / _LAST).exists())
+    except OSError as error:
+        say(f"checkpoint.keep_last={keep}: {folder} cannot be read ({error.strerror}); all in it stays")
+        return
+    oldest = min([iteration, *whole[-keep:]])
+    for number, path in sorted(own.items()):
+        if number < oldest:
+            try:
+                # First what makes it a whole one: no half of it is ever taken for that.
+                (path / _LAST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+            except OSError as error:
+                say(f"checkpoint.keep_last={keep}: {path} could not be removed ({error.strerror}); remove it by hand")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether Megatron's distributed format wrote it, or began to."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    return is_folder and ((path / _LAST).exists() or any(path.glob(_FIRST)))

@@ -1,0 +1,128 @@
+"""Time micro-batches of different sizes and depths, for a cost model in seconds."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
+from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of
+from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, targets_of
+from mcore_prefix_tree.plan import CostModel, Measured
+from mcore_prefix_tree.sample import Sample
+
+# Parts of the largest micro-batch that are measured too.
+_SIZES = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Timings of micro-batches, and the cost model that fits them.
+
+    Attributes:
+        measured: timings of a forward and backward of one micro-batch each, the fastest of its rounds.
+        cost: fitted cost model, in seconds.
+        worst: largest relative error of the fit.
+    """
+
+    measured: list[Measured]
+    cost: CostModel
+    worst: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the input of :func:`mcore_prefix_tree.plan.read_measured`, and the fit."""
+        return {
+            "measured": [one._asdict() for one in self.measured],
+            "cost": asdict(self.cost),
+            "worst_relative_error": self.worst,
+        }
+
+
+def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, repeats: int) -> Calibration:
+    """Time micro-batches of a job's own samples. Every rank computes the same ones and waits for the slowest.
+
+    For several sizes up to the budget, it times one micro-batch of the shortest samples that fill it and one of the
+    longest: the depth of the tokens separates the cost of a token from that of a visible pair. Where the head computes
+    only scored tokens, the two largest run once more with next to nothing scored, which shows the cost of scoring.
+
+    Args:
+        chunks: model chunks in Megatron's DDP; their gradients are left empty.
+        samples: samples to choose from.
+        job: job of the chunks.
+        repeats: number of timed rounds, after one that is not timed.
+    """
+    job, samples = plain(job, samples)
+    folding = job.folding
+    cut = _choose(samples, folding)
+    scored_alone = job.fused_head and stand_in_of(job).skips_unscored
+    if scored_alone:
+        for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
+            cut.append([*range(len(samples), len(samples) + len(indices))])
+            samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
+    batches = fold_micro_batches(samples, cut, job, targets_of(job, samples))
+    # What ends a step belongs to no micro-batch.
+    finalize, job.config.finalize_model_grads_func = job.config.finalize_model_grads_func, None
+    try:
+        rounds = [[_seconds(chunks, batch, job) for batch in batches] for _ in range(1 + repeats)]
+    finally:
+        job.config.finalize_model_grads_func = finalize
+    measured = [
+        Measured(
+            tokens=batch.layout.padded_size,
+            pairs=batch.layout.visible_pairs,
+            # Whatever else the machine does only adds.
+            seconds=min(seconds),
+            scored=int((batch.layout.loss_weight != 0).sum()) if scored_alone else 0,
+        )
+        for batch, *seconds in zip(batches, *rounds[1:], strict=True)
+    ]
+    assert folding.cost_model is not None
+    cost = folding.cost_model.calibrated(measured)
+    worst = max(abs(cost.of_micro_batch(one.tokens, one.pairs, one.scored) / one.seconds - 1) for one in measured)
+    return Calibration(measured=measured, cost=cost, worst=worst)
+
+
+def _hardly_scored(sample: Sample) -> Sample:
+    """Return a copy of the sample that scores the last token alone."""
+    mask = np.zeros(len(sample), dtype=np.float32)
+    mask[-1] = 1
+    return Sample(tokens=sample.tokens, loss_mask=mask, merge_key=sample.merge_key, source=sample.source)
+
+
+def _choose(samples: Sequence[Sample], folding: Folding) -> list[list[int]]:
+    """Return the indices of each micro-batch's samples; no two micro-batches are the same."""
+    shortest_first = sorted(range(len(samples)), key=lambda index: len(samples[index]))
+    largest = min(folding.max_tokens, folding.physical_tokens(samples))
+    chosen: dict[tuple[int, ...], None] = {}
+    for order in (shortest_first, shortest_first[::-1]):
+        for part in _SIZES:
+            # As many as fit together, at least one: unique tokens only grow with more samples.
+            fit = bisect_right(
+                range(1, len(order) + 1),
+                largest // part,
+                key=lambda count: folding.physical_tokens([samples[index] for index in order[:count]]),
+            )
+            chosen[tuple(sorted(order[: max(1, fit)]))] = None
+    return [list(indices) for indices in chosen]
+
+
+def _seconds(chunks: Sequence[Any], batch: Any, job: Job) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    run_schedule(chunks, [batch], job.forward_step)
+    if job.folding.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=job.folding.device)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)

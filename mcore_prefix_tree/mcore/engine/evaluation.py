@@ -1,0 +1,127 @@
+"""Held-out samples, which nothing learns from: periodic evaluation by the job's objective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+
+from mcore_prefix_tree.data.folded_order import trie_order
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
+from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, targets_of
+from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
+from mcore_prefix_tree.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Loss and metrics of the held-out samples under the current weights.
+
+    Attributes:
+        iteration: number of training steps behind the weights; 0 before the first.
+        loss: loss of the job's objective, as in one step over all these samples.
+        samples: number of samples.
+        logical_tokens: tokens of these samples.
+        physical_tokens: tokens computed, over all ranks, without padding.
+        seconds: time for folding and forward.
+        metrics: means that the objective reports, over all samples.
+    """
+
+    iteration: int
+    loss: float
+    samples: int
+    logical_tokens: int
+    physical_tokens: int
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class HeldOut:
+    """Held-out samples, planned once.
+
+    About as many are computed together as in a step, so that an evaluation needs no more memory than training; the
+    targets of their losses come from all of them, as in one step.
+
+    Args:
+        groups: samples that belong together: those of a line, of a group or of a pair.
+        job: job of the training.
+        per_step: number of samples in a step, or of its groups.
+        by_group: whether ``per_step`` counts groups.
+        in_trie_order: whether to compute neighbours in the trie together.
+
+    Raises:
+        BudgetError, SampleError: see :func:`~mcore_prefix_tree.mcore.engine.step_planner.fold_step`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        job: Job,
+        *,
+        per_step: int,
+        by_group: bool = False,
+        in_trie_order: bool = False,
+    ) -> None:
+        self._job = job
+        if in_trie_order:
+            groups = [groups[unit] for unit in trie_order(groups).tolist()]
+        self._samples = list(chain.from_iterable(groups))
+        self._targets = targets_of(job, self._samples)
+        self._totals = Totals(job)
+        # Of each part this rank's micro-batches, as indices into all samples.
+        self._parts = []
+        self._physical_tokens = 0
+        for part in _parts(groups, per_step, by_group=by_group):
+            own = self._samples[part.start : part.stop]
+            plan = job.folding.plan(own, together=job.objective.together(own))
+            mine = plan.micro_batches[job.dp_rank]
+            self._parts.append([tuple(part.start + index for index in indices) for indices in mine])
+            self._physical_tokens += sum(map(sum, plan.physical_tokens))
+
+    def evaluate(self, chunks: Sequence[torch.nn.Module], iteration: int) -> Evaluation:
+        """Return the loss and metrics of the samples; all ranks together. Weights and gradients stay as they are.
+
+        Args:
+            chunks: chunks of the model.
+            iteration: number of training steps behind its weights.
+
+        Raises:
+            SampleError: an output of the model is NaN or infinite; names the sample. Supervised training, which
+                checks no single sample, returns a loss that is not finite instead.
+        """
+        started = time.perf_counter()
+        reported = []
+        for cut in self._parts:
+            folded = self._job.hook.before_step(
+                fold_micro_batches(self._samples, cut, self._job, self._targets), self._job.forward(chunks)
+            )
+            with torch.no_grad():
+                reported += run_schedule(chunks, folded, self._job.forward_step, forward_only=True)
+        check_finite(reported, list(chain.from_iterable(self._parts)), self._samples, self._job)
+        loss, metrics = self._totals.of(reported, {} if self._targets is None else self._targets.metrics)
+        return Evaluation(
+            iteration=iteration,
+            loss=loss,
+            samples=len(self._samples),
+            logical_tokens=sum(map(len, self._samples)),
+            physical_tokens=self._physical_tokens,
+            seconds=time.perf_counter() - started,
+            metrics=metrics,
+        )
+
+
+def _parts(groups: Sequence[Sequence[Sample]], per_step: int, *, by_group: bool) -> Iterator[range]:
+    """Yield the sample indices of each part: whole groups, as many as a step takes or as fill its number of samples."""
+    start = stop = taken = 0
+    for group in groups:
+        stop += len(group)
+        taken += 1 if by_group else len(group)
+        if taken >= per_step:
+            yield range(start, stop)
+            start, taken = stop, 0
+    if stop > start:
+        yield range(start, stop)

@@ -1,0 +1,65 @@
+"""Comparison of a model with itself: one that answers the same question twice draws no random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from mcore_prefix_tree.utils.randomness import SHARED
+
+# Some kernels add in any order. With other random numbers, runs have to differ by this much more than with the same.
+_FACTOR = 4.0
+
+
+@contextmanager
+def kept_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore the buffers of a model at the end: runs in training mode change statistics of routers."""
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
+    values = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the generators at the end: torch's, Megatron's and Python's."""
+    others, tracker = random.getstate(), get_cuda_rng_tracker()
+    tracked = tracker.get_states()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        if tracked:
+            tracker.set_states(tracked)
+        random.setstate(others)
+
+
+def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:
+    """Return a sentence if a model answers otherwise with other random numbers, or None.
+
+    Args:
+        run: function that returns the answer; called three times, on all ranks of a model.
+    """
+    with kept_generators():
+        first, other = run(), run()
+    with kept_generators():
+        again = run()
+    if not _distance(other, first) > _FACTOR * _distance(again, first):  # nor is a NaN
+        return None
+    return (
+        "a second run on the same tokens in training mode gives other answers, so the model draws random numbers: "
+        f"{SHARED}; set dropout and noise to 0, also in layers and adapters that were added to the model"
+    )
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.detach().double() - other.detach().double()).norm())

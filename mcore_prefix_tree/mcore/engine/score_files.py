@@ -1,0 +1,157 @@
+"""Files of samples with their scores, whoever describes the job: a recipe, or Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.write import row_of, rows_file
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.scoring import Scorer, ScoringStep
+from mcore_prefix_tree.mcore.outputs import Logprobs, SampleScores, TopLogprobs, Values
+from mcore_prefix_tree.mcore.ranks import is_main_rank
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.settings.score_section import POLICY, REFERENCE, ScoreConfig
+
+_ENTROPY = "entropy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreReport:
+    """Summary of the written file.
+
+    Attributes:
+        iteration: iteration of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the
+            teacher's.
+        reference_iteration: iteration of the reference's checkpoint.
+        skipped: description of the samples that were left out; empty without any.
+        samples: number of lines in the file.
+        tokens: scored tokens of all samples.
+        logical_tokens: tokens of the samples.
+        physical_tokens: tokens computed by each model, without padding.
+    """
+
+    iteration: int | str
+    reference_iteration: int | str | None
+    skipped: str
+    samples: int = 0
+    tokens: int = 0
+    logical_tokens: int = 0
+    physical_tokens: int = 0
+
+    def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
+        """Return the report after one more step."""
+        return replace(
+            self,
+            samples=self.samples + len(step.samples),
+            tokens=self.tokens + sum(int(one.scored.sum()) for one in scores),
+            logical_tokens=self.logical_tokens + sum(map(len, step.samples)),
+            physical_tokens=self.physical_tokens + step.physical_tokens,
+        )
+
+    def lines(self, output: str) -> list[str]:
+        """Return the report in lines of text.
+
+        Args:
+            output: name of the file.
+        """
+        by = self.iteration if isinstance(self.iteration, str) else f"iteration {self.iteration}"
+        if self.reference_iteration is not None:
+            by += f" and the reference's {self.reference_iteration}"
+        written = (
+            f"{output}: {self.samples:,} samples, {self.tokens:,} scored tokens by {by}; "
+            f"{self.logical_tokens:,} tokens folded into {self.physical_tokens:,}"
+        )
+        return [written, f"not scored: {self.skipped}"] if self.skipped else [written]
+
+
+def readouts_of(
+    options: ScoreConfig, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
+) -> dict[str, Scorer[Any]]:
+    """Return each model's readout by column, the objective's own first.
+
+    Args:
+        options: options of the run.
+        objective: objective that trains the model.
+        vocab_size: size of the vocabulary before padding.
+        fused_head: whether the models use the fused head.
+    """
+    column = options.column(objective)
+    main: Scorer[Any] = Values()
+    if column == POLICY:
+        main = Logprobs(entropy=options.entropy, fused=fused_head)
+    elif options.teacher_top_k is not None:
+        main = TopLogprobs(k=options.teacher_top_k, vocab_size=vocab_size)
+    reference = {} if options.reference is None else {REFERENCE: Logprobs(fused=fused_head)}
+    return {column: main, **reference}
+
+
+def write_scores(
+    output: str | Path,
+    order: SampleOrder,
+    models: Mapping[str, Sequence[Any]],
+    readouts: Mapping[str, Scorer[Any]],
+    report: ScoreReport,
+    *,
+    per_step: int,
+    folding: Folding,
+    names: FieldNames,
+    all_tokens: bool,
+) -> ScoreReport:
+    """Score one epoch and write its samples with their scores, in the data's order; all ranks call it together.
+
+    The file appears once it is complete.
+
+    Args:
+        output: file that the main rank writes.
+        order: order of the samples.
+        models: this rank's model chunks, by the column that they give.
+        readouts: readout of each model, by column; the first is reported.
+        report: report to add to.
+        per_step: number of samples, or groups, that are planned together.
+        folding: settings of the job's folding.
+        names: the file's names of our fields.
+        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
+
+    Returns:
+        The report of the written file, on the main rank.
+
+    Raises:
+        ScoreError: a score is NaN or infinite; nothing is written.
+        SampleError, OSError: see :func:`rows_file`.
+    """
+    main = next(iter(readouts))
+    with rows_file(output) if is_main_rank() else nullcontext() as writer:
+        for samples in batches(order, per_step):
+            step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
+            scores = {column: step.score(models[column], readout) for column, readout in readouts.items()}
+            if writer is not None:
+                report = report.with_step(step, scores[main])
+                writer.add(
+                    [
+                        _row(sample, {column: of_all[index] for column, of_all in scores.items()}, names)
+                        for index, sample in enumerate(samples)
+                    ]
+                )
+    return report
+
+
+def batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
+    """Yield the samples of one epoch, ``size`` samples or groups at a time."""
+    with order.stream(0) as stream:
+        for start in range(0, order.per_epoch, size):
+            yield stream.take(min(size, order.per_epoch - start))
+
+
+def _row(sample: Sample, scores: dict[str, SampleScores], names: FieldNames) -> dict[str, Any]:
+    row = row_of(sample, names)
+    row.pop(_ENTROPY, None)  # of another scoring
+    for column, one in scores.items():
+        row |= {names.theirs(name): value for name, value in one.columns(column).items()}
+    return row

@@ -1,0 +1,157 @@
+"""Forward-only scoring: every sample's log-probabilities and entropies, or values, folded, by the training code.
+
+Old-policy and reference scores come from the same plan, back-end and head as the training step that reads them, so on
+one machine and one set of weights they are equal to what that step computes: the first importance ratios are exactly 1
+on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.pipeline import forward_only
+from mcore_prefix_tree.mcore.outputs import Readout, SampleScores
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.sample import Sample
+
+T = TypeVar("T")
+
+
+class ScoreError(ValueError):
+    """A sample with scores that are not finite. The message names it."""
+
+
+S = TypeVar("S", bound=SampleScores)
+S_co = TypeVar("S_co", bound=SampleScores, covariant=True)
+
+
+class Scorer(Readout[Any], Protocol[S_co]):
+    """A readout that scores each sample."""
+
+    def flat(self, output: torch.Tensor, batch: MicroBatch) -> Any:
+        """Read a micro-batch's output onto the host."""
+
+    def of_sample(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
+        """Return a sample's scores.
+
+        Args:
+            flat: output of its micro-batch, from :meth:`flat`.
+            tokens: int32 ``[n]``, flat indices of its tokens.
+            scored: bool ``[n]``, mask of the tokens that are scored.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoringStep:
+    """Samples planned and folded, to be scored under any weights of the model: the policy's, a reference's.
+
+    Attributes:
+        samples: samples of all ranks.
+        sample_index: indices of the samples of each of this rank's micro-batches.
+        micro_batches: this rank's micro-batches, on the host.
+        physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
+        all_tokens: whether to score every token that has a predictor, not only those with a non-zero loss mask.
+        for_main_rank: whether to send the scores to the main rank alone: on GPUs each rank would otherwise hold
+            everyone's while they are sent.
+    """
+
+    samples: Sequence[Sample]
+    sample_index: tuple[tuple[int, ...], ...]
+    micro_batches: list[MicroBatch]
+    physical_tokens: int
+    all_tokens: bool
+    for_main_rank: bool = False
+
+    @classmethod
+    def plan(
+        cls, samples: Sequence[Sample], folding: Folding, *, all_tokens: bool = False, for_main_rank: bool = False
+    ) -> ScoringStep:
+        """Plan and fold a scoring step.
+
+        Args:
+            samples: samples to score, the same on every rank. A training step's own, in its order, are planned as that
+                step is.
+            folding: settings of that step's folding.
+            all_tokens: see the class.
+            for_main_rank: see the class.
+
+        Raises:
+            BudgetError: see :func:`mcore_prefix_tree.plan.plan_step`.
+        """
+        folding = replace(folding, only_supervised=not all_tokens)
+        plan = folding.plan(samples)
+        mine = plan.micro_batches[parallel_state.get_data_parallel_rank()]
+        return cls(
+            samples=samples,
+            sample_index=mine,
+            micro_batches=[folding.micro_batch([samples[index] for index in indices]) for indices in mine],
+            physical_tokens=sum(map(sum, plan.physical_tokens)),
+            all_tokens=all_tokens,
+            for_main_rank=for_main_rank,
+        )
+
+    def score(self, chunks: Sequence[Any], readout: Scorer[S]) -> list[S]:
+        """Score under the current weights of ``chunks``; all ranks call it together.
+
+        Args:
+            chunks: this rank's model chunks, with or without Megatron's DDP.
+            readout: readout that scores the samples.
+
+        Returns:
+            The scores of each sample, in the order of ``samples``, on every rank; where ``for_main_rank`` is set, an
+            empty list on the others.
+
+        Raises:
+            ScoreError: a score is NaN or infinite; names the sample, on every rank.
+        """
+        own: dict[int, S] = {}
+        found = forward_only(chunks, self.micro_batches, readout, readout.flat)
+        for number, flat in enumerate(found):
+            layout = self.micro_batches[number].layout
+            for place, index in enumerate(self.sample_index[number]):
+                tokens = layout.sample_tokens(place)
+                scored = layout.predictor[tokens] >= 0
+                if not self.all_tokens:
+                    scored &= self.samples[index].loss_mask != 0
+                own[index] = readout.of_sample(flat, tokens, scored)
+        faults = ((index, own[index].fault(self.samples[index])) for index in sorted(own))
+        of_each = everyone(next(((index, fault) for index, fault in faults if fault is not None), None))
+        first = min((fault for fault in of_each if fault is not None), default=None)
+        if first is not None:
+            raise ScoreError(first[1])
+        # Tensor-parallel ranks all know the scores of their replica; one of them speaks for it.
+        spoken = own if parallel_state.get_tensor_model_parallel_rank() == 0 else {}
+        of_all = _on_main_rank(spoken) if self.for_main_rank else everyone(spoken)
+        if of_all is None:
+            return []
+        together: dict[int, S] = {index: one for part in of_all for index, one in part.items()}
+        return [together[index] for index in range(len(self.samples))]
+
+
+def _on_main_rank(value: T) -> list[T] | None:
+    """Gather a value by rank; None on ranks other than the first."""
+    of_all: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, of_all, dst=0)
+    return of_all
+
+
+def score(
+    chunks: Sequence[Any],
+    samples: Sequence[Sample],
+    folding: Folding,
+    readout: Scorer[S],
+    *,
+    all_tokens: bool = False,
+) -> list[S]:
+    """Call :meth:`ScoringStep.plan` and :meth:`ScoringStep.score`; arguments and errors are theirs."""
+    return ScoringStep.plan(samples, folding, all_tokens=all_tokens).score(chunks, readout)

@@ -1,0 +1,173 @@
+"""Folding of a step's samples into this rank's micro-batches, and of the next step's while one computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
+from mcore_prefix_tree.mcore.engine.forward_step import with_rows
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import Targets
+from mcore_prefix_tree.plan import Ahead
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.errors import naming_memory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoldedStep:
+    """A step, and this rank's part of it.
+
+    Attributes:
+        samples: samples of all ranks.
+        sample_index: indices of the samples of each of this rank's micro-batches.
+        micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
+        physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
+        metrics: metrics that the objective knows before the step runs, as (sum, weight); the same on every rank.
+        seconds: time that this rank took to plan and to fold.
+    """
+
+    samples: Sequence[Sample]
+    sample_index: tuple[tuple[int, ...], ...]
+    micro_batches: list[MicroBatch]
+    physical_tokens: int
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens of the samples."""
+        return sum(map(len, self.samples))
+
+
+def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None = None) -> FoldedStep:
+    """Plan a step, and fold this data-parallel rank's micro-batches. All stages and tensor-parallel ranks agree on it.
+
+    Args:
+        samples: samples of all ranks.
+        job: job of the step.
+        micro_batches: number of micro-batches of each rank, some of them empty where fewer would do; as few as the
+            budget allows by default.
+
+    Raises:
+        BudgetError: one sample alone is longer than the budget, or the two of a pair are.
+        SampleError: a sample lacks what the objective reads.
+    """
+    started = time.perf_counter()
+    with naming_memory(
+        lambda: (
+            f"planning a step of {len(samples):,} samples, {sum(map(len, samples)):,} tokens, does not fit; "
+            "take fewer samples a step"
+        )
+    ):
+        targets = targets_of(job, samples)
+        plan = job.folding.plan(samples, micro_batches=micro_batches, together=job.objective.together(samples))
+        mine = plan.micro_batches[job.dp_rank]
+        return FoldedStep(
+            samples=samples,
+            sample_index=mine,
+            micro_batches=fold_micro_batches(samples, mine, job, targets),
+            physical_tokens=sum(map(sum, plan.physical_tokens)),
+            metrics={} if targets is None else targets.metrics,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def targets_of(job: Job, samples: Sequence[Sample]) -> Targets | None:
+    """Return the targets of a step's losses; None for a weighted sum, whose weights the layouts have.
+
+    Raises:
+        SampleError: a sample lacks what the objective reads.
+    """
+    return None if job.objective.is_weighted_sum else job.objective.targets(samples)
+
+
+def fold_micro_batches(
+    samples: Sequence[Sample], cut: Sequence[Sequence[int]], job: Job, targets: Targets | None
+) -> list[MicroBatch]:
+    """Fold micro-batches, with the rows that the objective's loss reads.
+
+    Args:
+        samples: samples of the whole step.
+        cut: indices of each micro-batch's samples.
+        job: job of the step.
+        targets: targets of the step, from :func:`targets_of`.
+    """
+    batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
+    if targets is not None:
+        batches = [
+            with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)
+        ]
+    return list(job.hook.prepare(batches))
+
+
+class StepSize(Protocol):
+    """Size of a step."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of all ranks; or of lines, where the order counts those."""
+
+
+S = TypeVar("S", bound=StepSize)
+
+
+class StepPlanner(Generic[S]):
+    """Reader that plans and folds one step at a time, and the next one while a step computes.
+
+    Steps usually follow each other. One that does not, after a batch-size ramp-up or where training is set back, is
+    read and planned on request. In a ``with`` block the workers that read ahead end with the block.
+
+    Args:
+        order: order in which steps take the samples.
+        fold: function that folds a step's samples, as :func:`fold_step` does. It is called from another thread.
+        num_workers: number of processes that read streamed samples ahead.
+        consumed: number of samples before the first step, where that is known, so that the workers begin at once.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        fold: Callable[[Sequence[Sample], S], FoldedStep],
+        *,
+        num_workers: int = 0,
+        consumed: int | None = None,
+    ) -> None:
+        self._order, self._fold, self._num_workers = order, fold, num_workers
+        self._stream: SampleStream | None = None
+        if consumed is not None:
+            self._stream = order.stream(consumed, num_workers=num_workers)
+        self._ahead: Ahead[tuple[int, S], FoldedStep] = Ahead(self._make)
+
+    def __enter__(self) -> StepPlanner[S]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ahead.close()
+        if self._stream is not None:
+            self._stream.close()
+
+    def step(self, consumed: int, size: S, *, is_last: bool = False) -> FoldedStep:
+        """Return the step that follows the first ``consumed`` samples, and begin the one after it in the background.
+
+        Args:
+            consumed: number of samples before the step; or of lines, where the order counts those.
+            size: size of the step; the next is assumed to have the same.
+            is_last: whether no step follows.
+
+        Raises:
+            BudgetError, SampleError: see :func:`fold_step`; an error of a step is raised where that step is requested.
+        """
+        following = None if is_last else (consumed + size.samples, size)
+        return self._ahead.take((consumed, size), then=following)
+
+    def _make(self, place: tuple[int, S]) -> FoldedStep:
+        consumed, size = place
+        if self._stream is None or self._stream.consumed != consumed:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = self._order.stream(consumed, num_workers=self._num_workers)
+        return self._fold(self._stream.take(size.samples), size)

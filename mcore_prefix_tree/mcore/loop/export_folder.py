@@ -1,0 +1,320 @@
+"""Trained weights in the format of the Hugging Face folder that they started from: ``mcore-prefix-tree export``.
+
+The folder that is written has the files of the source: weights of the same names, shapes and types in safetensors files
+of the same names, and its configuration and tokenizer.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Protocol, cast
+from uuid import uuid4
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.loop.end_request import EndRequest
+from mcore_prefix_tree.mcore.loop.session import session
+from mcore_prefix_tree.mcore.models.bridge import bridge_of, is_untrained, without_scalar_head
+from mcore_prefix_tree.mcore.models.bridge_weights import DTYPES
+from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
+from mcore_prefix_tree.mcore.models.lora import bridge_lora
+from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
+from mcore_prefix_tree.settings import ModelConfig, Recipe, RecipeError, adapter_folder
+from mcore_prefix_tree.settings.adapter_folder import PREFIX
+from mcore_prefix_tree.settings.command_checks import check_new, check_recipe, for_export
+from mcore_prefix_tree.settings.hf_folder import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
+
+# Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
+_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
+_LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLES, *_OTHER_WEIGHTS)
+
+
+def make_parent(path: str | Path, setting: str) -> None:
+    """Make the parent of a folder, which a setting names, before there is anything to write.
+
+    Raises:
+        RecipeError: it cannot be made.
+    """
+    parent = Path(path).absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{setting}: {parent} cannot be made: {error.strerror}") from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RecipeError(f"{setting}: {parent} is not a folder that can be written to")
+
+
+def export_model(model: ModelConfig, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
+    """Write what a recipe's model trains: its adapter in PEFT's format, or :func:`export` all weights; all ranks.
+
+    Raises:
+        OSError, RecipeError: see :func:`export`.
+    """
+    assert model.hf is not None, "the recipe checks it"
+    if model.lora is None:
+        export(model.hf, chunks, target)
+        return
+    bridge = bridge_of(model.hf)
+    weights = bridge.export_adapter_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False)
+    _write_folder(target, weights, lambda folder: _AdapterWriter(model, folder))
+
+
+def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
+    """Write a model's weights as a Hugging Face folder; all ranks together, all or nothing.
+
+    A model with a scalar head becomes transformers' ``...ForSequenceClassification`` of one label.
+
+    Args:
+        source: folder of ``model.hf``.
+        chunks: model chunks of this rank, in any wrappers.
+        target: folder to make.
+
+    Raises:
+        OSError: the folder cannot be written; nothing is left of it.
+        RecipeError: Megatron-Bridge gives other weights than the source has.
+    """
+    with without_scalar_head(chunks) as (models, head):
+        _export(source, models, target, score=_score_of(head))
+
+
+def _score_of(head: torch.nn.Module | None) -> torch.Tensor | None:
+    """Return the weight of a scalar head on every rank, None for a language model; the last stage has it."""
+    weights = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
+    return next((weight for weight in weights if weight is not None), None)
+
+
+def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, score: torch.Tensor | None) -> None:
+    folder = HuggingFaceFolder.read(source)
+    if score is not None:
+        folder = folder.with_scalar_head()
+    weights: Iterator[tuple[str, torch.Tensor]] = bridge_of(source).export_hf_weights(
+        models, cpu=True, show_progress=False
+    )
+    if score is not None:
+        weights = chain(weights, [(SCORE, score)])
+    _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished))
+
+
+def _write_folder(
+    target: str | Path, weights: Iterable[tuple[str, torch.Tensor]], writer_to: Callable[[Path], _FolderWriter]
+) -> None:
+    """Write a folder that appears once it is complete.
+
+    Args:
+        target: folder to make.
+        weights: weights with their names in the folder's format; all ranks make them together.
+        writer_to: function that returns the writer to a folder; the main rank writes.
+    """
+    unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
+    on_main_rank(unfinished.mkdir)
+    writer = writer_to(unfinished)
+    failure: Exception | None = None
+
+    def finish() -> None:
+        try:
+            if failure is not None:
+                raise failure
+            writer.finish()
+            os.rename(unfinished, target)
+        except (MemoryError, OSError, ValueError):
+            raise
+        except Exception as error:  # what safetensors calls a file that it cannot read
+            raise RecipeError(f"{target} cannot be exported: {error}") from error
+
+    try:
+        # Every rank takes part in every weight; the main rank goes on with the others after an error.
+        for name, weight in weights:
+            if is_main_rank() and failure is None:
+                try:
+                    writer.add(name, weight)
+                except Exception as error:  # of any kind: the other ranks wait for this one
+                    failure = error
+        on_main_rank(finish)
+    except BaseException:
+        if is_main_rank():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+class _FolderWriter(Protocol):
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Take a weight."""
+
+    def finish(self) -> None:
+        """Write what remains."""
+
+
+class _AdapterWriter:
+    """Writes an adapter as PEFT's ``save_pretrained`` does.
+
+    Args:
+        model: model that the adapter belongs to.
+        target: folder to write to, empty.
+    """
+
+    def __init__(self, model: ModelConfig, target: Path) -> None:
+        self._model, self._target = model, target
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Take a matrix by its PEFT name.
+
+        Raises:
+            RecipeError: a value of the matrix is not finite.
+        """
+        if not weight.isfinite().all():
+            raise RecipeError(f"'{name}' has values that are not finite")
+        self._weights[PREFIX + name] = weight.detach().clone().contiguous()
+
+    def finish(self) -> None:
+        """Write both files.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        from megatron.bridge.models.conversion.peft_bridge import build_adapter_config_dict
+
+        assert self._model.lora is not None
+        config = build_adapter_config_dict(
+            bridge_lora(self._model.lora),
+            target_modules=list(self._model.lora.target_modules),
+            base_model_name_or_path=self._model.hf,
+        )
+        (self._target / adapter_folder.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _save(self._weights, self._target / adapter_folder.WEIGHTS)
+
+
+class _Writer:
+    """Writes each file of a folder as soon as its weights are there.
+
+    Args:
+        source: folder whose names, shapes and types the weights have.
+        target: folder to write to, empty.
+    """
+
+    def __init__(self, source: HuggingFaceFolder, target: Path) -> None:
+        self._source, self._target = source, target
+        self._left: dict[str, set[str]] = defaultdict(set)
+        for name, file in source.files.items():
+            self._left[file].add(name)
+        self._weights: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Take a weight by the source's name.
+
+        Raises:
+            RecipeError: the source has no such weight, or one of another shape.
+            OSError: its file cannot be written.
+        """
+        file = self._source.files.get(name)
+        if file is None or name not in self._left[file]:
+            raise RecipeError(f"Megatron-Bridge exports '{name}', which {self._source.path} does not have, or twice")
+        if list(weight.shape) != list(self._source.shapes[name]):
+            raise RecipeError(
+                f"Megatron-Bridge exports '{name}' of shape {list(weight.shape)}, which in {self._source.path} has "
+                f"{list(self._source.shapes[name])}"
+            )
+        # A copy: what is exported may be a view of something larger, or of another weight.
+        copied = weight.detach().to(DTYPES[self._source.dtypes[name]], copy=True).contiguous()
+        if not copied.isfinite().all():
+            what = "beyond that type's largest" if weight.isfinite().all() else "not finite"
+            raise RecipeError(
+                f"'{name}' has values {what}, and {self._source.path} has it in {self._source.dtypes[name]}; export "
+                "to the format of a folder in BF16"
+            )
+        self._weights[file][name] = copied
+        self._left[file].remove(name)
+        if not self._left[file]:
+            self._write(file)
+
+    def finish(self) -> None:
+        """Write what remains: weights that the model does not train, and the files beside the weights.
+
+        Raises:
+            RecipeError: a weight is missing.
+            OSError: a file cannot be written.
+        """
+        from safetensors import safe_open
+
+        for file in [file for file, names in self._left.items() if names]:
+            with safe_open(self._source.path / file, "pt") as opened:
+                for name in sorted(self._left[file]):
+                    if not is_untrained(self._source, name):
+                        raise RecipeError(f"Megatron-Bridge exports no '{name}', which {self._source.path} has")
+                    self._weights[file][name] = opened.get_tensor(name)
+            self._write(file)
+        for one in sorted(self._source.path.iterdir()):
+            if one.is_file() and not one.name.endswith(_LEFT_OUT):
+                shutil.copyfile(one, self._target / one.name)
+        # A language model that became a classifier.
+        if json.loads((self._target / CONFIG).read_text()) != self._source.config:
+            (self._target / CONFIG).write_text(json.dumps(self._source.config, indent=2) + "\n")
+            if (self._target / INDEX).is_file():
+                index = json.loads((self._target / INDEX).read_text()) | {"weight_map": dict(self._source.files)}
+                (self._target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self, file: str) -> None:
+        _save(self._weights.pop(file), self._target / file)
+
+
+def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # what it calls a full disk
+        raise OSError(errno.EIO, f"cannot be written ({error})", str(file)) from error
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def run_export(recipe: Recipe, target: str | Path, *, is_checked: bool = False) -> tuple[int | str, bool]:
+    """Write the last checkpoint of a recipe as a Hugging Face folder.
+
+    Args:
+        recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
+        target: folder to make.
+        is_checked: whether the recipe was loaded with the checks of the command.
+
+    Returns:
+        The checkpoint's iteration, and whether this is the main rank.
+
+    Raises:
+        RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, the checkpoint is missing or does not fit, or the
+            folder exists.
+        OSError: the folder cannot be written.
+    """
+    if not is_checked:
+        check_recipe(recipe, for_export)
+    saved = recipe.checkpoint.save
+    assert saved is not None, "checked"
+    check_new(target, f"PATH={target}")
+    make_parent(target, f"PATH={target}")
+    with session(recipe) as joined:
+        iteration = everyone(checkpoint.latest_weights(saved))[0]
+        if iteration is None:
+            raise RecipeError(f"checkpoint.save={saved} holds no checkpoint; train first, or name the folder of a run")
+        model = joined.recipe.model
+        assert model.vocab_size is not None, "the folder gives it"
+        chunks = build_chunks(
+            model,
+            joined.config,
+            vocab_size=model.vocab_size,
+            device=joined.device,
+            scalar_head=recipe.objective.has_scalar_head,
+        )
+        checkpoint.load_weights(saved, iteration, chunks, model=model)
+        # It is finished first: a signal would leave half a folder.
+        with EndRequest():
+            export_model(model, chunks, target)
+        return iteration, is_main_rank()

@@ -1,0 +1,251 @@
+"""Commands on a recipe: train, verify, compare, calibrate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.checkpoints.lock import claimed
+from mcore_prefix_tree.mcore.checkpoints.retention import check_not_overwritten
+from mcore_prefix_tree.mcore.engine.calibration import Calibration
+from mcore_prefix_tree.mcore.engine.comparison import Comparison
+from mcore_prefix_tree.mcore.engine.evaluation import HeldOut
+from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
+from mcore_prefix_tree.mcore.engine.verification import VerifyReport
+from mcore_prefix_tree.mcore.loop.end_request import EndRequest
+from mcore_prefix_tree.mcore.loop.export_folder import export_model, make_parent
+from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, Resolved, read_data, resolve
+from mcore_prefix_tree.mcore.loop.session import session
+from mcore_prefix_tree.mcore.loop.trainer import Reporter, Trainer
+from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
+from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader, asked_teachers
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.settings import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    RecipeError,
+    ValidationConfig,
+)
+from mcore_prefix_tree.settings.bind_objective import objective_of
+from mcore_prefix_tree.settings.command_checks import check_recipe, for_samples, for_steps, for_training
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Receives how much is done, and of how much.
+Progress = Callable[[int, int], None]
+
+
+class VerificationError(RuntimeError):
+    """Folded and unfolded runs differ by more than the tolerance."""
+
+
+def run_once(
+    recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False, is_checked: bool = False
+) -> tuple[T, bool]:
+    """Join a recipe's job, and do one thing with what it resolves to.
+
+    Args:
+        recipe: recipe of the job.
+        work: function of the resolved recipe, such as :func:`verify_first`.
+        is_trained: whether ``work`` runs the optimizer.
+        is_checked: whether the recipe was loaded with the checks of the command.
+
+    Returns:
+        What ``work`` returns, and whether this is the main rank.
+    """
+    if not is_checked:
+        check_recipe(recipe, for_steps if is_trained else for_samples)
+    objective = objective_of(recipe)
+    if is_trained:
+        _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
+    with session(recipe) as joined:
+        return work(resolve(joined, objective, read_data(joined, objective))), is_main_rank()
+
+
+def verify_first(run: Resolved, *, progress: Progress | None = None) -> VerifyReport:
+    """Compare folded and unfolded runs of the first batch; ``progress`` is called on the main rank."""
+    return run.verified(run.starting_model(logger.info), progress if is_main_rank() else None)
+
+
+def compare_first(run: Resolved, *, repeats: int, progress: Progress | None = None) -> Comparison:
+    """Measure the first batch folded and unfolded; ``progress`` is called on the main rank."""
+    told = progress if is_main_rank() else None
+    return Trainer(run, run.new_model()).compare(1, repeats=repeats, progress=told)
+
+
+def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
+    """Time micro-batches of the job's shapes."""
+    return Trainer(run, run.new_model()).calibrate(repeats=repeats)
+
+
+def run_train(
+    recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False, is_checked: bool = False
+) -> None:
+    """Run ``mcore-prefix-tree train``.
+
+    Args:
+        recipe: recipe of the job.
+        reporter: listener, called on the main rank.
+        resume: whether to continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
+        new_data: whether, with ``resume``, data that are not the checkpoint's start from their beginning.
+        is_checked: whether the recipe was loaded with the checks of the command.
+
+    Raises:
+        VerificationError: folded and unfolded differ on the first batch; nothing was trained.
+        RecipeError, SampleError, NotImplementedError: see what raises them.
+    """
+    if not is_checked:
+        check_recipe(recipe, for_training)
+    objective = objective_of(recipe)
+    _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
+    teachers = asked_teachers(objective.second_models, recipe)
+    target = recipe.checkpoint.export_hf
+    if target is not None:
+        make_parent(target, f"checkpoint.export_hf={target}")
+    saved = _last_checkpoint(recipe.checkpoint, resume=resume, new_data=new_data)
+    with session(recipe) as joined, ExitStack() as until_the_end:
+        say = reporter.message if is_main_rank() else logger.debug
+        # A network folder shows another machine's last checkpoint late: all go on from the main rank's.
+        saved = everyone(saved)[0]
+        if recipe.checkpoint.save is not None:
+            on_main_rank(partial(check_not_overwritten, recipe.checkpoint.save, saved))
+        progress = reporter.reading if is_main_rank() else None
+        data = read_data(joined, objective, checked=True, progress=progress)
+        if data.skipped:
+            say(str(data.skipped))
+        held_out = _read_held_out(recipe.validation, objective, data, say)
+        _report_order(data, say)
+        if recipe.checkpoint.save is not None:
+            # Where nothing can be written is better known now than after the last step.
+            checkpoint.make_folder(recipe.checkpoint.save)
+            until_the_end.enter_context(claimed(recipe.checkpoint.save))
+        run = resolve(joined, objective, data, say=reporter.message)
+        chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
+        loader = HookLoader(
+            teachers=teachers,
+            student=recipe,
+            job=run.job,
+            first_step=run.first_step,
+            vocab_size=run.vocab_size,
+            padded_vocab_size=run.padded_vocab_size,
+            say=say,
+        )
+        run = replace(run, job=replace(run.job, hook=loader.hook()))
+        if recipe.verify.enabled and saved is None:
+            _verify(run, chunks, reporter)
+        trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
+        trainer.train(saved, reporter, new_data=new_data)
+        if target is not None:
+            # Like a step, it is finished first: a signal would leave half a folder, and no other copy without a save.
+            with EndRequest():
+                export_model(recipe.model, chunks, target)
+            say(f"the {'weights are' if recipe.model.lora is None else 'adapter is'} exported to {target}")
+        if data.skipped:
+            say(f"not trained on: {data.skipped}")
+        if is_main_rank():
+            folder = recipe.checkpoint.save
+            last = None if folder is None else checkpoint.iteration_folder(folder, max(recipe.train_iters, saved or 0))
+            reporter.finished(None if last is None else str(last))
+
+
+def _last_checkpoint(options: CheckpointConfig, *, resume: bool, new_data: bool) -> int | None:
+    """Return the iteration to resume from; None if the run begins."""
+    saved = None if options.save is None else checkpoint.latest_iteration(options.save)
+    if resume and options.save is None:
+        raise RecipeError("--resume needs checkpoint.save, the folder to resume from")
+    if new_data and not resume:
+        raise RecipeError("--new-data goes with --resume: a run that begins has no other data")
+    if saved is not None and not resume:
+        raise RecipeError(
+            f"checkpoint.save={options.save} already holds iteration {saved}; continue it with --resume or choose "
+            "another folder"
+        )
+    return saved
+
+
+def _read_held_out(
+    options: ValidationConfig, objective: Objective, data: Data, say: Callable[[str], None]
+) -> Sequence[Sequence[Sample]] | None:
+    """Return the samples of ``validation.path`` by line, or by the unit that the objective needs whole."""
+    if options.path is None:
+        return None
+    paths = [options.path] if isinstance(options.path, str) else options.path
+    groups, skipped = data.source.held_out(
+        paths, objective.grouped_by, partial(check_samples, objective), setting="validation.path"
+    )
+    if skipped:
+        say(f"of validation.path: {skipped}")
+    return groups
+
+
+def _planned(held_out: Sequence[Sequence[Sample]] | None, run: Resolved) -> HeldOut | None:
+    if held_out is None:
+        return None
+    batch = run.recipe.batch
+    return HeldOut(
+        held_out,
+        run.job,
+        per_step=batch.per_step,
+        by_group=batch.groups_per_step is not None,
+        in_trie_order=run.recipe.data.order == "folded",
+    )
+
+
+def _verify(run: Resolved, chunks: list[torch.nn.Module], reporter: Reporter) -> None:
+    report = run.verified(chunks, partial(reporter.comparing, "verify") if is_main_rank() else None)
+    if is_main_rank():
+        reporter.verified(report)
+    if not report.passed:
+        raise VerificationError(
+            "folded and unfolded runs differ by more than rounding, of the gradients most in "
+            f"{report.worst_parameter}; nothing was trained"
+        )
+
+
+def _report_order(data: Data, say: Callable[[str], None]) -> None:
+    """Report what steps leave out of an epoch, or take more than once."""
+    order, source = data.order, data.source
+    if order.left_out:
+        left_out = f"{order.left_out} {source.grouped_by if order.by_line else 'sample'}"
+        say(
+            f"each epoch leaves out {left_out}{'' if order.left_out == 1 else 's'}: steps take whole "
+            f"{source.grouped_by}s, and a step of {source.step} does not divide all there are"
+        )
+    if order.per_epoch < source.step:
+        say(
+            f"a step of {source.step} samples takes the {order.per_epoch} there are more than once; its fold ratio "
+            "counts the repeats, which other samples would not give"
+        )
+
+
+def _check_optimizer(options: OptimizerConfig, model: ModelConfig, checkpoints: CheckpointConfig) -> None:
+    """Reject what Megatron's optimizer would reject after the model is built, for which kernels are installed."""
+    if not _fused_adam():
+        if options.use_distributed_optimizer and checkpoints.save is not None:
+            raise RecipeError(
+                "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron "
+                "cannot read back the checkpoints that its distributed optimizer writes; turn it off or set "
+                "checkpoint.save=null"
+            )
+    elif model.dtype == "float64":
+        raise RecipeError(
+            "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where it is installed, "
+            "which has no float64; set model.dtype=float32, or device=cpu"
+        )
+
+
+def _fused_adam() -> bool:
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    return bool(HAVE_APEX_OR_TE)

@@ -1,0 +1,254 @@
+"""Resolution of a recipe into a job: its samples, back-end and costs; and the model that the recipe describes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.data import Skipped
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.source import Source
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.resolve import Run, make_job
+from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
+from mcore_prefix_tree.mcore.engine.verification import CannotVerifyError, VerifyReport, verify
+from mcore_prefix_tree.mcore.loop.session import Session
+from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config
+from mcore_prefix_tree.mcore.models.config_fields import DTYPES
+from mcore_prefix_tree.mcore.models.lora import load_frozen, load_start
+from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, is_main_rank
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.plan import ModelWork
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.settings import Recipe, RecipeError
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+from mcore_prefix_tree.settings.sample_source import source_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """Samples of a recipe.
+
+    Attributes:
+        source: source of the samples.
+        order: order in which steps take the samples.
+        skipped: samples that were left out: bad ones, and those that are excluded.
+    """
+
+    source: Source
+    order: SampleOrder
+    skipped: Skipped
+
+
+def read_data(
+    session: Session,
+    objective: Objective | None,
+    *,
+    every_sample: bool = False,
+    keeps_others: bool = False,
+    checked: bool = False,
+    is_scored: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Data:
+    """Read a recipe's samples; all ranks together.
+
+    Args:
+        session: session of this rank.
+        objective: objective of the recipe; None reads no group, rollout or pair.
+        every_sample: whether an epoch leaves no sample out.
+        keeps_others: whether samples carry the fields that are not read.
+        checked: whether to check before the first step that no sample lacks what the objective reads.
+        is_scored: whether at least one token has to be scored.
+        progress: function that receives the bytes read and their total, for streamed samples.
+
+    Raises:
+        SampleError: the data is bad; the message names file, line and field. Or ranks read different data; it names
+            them.
+        RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
+            takes, or the recipe counts steps in groups of an objective that has none.
+    """
+    recipe = session.recipe
+    names = FieldNames(given=recipe.data.fields, keeps_others=keeps_others)
+    source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample, names=names)
+    check = partial(check_samples, objective) if checked and objective is not None else None
+    try:
+        order, skipped = source.read(check=check, progress=progress, is_scored=is_scored)
+    except SampleError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return Data(source=source, order=order, skipped=skipped)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Resolved:
+    """A recipe on this rank, ready except for the model's weights.
+
+    Attributes:
+        recipe: recipe, with what it leaves to the tokenizer and to ``attention_backend: auto`` filled in.
+        order: order in which steps take the samples.
+        job: job that the recipe describes.
+    """
+
+    recipe: Recipe
+    order: SampleOrder
+    job: Job
+
+    def first_step(self) -> list[Sample]:
+        """Return the samples of the first step."""
+        return self.order.take(0, self.recipe.batch.per_step)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Number of rows of the model's embedding."""
+        return self.recipe.parallel.padded_vocab_size(self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the model's vocabulary, without padding."""
+        size = self.recipe.model.vocab_size
+        assert size is not None, "resolved"
+        return size
+
+    def new_model(self, config: Any = None) -> list[torch.nn.Module]:
+        """Return the model with new weights, under its ``TransformerConfig`` or another, such as of another dtype."""
+        recipe = self.recipe
+        return build_chunks(
+            recipe.model,
+            config or self.job.config,
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab_size,
+            device=self.job.folding.device,
+            scalar_head=self.job.objective.has_scalar_head,
+            fused_head=self.job.fused_head,
+        )
+
+    def model_to_fill(self) -> list[torch.nn.Module]:
+        """Return the model to read a checkpoint into; it has the weights that the checkpoint of an adapter lacks."""
+        chunks = self.new_model()
+        load_frozen(self.recipe.model, chunks)
+        return chunks
+
+    def starting_model(self, say: Callable[[str], None]) -> list[torch.nn.Module]:
+        """Return the model with the weights that training begins with.
+
+        Args:
+            say: function that receives which weights these are.
+
+        Raises:
+            RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit; or see
+                :func:`load_start`.
+        """
+        recipe, objective = self.recipe, self.job.objective
+        chunks, new_head = self.new_model(), ", with a new scalar head" if objective.has_scalar_head else ""
+        folder = recipe.checkpoint.pretrained_checkpoint
+        if folder is None and recipe.model.hf is not None:
+            load_start(recipe.model, chunks)
+            new = ""
+            if new_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head:
+                new = new_head
+            elif recipe.model.lora is not None:
+                new = f", with {'a new adapter' if recipe.model.adapter is None else recipe.model.adapter}"
+            say(f"the weights start from {recipe.model.hf}{new}")
+            return chunks
+        if folder is None:
+            hint = ""
+            if objective.improves_policy:
+                name = recipe.objective.name
+                hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
+            say(f"the weights are new, drawn with seed={recipe.seed}{hint}")
+            return chunks
+        iteration = everyone(checkpoint.latest_weights(folder))[0]
+        if iteration is None:
+            raise RecipeError(
+                f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run"
+            )
+        has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
+        say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{'' if has_head else new_head}")
+        return chunks
+
+    def verified(
+        self, chunks: list[torch.nn.Module], progress: Callable[[int, int], None] | None = None
+    ) -> VerifyReport:
+        """Compare the first batch folded and unfolded; see :func:`~mcore_prefix_tree.mcore.engine.verification.verify`.
+
+        Raises:
+            RecipeError: the unfolded side cannot be run or compared with.
+        """
+        recipe, config = self.recipe, self.job.config
+        if config.gradient_accumulation_fusion:  # its kernel writes into the buffers of DDP alone
+            raise RecipeError(
+                "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not "
+                "give; turn it off, or set verify.enabled=false"
+            )
+        in_tf32 = self.job.folding.device.type == "cuda" and not self.job.is_local
+        if in_tf32 and config.params_dtype is torch.float32 and not recipe.verify.tolerance:
+            raise RecipeError(
+                "verify measures model.dtype=float32 against float64, which TransformerEngine does not compute; it "
+                "also multiplies matrices of float32 in TF32, with 10 bits; set model.dtype=bfloat16, "
+                "model.transformer_impl=local or verify.tolerance"
+            )
+
+        def in_dtype(dtype: torch.dtype) -> tuple[list[torch.nn.Module], Any]:
+            name = next(name for name, known in DTYPES.items() if known is dtype)
+            on_gpu = self.job.folding.device.type == "cuda"
+            other = transformer_config(replace(recipe.model, dtype=name), recipe.parallel, on_gpu=on_gpu)
+            return self.new_model(other), other
+
+        try:
+            return verify(
+                chunks,
+                self.first_step(),
+                self.job,
+                in_dtype=in_dtype,
+                tolerance=recipe.verify.tolerance,
+                progress=progress,
+            )
+        except CannotVerifyError as error:
+            raise RecipeError(f"{error}, or set verify.enabled=false") from None
+
+
+def resolve(
+    session: Session, objective: Objective, data: Data, *, say: Callable[[str], None] = logger.info
+) -> Resolved:
+    """Return a session's recipe with everything decided that its steps need.
+
+    Args:
+        session: session of this rank.
+        objective: objective of the recipe.
+        data: data of the recipe.
+        say: function that receives, on the main rank, what ``attention_backend: auto`` chose.
+
+    Raises:
+        ValueError: the back-end does not support the run; the message names those that do.
+        RecipeError: the length buckets fit neither the budget nor the parallel layout.
+    """
+    recipe = session.recipe
+    model = replace(recipe.model, vocab_size=data.source.options.vocab_size)
+    run = Run(
+        device=session.device,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        work=ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head),
+        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
+        measured=session.measured,
+    )
+    job = make_job(
+        recipe,
+        run,
+        objective,
+        session.config,
+        lambda: data.order.take(0, recipe.batch.per_step),
+        say=say if is_main_rank() else logger.debug,
+    )
+    recipe = replace(recipe, attention_backend=job.folding.attention_backend, model=model)
+    return Resolved(recipe=recipe, order=data.order, job=job)

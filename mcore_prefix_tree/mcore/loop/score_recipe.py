@@ -1,0 +1,191 @@
+"""Scores of a recipe's data under its checkpoints: ``mcore-prefix-tree score``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.write import check_rows_output
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, readouts_of, write_scores
+from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data, resolve
+from mcore_prefix_tree.mcore.loop.session import session
+from mcore_prefix_tree.mcore.models.bridge import load_folder
+from mcore_prefix_tree.mcore.models.lora import load_start
+from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
+from mcore_prefix_tree.settings import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.settings.bind_objective import objective_of
+from mcore_prefix_tree.settings.command_checks import check_recipe, for_scoring
+from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
+from mcore_prefix_tree.settings.score_section import REFERENCE, ScoreConfig
+from mcore_prefix_tree.settings.teachers import list_inputs
+
+
+def run_score(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    reference: str | Path | None = None,
+    all_tokens: bool = False,
+    entropy: bool = True,
+    teacher_top_k: int | None = None,
+    is_checked: bool = False,
+) -> tuple[ScoreReport, bool]:
+    """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
+
+    ``batch.global_batch_size`` samples, or ``batch.groups_per_step`` groups, at a time are planned together. A job with
+    ``data.order: file`` plans the steps of its first epoch in the same way.
+
+    Args:
+        recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
+        output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with
+            ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; a critic
+            writes ``values`` instead, a reward model the ``reward`` after the last token, a teacher ``teacher``. Fields
+            that are not read are kept as they are, and others have the names that ``data.fields`` gives them. The file
+            appears once it is complete.
+        reference: folder of another run's checkpoints of the same model, or a Hugging Face folder of the same
+            architecture; gives ``ref_logprobs``.
+        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
+        entropy: whether to write the entropy too.
+        teacher_top_k: number of likeliest tokens to write of each prediction, if the model is a teacher to be distilled
+            from.
+        is_checked: whether the recipe was loaded with the checks of the command.
+
+    Returns:
+        The report of what was written, and whether this is the main rank, which writes.
+
+    Raises:
+        RecipeError: the checkpoint is missing or does not fit.
+        ScoreError: a score is NaN or infinite; nothing is written.
+        SampleError, OSError, NotImplementedError: see what raises them.
+    """
+    if not is_checked:
+        check_recipe(recipe, for_scoring)
+    try:
+        check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
+    except ValueError as error:
+        raise RecipeError(f"score.output {error}") from None
+    recipe = replace(recipe, data=replace(recipe.data, order="file"))
+    kind = recipe.objective.kind
+    options = ScoreConfig(
+        output=str(output),
+        reference=None if reference is None else str(reference),
+        all_tokens=all_tokens,
+        entropy=entropy,
+        teacher_top_k=teacher_top_k,
+    )
+    try:
+        options.check(kind, setting=f"objective.name={recipe.objective.name}", vocab_size=recipe.model.vocab_size)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    main = options.column(kind)
+    weights = {main: _policy(recipe.checkpoint, recipe.model, recipe.objective)}
+    if reference is not None:
+        weights[REFERENCE] = _reference(reference, recipe.model)
+    found = {column: one.last() for column, one in weights.items()}
+    with session(recipe) as joined:
+        # A network folder shows another machine's last checkpoint late: all take the main rank's.
+        found = everyone(found)[0]
+        names = {column: one.named(found[column]) for column, one in weights.items()}
+        objective = objective_of(recipe)
+        # Whatever the objective reads of a sample: it may need these very scores.
+        grouping = None if recipe.batch.groups_per_step is None else objective
+        data = read_data(joined, grouping, every_sample=True, keeps_others=True, is_scored=options.reads_mask(kind))
+        run = resolve(joined, objective, data)
+        models = {column: run.new_model() for column in weights}
+        for column, one in weights.items():
+            one.fill(models[column], names[column], run.recipe.model)
+        report = ScoreReport(
+            iteration=names[main],
+            reference_iteration=names.get(REFERENCE),
+            skipped=str(data.skipped) if data.skipped else "",
+        )
+        report = write_scores(
+            output,
+            data.order,
+            models,
+            readouts_of(options, kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
+            report,
+            per_step=recipe.batch.per_step,
+            folding=run.job.folding,
+            names=FieldNames(given=recipe.data.fields),
+            all_tokens=all_tokens,
+        )
+        return report, is_main_rank()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Weights to score with.
+
+    Attributes:
+        folder: folder of a run's checkpoints, or of a Hugging Face model.
+        is_hf: whether the folder is that of a Hugging Face model.
+    """
+
+    folder: str | Path
+    is_hf: bool = False
+
+    def last(self) -> int | str | None:
+        """Return the iteration of a run's last checkpoint, None without one."""
+        return None if self.is_hf else checkpoint.latest_weights(self.folder)
+
+    def named(self, last: int | str | None) -> int | str:
+        """Return the iteration, or the name of the model's folder.
+
+        Raises:
+            RecipeError: the run has no checkpoint.
+        """
+        return str(self.folder) if self.is_hf else _existing(self.folder, last)
+
+    def fill(self, chunks: list[torch.nn.Module], name: int | str, model: ModelConfig) -> None:
+        """Fill a model with the weights that :meth:`named` named."""
+        if self.is_hf and self.folder == model.hf:
+            load_start(model, chunks)
+        elif self.is_hf:
+            load_folder(str(self.folder), chunks)
+        else:
+            checkpoint.load_weights(self.folder, name, chunks, model=model)
+
+
+def _policy(checkpoints: CheckpointConfig, model: ModelConfig, objective: ObjectiveConfig) -> _Weights:
+    save, hf = checkpoints.save, model.hf
+    if save is not None:
+        return _Weights(folder=save)
+    assert hf is not None, "check_scored looks"
+    if objective.has_scalar_head and not HuggingFaceFolder.read(hf).has_scalar_head:
+        raise RecipeError(f"model.hf={hf} has no scalar head to score with; set checkpoint.save")
+    return _Weights(folder=hf, is_hf=True)
+
+
+def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
+    """Return a run's checkpoints, or a Hugging Face folder of the same architecture.
+
+    Raises:
+        RecipeError: the folder has another architecture.
+    """
+    if not (Path(folder) / CONFIG).is_file():
+        return _Weights(folder=folder)
+    if model.hf is None:
+        raise RecipeError(f"score.reference={folder} is a Hugging Face folder; set model.hf, whose architecture it has")
+    try:
+        difference = HuggingFaceFolder.read(model.hf).difference(HuggingFaceFolder.read(folder))
+    except ValueError as error:
+        raise RecipeError(f"score.reference: {error}") from None
+    if difference:
+        raise RecipeError(
+            f"score.reference={folder} is another model than model.hf={model.hf}: config.json has another "
+            f"'{difference}'; score it in a run of its own, with --hf"
+        )
+    return _Weights(folder=folder, is_hf=True)
+
+
+def _existing(folder: str | Path, iteration: int | str | None) -> int | str:
+    if iteration is None and (Path(folder) / "metadata.json").is_file():
+        raise RecipeError(f"{folder} is a checkpoint itself; name the folder that it is in, whose last one is taken")
+    if iteration is None:
+        raise RecipeError(f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
+    return iteration

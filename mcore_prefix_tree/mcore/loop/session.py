@@ -1,0 +1,159 @@
+"""Join the job: devices, process groups and Megatron's parallel state for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.mcore.models.bridge import described
+from mcore_prefix_tree.mcore.models.build_gpt import size_of, transformer_config
+from mcore_prefix_tree.mcore.ranks import is_of_lost_rank, on_main_rank
+from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.plan import Measured, read_measured
+from mcore_prefix_tree.settings import ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.utils.errors import naming_memory
+from mcore_prefix_tree.utils.launchers import adopt_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Job that a process has joined.
+
+    Attributes:
+        recipe: recipe of the job, with the architecture of ``model.hf``.
+        config: the recipe's ``TransformerConfig``.
+        device: device of all tensors.
+        measured: measurements of ``batch.calibration``, as the main rank read them when the job started: plans depend
+            on them, and the file may change, or not be the same on another machine.
+    """
+
+    recipe: Recipe
+    config: Any
+    device: torch.device
+    measured: tuple[Measured, ...] = ()
+
+
+class LostRankError(ConnectionError):
+    """Another rank of the job ended in the middle of what all ranks do together."""
+
+
+@contextmanager
+def session(recipe: Recipe) -> Iterator[Session]:
+    """Set up what ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take it down again.
+
+    Raises:
+        NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
+        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU and there is
+            none, or a machine has more ranks than GPUs.
+        ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file that holds something else.
+        OSError: the file of ``batch.calibration`` cannot be read.
+        LostRankError: another rank ended.
+    """
+    adopt_ranks(os.environ)
+    on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
+    if recipe.device == "cuda" and not on_gpu:
+        raise RecipeError("device=cuda, but torch sees no GPU; set device=auto or device=cpu")
+    model_size = partial(size_of, recipe.model, scalar_head=recipe.objective.has_scalar_head)
+    with ExitStack() as stack:
+        stack.enter_context(naming_memory(lambda: f"the job does not fit; it has a model of {model_size()}"))
+        if not on_gpu:
+            stack.enter_context(cpu_emulation(force=recipe.device == "cpu"))
+        config = transformer_config(recipe.model, recipe.parallel, on_gpu=on_gpu)
+        check_config(config)
+        recipe = replace(recipe, model=described(recipe.model, config))
+        device = torch.device("cuda", _device_index()) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        _init_process_group("nccl" if on_gpu else "gloo", recipe.distributed_timeout_minutes)
+        stack.push(_leave_process_group)
+        stack.callback(parallel_state.destroy_model_parallel)  # also where only some groups could be made
+        _init_parallel_state(recipe.parallel, recipe.distributed_timeout_minutes)
+        # Stages draw different weights, tensor-parallel ranks cut the same ones: Megatron-LM's offset.
+        seed = recipe.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        calibration = recipe.batch.calibration
+        measured = [] if calibration is None else on_main_rank(partial(read_measured, calibration))
+        try:
+            yield Session(recipe=recipe, config=config, device=device, measured=tuple(measured))
+        except RuntimeError as error:
+            if not is_of_lost_rank(error):
+                raise
+            reason = str(error).partition(". This is typically")[0]  # advice of torch's, which is long
+            raise LostRankError(
+                f"another rank of this job has ended ({reason}); start the job again: training goes on from its last "
+                "checkpoint with --resume"
+            ) from error
+
+
+def _device_index() -> int:
+    """Return the index of this process's own GPU among those that it sees."""
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # As under srun --gpus-per-task=1, which numbers ranks on a machine and shows each its own GPU. The workers of
+    # torchrun all see the same ones.
+    if count == 1 and not dist.is_torchelastic_launched():
+        return 0
+    if local_rank >= count:
+        raise RecipeError(
+            f"LOCAL_RANK={local_rank} on {socket.gethostname()}, but torch sees {count} of its GPUs; start no "
+            "more ranks on a machine than it has GPUs, or set device=cpu"
+        )
+    return local_rank
+
+
+def _init_process_group(backend: str, timeout_minutes: int | None) -> None:
+    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:  # a launcher's environment
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+            raise RecipeError(f"the ranks do not meet at {where}: {str(error).splitlines()[0]}") from error
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+
+
+def _leave_process_group(error: type[BaseException] | None, *_: object) -> None:
+    # A rank that fails alone says why once it is out of the session. If its connections ended before, the others would
+    # fail too and speak first.
+    if error is None or dist.get_world_size() == 1:
+        dist.destroy_process_group()
+
+
+def _init_parallel_state(parallel: ParallelConfig, timeout_minutes: int | None) -> None:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if dist.get_world_size() % (tp * pp):
+        raise RecipeError(
+            f"parallel.tensor_model_parallel_size={tp} and parallel.pipeline_model_parallel_size={pp} need a multiple "
+            f"of {tp * pp} ranks, but this job has {dist.get_world_size()}; start it with "
+            f"torchrun --nproc-per-node {tp * pp} -m mcore_prefix_tree ..."
+        )
+    of_stage, experts = dist.get_world_size() // pp, parallel.expert_model_parallel_size
+    if of_stage % experts:
+        raise RecipeError(
+            f"parallel.expert_model_parallel_size={experts} does not divide the {of_stage} ranks of a pipeline stage; "
+            f"start the job with torchrun --nproc-per-node {math.lcm(tp, experts) * pp} -m mcore_prefix_tree ..."
+        )
+    timeout = {} if timeout_minutes is None else {"distributed_timeout_minutes": timeout_minutes}
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        **timeout,
+    )

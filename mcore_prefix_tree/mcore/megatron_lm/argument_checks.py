@@ -1,0 +1,406 @@
+"""Checks of a ``--prefix-tree`` job: of its command line, and of the validated arguments that a provider finds.
+
+Whichever script starts the job, its command line passes :func:`check_command_line` when Megatron-LM parses it.
+Providers call :func:`checked_config` again: the arguments may come from a checkpoint, or bypass our parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import io
+import os
+import pickle
+import platform
+import re
+import shlex
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import datasets
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+
+from mcore_prefix_tree.arguments.checks import (
+    APEX_MISSING,
+    SPEC_EXAMPLE,
+    check_data,
+    check_launched,
+    check_spec_named,
+    check_vocabulary_known,
+)
+from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.refusals import ArgumentError, check_arguments, check_score
+from mcore_prefix_tree.data import load_tokenizer
+from mcore_prefix_tree.mcore.checkpoints.saved_enums import pickle_enums_by_value
+from mcore_prefix_tree.mcore.megatron_lm.activation_memory import warm_up_bytes
+from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import check_same_model
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import check_backend, device_of_this_rank, folding_of
+from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import check_layers, hybrid_pattern
+from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import objective_of
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_megatron_lm
+from mcore_prefix_tree.mcore.megatron_lm.step_sizes import check_sizes, megatrons_calculator
+from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.utils.launchers import check_gpus
+
+
+def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> argparse.Namespace | None:
+    """Check a job before Megatron-LM starts anything.
+
+    Args:
+        args: parsed arguments. They gain the tokenizer and the vocabulary that ``--prefix-tree-tokenizer`` sets.
+        args_defaults: values that the script gives Megatron-LM for arguments that are left out; None if unknown.
+
+    Returns:
+        A copy of the arguments as Megatron's validation leaves them; None where this has to wait for Megatron itself.
+
+    Raises:
+        ArgumentError: the arguments cannot be used together, or not on this machine.
+        SampleError: the data is missing.
+        MegatronCoreError: something that the package relies on has moved.
+        NotImplementedError: folding cannot do the model exactly.
+        ValueError: the model or this machine lacks the attention back-end, or there are fewer GPUs than ranks.
+    """
+    check_megatron_lm()
+    check_arguments(args)
+    check_layers(args)
+    check_score(args)
+    if args.prefix_tree_score is not None and args.micro_batch_size is None:
+        args.micro_batch_size = 1  # Megatron wants one, and nothing takes it
+    check_data(args)
+    if not args.prefix_tree_dry_run:
+        check_machine(args)
+    _set_vocabulary(args, args_defaults)
+    if args.use_checkpoint_args:
+        # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
+        return None
+    # First, because what folding cannot do may also need, for Megatron's validation, what is not installed.
+    check_config(as_config(args))
+    validated = _complete(args)
+    try:
+        _validate(validated, args_defaults or {})
+    except ArgumentError:
+        if args_defaults is not None or args.prefix_tree_dry_run:
+            raise
+        # With the script's own defaults the rest may be right; if not, Megatron refuses it itself.
+        sizes = (
+            validated.global_batch_size,
+            validated.micro_batch_size,
+            getattr(validated, "data_parallel_size", None),
+        )
+        if None not in sizes:
+            with _megatrons_refusals(), megatrons_calculator(validated):
+                pass
+        return None
+    config = checked_config(validated)
+    trains = args.prefix_tree_score is None
+    if trains:
+        with _megatrons_refusals(), megatrons_calculator(validated):
+            check_sizes(validated)
+    folding_of(validated, device=torch.device("cpu"))
+    objective_of(validated)
+    if not args.prefix_tree_dry_run:
+        check_backend(validated, config)
+        if trains:
+            _check_warm_up(validated)
+    return validated
+
+
+def checked_config(args: argparse.Namespace) -> Any:
+    """Return Megatron's ``TransformerConfig`` of a job that folding can train and Megatron-LM can save.
+
+    Args:
+        args: validated arguments. They gain what folding needs.
+
+    Raises:
+        ArgumentError: see :func:`check_arguments`, :func:`check_installed`; or checkpoints could not be loaded.
+        NotImplementedError: see :func:`check_config`.
+    """
+    check_arguments(args)
+    check_layers(args)
+    config = config_for_folding(args)
+    if args.prefix_tree_hf is not None:
+        check_same_model(args, config)
+    if not args.prefix_tree_dry_run:
+        check_installed(args)
+        _check_saved_arguments(args)
+    return config
+
+
+def config_for_folding(args: argparse.Namespace) -> Any:
+    """Return Megatron's ``TransformerConfig`` of a model that folding can train.
+
+    Args:
+        args: validated arguments. They gain what folding needs of the model.
+
+    Raises:
+        ArgumentError: see :func:`check_spec`.
+        NotImplementedError: see :func:`check_config`.
+    """
+    check_spec(args)
+    # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
+    args.variable_seq_lengths = True
+    if args.num_experts is None:
+        # Upstream refuses allgather, its default, with variable lengths even where no expert is dispatched to.
+        args.moe_token_dispatcher_type = "alltoall"
+    config = core_transformer_config_from_args(args)
+    check_config(config)
+    return config
+
+
+def check_spec(args: argparse.Namespace) -> None:
+    """Check that ``--spec`` names layers; nothing of the module is called.
+
+    A module that does not load before the job has started is for Megatron-LM to import.
+
+    Raises:
+        ArgumentError: there is no such module, or it has something else under this name.
+    """
+    if args.spec is None:
+        return
+    check_spec_named(args.spec)
+    place, name = args.spec
+    try:
+        found = vars(import_module(place)).get(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            return
+        raise ArgumentError(f"--spec {place} {name}: there is no module {error.name}; {SPEC_EXAMPLE}") from None
+    except Exception:  # it may need what only a started job has
+        return
+    if not isinstance(found, ModuleSpec | TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules):
+        what = "is missing" if found is None else f"is a {type(found).__name__}"
+        raise ArgumentError(f"--spec {place} {name}: {place}.{name} {what} and no spec of layers; {SPEC_EXAMPLE}")
+
+
+def config_in_provider(args: argparse.Namespace) -> Any:
+    """Return :func:`checked_config` for a provider, which Megatron calls when the job has started.
+
+    Raises:
+        ArgumentError, NotImplementedError: see :func:`checked_config`; or a dry run, which had to end before.
+    """
+    if args.prefix_tree_dry_run:
+        raise ArgumentError(
+            "--prefix-tree-dry-run came to a job that has started: the script's extra_args_provider has to return the "
+            "parser that add_prefix_tree_args returns"
+        )
+    return checked_config(args)
+
+
+def check_installed(args: argparse.Namespace) -> None:
+    """Check that this machine has what the arguments ask for.
+
+    Raises:
+        ArgumentError: Apex is missing, or TransformerEngine's layers, or both optimizers.
+    """
+    # Upstream's vocabulary layer asks the same, on the last pipeline stage alone and when all models are built.
+    if args.gradient_accumulation_fusion and not getattr(tensor_parallel_layers, "_grad_accum_fusion_available", True):
+        raise ArgumentError(APEX_MISSING)
+    if hybrid_pattern(args) is not None and args.spec is None and not HAVE_TE:
+        raise ArgumentError(
+            "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers are TransformerEngine's, which "
+            "is not installed; install it, or name layers, such as --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
+        )
+    saves_optimizer = args.save is not None and not args.no_save_optim
+    if args.use_distributed_optimizer and saves_optimizer and not HAVE_APEX_OR_TE:
+        raise ArgumentError(
+            "--use-distributed-optimizer with --save: without the FusedAdam of TransformerEngine or Apex, Megatron "
+            "cannot read back what its distributed optimizer saves; leave one of them out, or give --no-save-optim"
+        )
+    if (
+        torch.cuda.is_available()
+        and args.multi_latent_attention
+        and args.transformer_impl == "local"
+        and args.spec is None
+    ):
+        raise ArgumentError(
+            "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention "
+            "has one size for queries and values"
+        )
+
+
+def check_machine(args: argparse.Namespace) -> None:
+    """Check that the job can start here, and have Megatron-LM compile for this Python.
+
+    Raises:
+        ArgumentError: no launcher started the job; or see :func:`check_installed`.
+        ValueError: there are fewer GPUs than ranks.
+    """
+    check_launched(os.environ)
+    if torch.cuda.is_available():
+        check_gpus(os.environ, torch.cuda.device_count())
+    check_installed(args)
+    build_helpers_for_this_python()
+
+
+def _check_saved_arguments(args: argparse.Namespace) -> None:
+    """Load the arguments as Megatron-LM does with those of a checkpoint; see :mod:`.saved_enums`."""
+    pickle_enums_by_value()
+    if args.save is None:
+        return
+    saved = io.BytesIO()
+    torch.save(args, saved)
+    saved.seek(0)
+    try:
+        torch.load(saved)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        raise ArgumentError(
+            f"--save: torch would refuse to load the checkpoints of this job, for {refused[1] if refused else error} "
+            f"among its arguments, as Python {platform.python_version()} pickles them; leave --save out, or start the "
+            "job with another Python"
+        ) from error
+
+
+def build_helpers_for_this_python() -> None:
+    """Have the Makefile of Megatron-LM's data helpers build them for the Python that runs the job.
+
+    It calls the ``python3`` and the ``python3-config`` of ``PATH``, which may be another version's or missing. make
+    takes variables from ``MAKEFLAGS``, and these win over the Makefile's.
+
+    Raises:
+        ArgumentError: the helpers are not built yet, and this Python lacks what they need.
+    """
+    folder = Path(datasets.__file__).parent
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    source, built = folder / "helpers.cpp", folder / f"helpers_cpp{suffix}"
+    variables = {"LIBEXT": suffix}
+    if not built.is_file() or built.stat().st_mtime < source.stat().st_mtime:
+        headers = sysconfig.get_path("include")
+        for what, there in {
+            "the package pybind11": find_spec("pybind11") is not None,
+            f"its headers ({headers}/Python.h)": Path(headers, "Python.h").is_file(),
+        }.items():
+            if not there:
+                raise ArgumentError(
+                    f"Megatron-LM compiles its data helpers when it starts, for which {sys.executable} lacks {what}; "
+                    "install it"
+                )
+        paths = (headers, import_module("pybind11").get_include())
+        variables["CPPFLAGS"] = " ".join(
+            [*filter(None, [os.environ.get("CPPFLAGS")]), *(f"-I{shlex.quote(path)}" for path in paths)]
+        )
+    # make splits what it is given at blanks that no backslash protects.
+    given = [re.sub(r"([\\\s])", r"\\\1", f"{name}={value}") for name, value in variables.items()]
+    os.environ["MAKEFLAGS"] = " ".join([*filter(None, [os.environ.get("MAKEFLAGS")]), *given])
+
+
+def _check_warm_up(args: argparse.Namespace) -> None:
+    """Check that Megatron-LM's first allocation fits this rank's GPU."""
+    device = device_of_this_rank()
+    if device.type != "cuda":
+        return
+    needed, there = warm_up_bytes(args), torch.cuda.get_device_properties(device).total_memory
+    if needed > there:
+        raise ArgumentError(
+            f"--micro-batch-size={args.micro_batch_size} samples of --seq-length={args.seq_length} tokens: on as many "
+            f"tokens Megatron-LM warms up its fused functions before there is a model, in {needed / 2**30:.1f} GiB, "
+            f"and this GPU has {there / 2**30:.1f}; lower --micro-batch-size, or --seq-length to the longest sample"
+        )
+
+
+def as_config(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the fields of a ``TransformerConfig`` that the arguments set, before Megatron's validation."""
+    unset = {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(TransformerConfig)
+    }
+    return argparse.Namespace(**unset | vars(args) | {"num_moe_experts": args.num_experts})
+
+
+def _complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy of parsed arguments with what Megatron adds from the environment, such as the number of ranks."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
+    return argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
+
+
+def _validate(args: argparse.Namespace, args_defaults: Mapping[str, Any]) -> None:
+    """Let Megatron validate arguments, without what it prints.
+
+    Raises:
+        ArgumentError: Megatron refuses the arguments.
+    """
+    with _megatrons_refusals(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        validate_args(args, dict(args_defaults))
+    if args.prefix_tree_dry_run and not HAVE_TE:
+        # Where the job runs there is TransformerEngine; without it upstream's config refuses its fused rope.
+        args.apply_rope_fusion = False
+
+
+@contextlib.contextmanager
+def _megatrons_refusals() -> Iterator[None]:
+    """Raise one sentence for what Megatron's validation asserts: its message, or else the line of the assertion.
+
+    Raises:
+        ArgumentError: Megatron refuses the arguments.
+    """
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except (AssertionError, ValueError) as error:
+        asked = traceback.extract_tb(error.__traceback__)[-1]
+        raise ArgumentError(
+            f"Megatron-LM does not take these arguments: {str(error) or asked.line} (in {asked.filename}, line "
+            f"{asked.lineno})"
+        ) from error
+
+
+def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> None:
+    """Set the tokenizer and the vocabulary where Megatron's own arguments leave them open.
+
+    Raises:
+        ArgumentError: the vocabulary is not known, or too small for the tokenizer.
+    """
+    name = args.prefix_tree_tokenizer
+    size = None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs).vocab_size
+    if args.tokenizer_type is not None:
+        if args.prefix_tree_dry_run and args.padded_vocab_size is None:
+            if args.vocab_size is None:
+                raise ArgumentError(
+                    "--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size"
+                )
+            _pad_vocabulary(args)
+        return
+    given = args.padded_vocab_size or args.vocab_size
+    if args.use_checkpoint_args:
+        # The checkpoint has the rest. Of a tokenizer Megatron takes its type from there and not its size.
+        args.vocab_size = args.vocab_size or size
+        args.prefix_tree_vocab_size = args.vocab_size
+        return
+    if given is None and size is None and args_defaults is None and (args.vocab_file or args.tokenizer_model):
+        return  # of the tokenizer that the script sets by default
+    check_vocabulary_known(args)
+    if given is not None and size is not None and given < size:
+        raise ArgumentError(f"the vocabulary of {given} tokens is smaller than the {size} of tokenizer {name}")
+    # Megatron wants a tokenizer of its own, which has nothing to do here; left alone it would add a token to the
+    # vocabulary.
+    args.tokenizer_type = "NullTokenizer"
+    args.vocab_size = max(args.vocab_size or 0, size or 0) or given
+    args.prefix_tree_vocab_size = args.vocab_size
+    if args.padded_vocab_size is None:
+        _pad_vocabulary(args)
+
+
+def _pad_vocabulary(args: argparse.Namespace) -> None:
+    """Set the rows of the embedding as Megatron-LM does."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple

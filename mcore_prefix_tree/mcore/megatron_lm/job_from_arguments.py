@@ -1,0 +1,91 @@
+"""A job from Megatron-LM's arguments: its folding, its back-end and the cost of its model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.training import print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
+
+from mcore_prefix_tree.arguments.read_recipe import read_recipe
+from mcore_prefix_tree.arguments.refusals import has_scalar_head
+from mcore_prefix_tree.mcore.engine.backend import resolve_backend
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.resolve import Run, make_folding, make_job
+from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.seam.hybrid_layers import parts_of
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.plan import ModelWork
+from mcore_prefix_tree.sample import Sample
+
+
+def job_of(args: argparse.Namespace, objective: Objective, first_step: Callable[[], Sequence[Sample]]) -> Job:
+    """Return the job that validated arguments describe; see :func:`make_job`."""
+    config = core_transformer_config_from_args(args)
+    run = describe_run(args, device=device_of_this_rank())
+    return make_job(read_recipe(args), run, objective, config, first_step, say=print_rank_0)
+
+
+def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
+    """Return the folding that validated arguments describe; see :func:`make_folding`."""
+    return make_folding(read_recipe(args), describe_run(args, device=device))
+
+
+def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
+    """Return what Megatron-LM knows of the run of these validated arguments."""
+    stages, interleaved = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size is not None
+    # Groups of another size may leave a rest of micro-batches, which Megatron checks.
+    in_stages = interleaved and (args.microbatch_group_size_per_vp_stage or stages) == stages
+    return Run(
+        device=device,
+        dp_size=args.data_parallel_size,
+        work=work_of(args),
+        micro_batch_multiple=stages if in_stages else 1,
+    )
+
+
+def work_of(args: argparse.Namespace) -> ModelWork:
+    """Return the FLOPs of the model that the arguments describe."""
+    scalar_head = has_scalar_head(args)
+    return ModelWork.from_dimensions(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        vocab_size=1 if scalar_head else args.padded_vocab_size,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        swiglu=args.swiglu,
+        fused_head=args.prefix_tree_fused_head and not scalar_head,
+        settings=vars(args),
+        parts=parts_of(hybrid_pattern(args)),
+    )
+
+
+def check_backend(args: argparse.Namespace, config: Any) -> None:
+    """Refuse a back-end that does not support the job, before there is a model or data; ``auto`` has to find one.
+
+    Args:
+        args: validated arguments.
+        config: ``TransformerConfig`` of these arguments.
+
+    Raises:
+        ValueError: the back-end does not support the run; the message names those that do.
+    """
+    resolve_backend(
+        args.prefix_tree_attention_backend,
+        config,
+        lambda: [Sample(tokens=[0])],
+        device=device_of_this_rank(),
+        deterministic=args.prefix_tree_deterministic_attention,
+        say=lambda text: None,
+    )
+
+
+def device_of_this_rank() -> torch.device:
+    """Return the device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,69 @@
+"""The objective of a ``--prefix-tree`` job, and the second models that it asks.
+
+Rules and readers of recipes apply to them: the arguments are converted to sections of a recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from mcore_prefix_tree.arguments.read_recipe import read_objective, read_recipe
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
+from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader, asked_teachers
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.settings.bind_objective import objective_of as objective_of_recipe
+from mcore_prefix_tree.settings.bind_objective import settings_of
+from mcore_prefix_tree.settings.teachers import check_stage, parallel_of_teachers
+
+
+def objective_of(args: argparse.Namespace) -> Objective:
+    """Return the objective that validated arguments name, with what it reads before any model is built.
+
+    Raises:
+        RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
+    """
+    settings = settings_of(read_objective(args))
+    if settings.second_models is None:
+        return settings
+    recipe = read_recipe(args)
+    check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective)
+    parallel_of_teachers(recipe.objective, recipe.parallel)
+    objective = objective_of_recipe(recipe)
+    asked_teachers(objective.second_models, recipe)
+    return objective
+
+
+def hook_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
+    """Return what a job's objective needs before a step, such as its teachers, loaded; all ranks together.
+
+    Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
+    stage, which alone asks it.
+
+    Args:
+        args: validated arguments.
+        job: job that asks them.
+        order: order in which steps take the samples; a teacher's ``attention_backend: auto`` looks at the first step.
+        say: function that receives which weights they have, on every rank.
+
+    Raises:
+        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
+    """
+    if job.objective.second_models is None:
+        return StepHook()
+    recipe, vocab_size = read_recipe(args), vocab_size_of(args)
+    assert vocab_size is not None, "a dry run loads no teacher"
+    loader = HookLoader(
+        teachers=asked_teachers(job.objective.second_models, recipe),
+        student=recipe,
+        job=job,
+        first_step=lambda: order.take(0, args.global_batch_size),
+        vocab_size=vocab_size,
+        padded_vocab_size=args.padded_vocab_size,
+        say=say,
+        on_last_stage=True,
+    )
+    return loader.hook()

@@ -1,0 +1,266 @@
+"""Megatron-LM's ``pretrain`` and its model builders, in the forms that they have had, behind one call each.
+
+Up to core_v0.17 ``pretrain`` parses the command line itself, with what ``extra_args_provider`` adds. Since core_v0.18
+its caller parses, and hands over what the arguments say as a ``PretrainConfigContainer``; a model may still come from a
+provider function instead of a ``ModelConfig``. A ``ModelConfig`` takes the layers; before there was one, builders took
+them as ``--spec``. Upstream names its functions alike for each kind of model: ``gpt_builder`` and ``hybrid_builder``,
+``gpt_config_from_args`` and ``hybrid_config_from_args``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron import training
+from megatron.core.enums import ModelType
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import get_args, pretrain
+from megatron.training import training as loop
+from megatron.training.arguments import parse_args
+
+from mcore_prefix_tree.arguments.refusals import ArgumentError
+from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
+from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
+
+_SHARED = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
+_PARSES = {"args_defaults", "extra_args_provider"}
+_CONTAINER = "cfg_container"
+_LAYERS = "mcore_prefix_tree_layers"
+
+
+def checkout() -> Path:
+    """Return the folder of the imported Megatron-LM."""
+    return Path(str(training.__file__)).resolve().parents[2]
+
+
+def check_megatron_lm() -> None:
+    """Check that the checkout has what this package calls.
+
+    Raises:
+        ArgumentError: the checkout's ``pretrain`` takes other arguments than any known form.
+        MegatronCoreError: something else that the package relies on has moved; see :func:`compat.check`.
+    """
+    parameters = set(inspect.signature(pretrain).parameters)
+    known = parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)
+    if not known:
+        raise ArgumentError(
+            f"{checkout()} is Megatron-LM {compat.installed_version()}, whose pretrain() takes other arguments than "
+            f"those that --prefix-tree calls; check out core_v0.16.1, core_v0.19.0 or main at {compat.MAIN_COMMIT}"
+        )
+    compat.check(compat.MEGATRON_LM)
+
+
+def run_pretrain(
+    datasets_provider: Callable[..., Any] | None,
+    model_provider: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    *,
+    args_defaults: Mapping[str, Any],
+    add_arguments: Callable[..., Any] = add_prefix_tree_args,
+) -> None:
+    """Train, with the arguments of the command line and of ``--prefix-tree``.
+
+    Args:
+        datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
+        model_provider: Megatron's ``model_provider``.
+        forward_step: Megatron's ``forward_step_func``.
+        args_defaults: values of arguments that the command line leaves out.
+        add_arguments: Megatron's ``extra_args_provider``, which receives ``args_defaults`` too.
+    """
+    parsing = _parsing(args_defaults, add_arguments)
+    settings = parsing
+    if _parses_first():
+        settings = {_CONTAINER: _parsed_here(parsing)}
+    elif {"-h", "--help"} & set(sys.argv[1:]):
+        # pretrain() first parses for its fault tolerance, without the arguments of --prefix-tree.
+        parse_args(parsing["extra_args_provider"])
+    pretrain(
+        train_valid_test_dataset_provider=datasets_provider,
+        model_provider=model_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        **settings,
+    )
+
+
+def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
+    """Join the job that the command line describes, without a model or data, to score.
+
+    Args:
+        args_defaults: values of arguments that the command line leaves out.
+
+    Returns:
+        The arguments, validated.
+    """
+    parsing = _parsing(args_defaults, partial(add_prefix_tree_args, scores=True))
+    if _parses_first():
+        from megatron.training.arguments import parse_and_validate_args
+
+        parse_and_validate_args(**parsing)
+        parsing = {}
+    loop.initialize_megatron(**parsing)
+    args: argparse.Namespace = get_args()
+    return args
+
+
+def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
+    """Return this rank's model chunks in the precision of the arguments, without gradients' buffers.
+
+    Args:
+        model_provider: Megatron's ``model_provider``.
+    """
+    chunks: list[Any] = loop.get_model(model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
+    return chunks
+
+
+def _parsing(args_defaults: Mapping[str, Any], add_arguments: Callable[..., Any]) -> dict[str, Any]:
+    return {
+        "args_defaults": dict(args_defaults),
+        "extra_args_provider": partial(add_arguments, args_defaults=args_defaults),
+    }
+
+
+def _parses_first() -> bool:
+    """Return whether the command line is parsed before Megatron is called."""
+    return _CONTAINER in inspect.signature(pretrain).parameters
+
+
+def _parsed_here(parsing: Mapping[str, Any]) -> Any:
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(**parsing)
+    with warnings.catch_warnings():
+        # It recommends a ModelConfig, which this package makes when Megatron asks for the model.
+        warnings.simplefilter("ignore")
+        return pretrain_cfg_container_from_args(args)
+
+
+def build_model(
+    args: argparse.Namespace,
+    config: Any,
+    exchange: Callable[[Any], Any],
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    pg_collection: Any,
+) -> Any:
+    """Build a pipeline stage's model as the checkout's script does, from other layers.
+
+    It is a ``HybridModel`` where the arguments have a pattern of its layers, as in ``pretrain_hybrid.py``; else a
+    ``GPTModel``, as in ``pretrain_gpt.py``.
+
+    Args:
+        args: validated arguments; all that describe a model reach the checkout's own builder.
+        config: ``TransformerConfig`` of the model.
+        exchange: function from the layer, block or stack spec that the arguments select to the one to build.
+        pre_process: whether the stage has the embedding.
+        post_process: whether the stage has the output layer.
+        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+        pg_collection: Megatron's process groups.
+
+    Raises:
+        ArgumentError: the checkout has no builder.
+    """
+    stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+    if importlib.util.find_spec("megatron.training.models") is not None:
+        make = _gpt_config if hybrid_pattern(args) is None else _hybrid_config
+        model_config = make(args, config, exchange)
+        return model_config.get_builder_cls()(model_config).build_model(**stage, pg_collection=pg_collection)
+    with _importable(exchange(_selected_spec(args, config, vp_stage))) as spec:
+        args = argparse.Namespace(**vars(args) | {"spec": spec})
+        kind = "gpt" if hybrid_pattern(args) is None else "hybrid"
+        return _builder(kind)(args, **stage, config=config, pg_collection=pg_collection)
+
+
+def _hybrid_config(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any]) -> Any:
+    """Return Megatron's ``HybridModelConfig``; without ``--spec`` its builder takes the layers of TransformerEngine."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.training.argument_utils import hybrid_config_from_args
+
+    model_config = hybrid_config_from_args(args, config)
+    model_config.hybrid_stack_spec = exchange(model_config.hybrid_stack_spec or hybrid_stack_spec)
+    return model_config
+
+
+def _gpt_config(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any]) -> Any:
+    """Return Megatron's ``GPTModelConfig``, whose ``transformer_layer_spec`` may be a function."""
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import default_layer_spec
+
+    model_config = gpt_config_from_args(args, config)
+    given = model_config.transformer_layer_spec
+
+    def layers(model_config: Any, vp_stage: int | None = None) -> Any:
+        return exchange(default_layer_spec(model_config, vp_stage) if given is None else given)
+
+    model_config.transformer_layer_spec = layers
+    return model_config
+
+
+def _builder(kind: str) -> Callable[..., Any]:
+    """Return the ``gpt_builder`` or ``hybrid_builder`` that lies beside ``megatron`` in a checkout."""
+    file = checkout() / f"{kind}_builders.py"
+    if not file.is_file():
+        raise ArgumentError(
+            f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its model: put a whole "
+            "checkout of Megatron-LM on PYTHONPATH"
+        )
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None, "a file of Python"
+    assert spec.loader is not None, "a file of Python"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    builder: Callable[..., Any] = getattr(module, f"{kind}_builder")
+    return builder
+
+
+@contextmanager
+def _importable(layers: Any) -> Iterator[tuple[str, str]]:
+    """Lend a spec a name to import it by: builders take one as ``--spec`` and in no other way."""
+    module: Any = ModuleType(_LAYERS)
+    module.layers = layers
+    sys.modules[_LAYERS] = module
+    try:
+        yield _LAYERS, "layers"
+    finally:
+        del sys.modules[_LAYERS]
+
+
+def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Return the layers that the builder takes by default; it does not offer them alone.
+
+    Raises:
+        ArgumentError: the builder ignores something that its arguments ask for.
+    """
+    from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
+
+    use_te = args.transformer_impl == "transformer_engine"
+    if args.spec is not None:
+        return import_module(args.spec)
+    if hybrid_pattern(args) is not None:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        return hybrid_stack_spec  # this builder has no layers by itself: those that its ModelConfig takes later
+    if args.heterogeneous_layers_config_path is not None:
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+
+        return get_gpt_heterogeneous_layer_spec(config, use_te)
+    if config.qk_l2_norm and not use_te and config.num_moe_experts is None:
+        raise ArgumentError(
+            "--qk-l2-norm with --transformer-impl local: this Megatron-LM builds a model without experts as if it were "
+            "not given; leave it out, or use --transformer-impl transformer_engine"
+        )
+    return stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)

@@ -1,0 +1,105 @@
+"""Check that a job which resumes has the samples that its checkpoint was trained on.
+
+Megatron's checkpoints keep the arguments of the job, whose ``args.prefix_tree_samples`` records the samples that it
+had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.training import print_rank_0
+from megatron.training.checkpointing import load_args_from_checkpoint
+
+from mcore_prefix_tree.arguments.refusals import ArgumentError
+from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.data.fingerprint import CHECKSUMS, are_new_data, difference
+from mcore_prefix_tree.mcore.ranks import everyone
+
+# What has to stay for an order of samples to go on where it stopped, and how the user says it.
+_SETTINGS = {
+    "seed": "--seed",
+    "order": "--prefix-tree-order",
+    "step": "--global-batch-size",
+    "samples_per_epoch": "--prefix-tree-data-path",
+}
+
+
+def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
+    """Return the number consumed before an order's first sample; all ranks together, after the checkpoint is loaded.
+
+    Records the samples in ``args``, for the checkpoints of this job.
+
+    Args:
+        args: arguments of the job; ``consumed_train_samples`` are the checkpoint's.
+        order: order of the training samples.
+
+    Raises:
+        ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not given; or the
+            job resumes before the first of its samples.
+    """
+    now = {
+        "seed": args.seed,
+        "order": args.prefix_tree_order,
+        "step": args.global_batch_size if args.prefix_tree_order == "folded" else None,  # its runs are a step long
+        "samples_per_epoch": order.samples_per_epoch,
+        "checksums": order.checksums,
+    }
+    consumed = 0
+    if args.consumed_train_samples:
+        before = _of_checkpoint(args)
+        # A run of stock Megatron, or of an older version of this package, does not say.
+        other = None if before is None else difference(before, now)
+        if other is not None and before is not None and not args.prefix_tree_new_data:
+            raise ArgumentError(
+                f"the checkpoint in --load {args.load} {_how_data_differ(other, before, now, args)}; the data would "
+                f"not continue after its {args.consumed_train_samples:,} samples: change it back, or give "
+                "--prefix-tree-new-data, to begin with the first of the data"
+            )
+        if args.prefix_tree_new_data and (before is None or are_new_data(before, now)):
+            consumed = args.consumed_train_samples
+            print_rank_0(f"> new data: their first sample follows the {consumed:,} of the checkpoint")
+        elif before is not None:
+            consumed = before["consumed_before"]
+        if consumed > args.consumed_train_samples:
+            # Since core_v0.18 an argument can set an iteration back.
+            raise ArgumentError(
+                f"the job goes on after {args.consumed_train_samples:,} samples, but its data began after "
+                f"{consumed:,}; leave --override-ckpt-iteration out"
+            )
+    args.prefix_tree_samples = now | {"consumed_before": consumed}
+    return consumed
+
+
+def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the loaded checkpoint's record of its samples; every rank takes what the first one reads."""
+    # Megatron reads it once more, into a copy, and says which argument it takes from there.
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = load_args_from_checkpoint(copy.copy(args))
+    # It gives back a pair only where there is a checkpoint with arguments.
+    saved = found[1] if isinstance(found, tuple) else None
+    before = getattr(saved, "prefix_tree_samples", None)
+    if before is not None:
+        before |= {"objective": getattr(saved, "prefix_tree_objective", "sft")}
+    first: dict[str, Any] | None = everyone(before)[0]
+    if first is not None and "shuffle" in first:  # what older checkpoints have instead of an order
+        first |= {"order": "shuffled" if first["shuffle"] else "file", "step": None}
+    return first
+
+
+def _how_data_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any], args: argparse.Namespace) -> str:
+    if name != CHECKSUMS:
+        return f"was trained with {name}={before[name]}, this job has {name}={now[name]} ({_SETTINGS[name]})"
+    told = "was trained on as many samples as --prefix-tree-data-path gives, but not the same"
+    if before["objective"] == args.prefix_tree_objective:
+        return told
+    # Objectives keep other samples in one record: groups, pairs, or none.
+    return (
+        f"{told}, or not in the same groups: its --prefix-tree-objective was {before['objective']}, and is "
+        f"{args.prefix_tree_objective} now"
+    )

@@ -1,0 +1,251 @@
+"""The model of a folded ``train_rl.py``: tree-capable, and it folds the rows whose log-probabilities the loop asks for.
+
+Legend: b rows of a call, s tokens of each with its padding; R rows without padding; T = b * s; P folded tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.training import get_args, get_tokenizer, print_rank_0
+
+from mcore_prefix_tree.arguments.flags import readable_arguments
+from mcore_prefix_tree.mcore.engine.backend import resolve_backend
+from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import checked_config
+from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, loss_of_logits
+from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams
+from mcore_prefix_tree.mcore.seam.output_layer import request_arguments
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.upload import upload
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@readable_arguments()
+def rl_model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Return the model that the arguments describe; its state-dict keys are those of the stock model.
+
+    Raises:
+        SystemExit: status 2, with one sentence, for what folding cannot do, before anything is built.
+    """
+    args = get_args()
+    checked = checked_config(args)
+    args.prefix_tree_attention_backend = _resolved(args, checked)
+    model = tree_model(
+        args,
+        config or checked,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    folding = _LogprobFolding(
+        args.prefix_tree_attention_backend, deterministic=args.prefix_tree_deterministic_attention
+    )
+    model.register_forward_pre_hook(folding.before, with_kwargs=True)
+    model.register_forward_hook(folding.after, with_kwargs=True)
+    return model
+
+
+def _resolved(args: argparse.Namespace, config: Any) -> str:
+    """Return the attention back-end; ``auto`` looks at a group whose prompt is half of each trajectory.
+
+    There are no rollouts yet, and stages of a pipeline cannot agree on anything inside a step.
+    """
+
+    def group() -> list[Sample]:
+        half = max(1, args.seq_length // 2)
+        return [
+            Sample(tokens=[0] * half + [member + 1] * half, source="a typical trajectory")
+            for member in range(args.grpo_group_size)
+        ]
+
+    return resolve_backend(
+        args.prefix_tree_attention_backend,
+        config,
+        group,
+        device=device_of_this_rank(),
+        deterministic=args.prefix_tree_deterministic_attention,
+        say=print_rank_0,
+    )
+
+
+class LabelLogprobs:
+    """Logits ``[..., s, V]`` that hold only the normalised entry of each position's label.
+
+    ``get_logprobs`` gathers the labels' logits and takes off the logarithm of their normaliser. For normalised
+    logits that is 0, so nothing of size V is needed. Any other operation on them raises an error.
+
+    Args:
+        logprobs: log-probabilities of the labels, ``[..., s]``.
+        labels: label of each position, int64 ``[..., s]``.
+    """
+
+    def __init__(self, logprobs: torch.Tensor, labels: torch.Tensor) -> None:
+        self._logprobs, self._labels = logprobs, labels
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._logprobs.dtype
+
+    def __getitem__(self, key: Any) -> LabelLogprobs:
+        """Cut the rows and positions; the vocabulary is taken whole."""
+        if not isinstance(key, tuple) or len(key) != self._logprobs.ndim + 1 or key[-1] != slice(None):
+            raise _unknown("indexing")
+        return LabelLogprobs(self._logprobs[key[:-1]], self._labels[key[:-1]])
+
+    def __iter__(self) -> Iterator[LabelLogprobs]:
+        """Iterate over the rows."""
+        return map(LabelLogprobs, self._logprobs, self._labels)
+
+    def float(self) -> LabelLogprobs:
+        return LabelLogprobs(self._logprobs.float(), self._labels)
+
+    def gather(self, dim: int, index: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., s, 1]``; NaN for a token that is not the label."""
+        if dim != -1:
+            raise _unknown(f"gather(dim={dim})")
+        found = torch.where(index.squeeze(-1) == self._labels, self._logprobs, float("nan"))
+        return found.unsqueeze(-1)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer torch's functions that ``selective_log_softmax`` calls."""
+        logits, *rest = args
+        if function is torch.gather:
+            return logits.gather(*rest, **(kwargs or {}))
+        if function is torch.logsumexp:
+            return torch.zeros_like(logits._logprobs)
+        if function is torch.nn.functional.log_softmax:
+            return logits
+        raise _unknown(getattr(function, "__name__", str(function)))
+
+
+def _unknown(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"prefix-tree training answers get_logprobs of Megatron-LM with log-probabilities, but {what} asks for logits; "
+        "this checkout computes them otherwise than core_v0.19.0"
+    )
+
+
+class _LogprobFolding:
+    """Torch's forward hooks of a model: they fold a call of ``get_logprobs`` and leave every other call alone.
+
+    Args:
+        backend: name of the attention back-end.
+        deterministic: whether attention has to give the same bits twice.
+    """
+
+    def __init__(self, backend: str, *, deterministic: bool) -> None:
+        self._backend, self._deterministic = backend, deterministic
+
+    def before(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
+        """Exchange the arguments of a call for those of its folded rows."""
+        call = dict(zip(list(inspect.signature(type(model).forward).parameters)[1:], args, strict=False)) | kwargs
+        params: Any = call.get("packed_seq_params")
+        folded_already = isinstance(params, TreePackedSeqParams)
+        if folded_already or call.get("inference_context") is not None or getattr(params, "qkv_format", "") != "thd":
+            return None
+        ids = call["input_ids"]
+        rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
+        check_positions(model, int(rows.length.max(initial=1)))
+        check_draws(model)
+        folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
+        metadata = TreeMetadata.from_layout(folded.layout, device=rows.device)
+        tree: Any = RowsPackedSeqParams.from_metadata(
+            metadata, attention_backend=self._backend, deterministic_attention=self._deterministic
+        )
+        asked: dict[str, Any] = {}
+        if model.post_process:
+            labels = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
+            asked, tree.finish = _asked(model, folded, labels)
+        return (), {
+            "input_ids": upload(folded.layout.input_ids, rows.device).long().unsqueeze(0),
+            "position_ids": metadata.tree_position_ids.long().unsqueeze(0),
+            "attention_mask": None,
+            "packed_seq_params": tree,
+            **asked,
+        }
+
+    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Return the answer for the rows."""
+        params = kwargs.get("packed_seq_params")
+        return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
+
+
+def _asked(
+    model: Any, rows: FoldedRows, labels: torch.Tensor
+) -> tuple[dict[str, Any], Callable[[torch.Tensor], LabelLogprobs]]:
+    """Return the arguments that ask the last stage, and the function that converts its answer.
+
+    Args:
+        model: the last stage.
+        rows: folded rows.
+        labels: label of each position, int64 ``[b, s]``; that of a row's last position has no meaning.
+    """
+    flat = labels.reshape(1, -1)
+    if get_args().prefix_tree_fused_head:
+        asked = request_arguments(RowLogprobs(labels=flat).request(rows))
+        return asked, partial(_answer, labels=labels, dtype=model.config.params_dtype)
+
+    def of_logits(logits: torch.Tensor) -> LabelLogprobs:
+        logprobs = -loss_of_logits(logits, flat, rows, model)
+        return _answer(logprobs, labels=labels, dtype=model.config.params_dtype)
+
+    return {"runtime_gather_output": False}, of_logits
+
+
+def _answer(logprobs: torch.Tensor, *, labels: torch.Tensor, dtype: torch.dtype) -> LabelLogprobs:
+    # In the dtype that the stock model has its logits in: the loop compares them with those of training.
+    return LabelLogprobs(logprobs.reshape(labels.shape).to(dtype), labels)
+
+
+def read_rows(ids: torch.Tensor, borders: torch.Tensor, *, pad: int) -> PackedRows:
+    """Read the rows of a call on the host, without their padding.
+
+    Padding at the end of a row is cut to one token: no loss reads what comes after.
+
+    Args:
+        ids: token ids, int64 ``[b, s]``.
+        borders: positions at which the sequences of one row begin, and s; int32.
+        pad: id of the padding token.
+    """
+    host = ids.cpu().numpy().astype(np.int64)
+    starts, lengths = [], []
+    for number, row in enumerate(host):
+        for start, end in pairwise(borders.tolist()):
+            if end > start:
+                tokens = np.flatnonzero(row[start:end] != pad)
+                last = int(tokens[-1]) if len(tokens) else -1
+                starts.append(number * ids.shape[1] + start)
+                lengths.append(min(last + 2, end - start))
+    return PackedRows(
+        ids=host.reshape(-1),
+        row=np.arange(len(starts)),
+        start=np.array(starts, dtype=np.int64),
+        length=np.array(lengths, dtype=np.int64),
+        device=ids.device,
+    )

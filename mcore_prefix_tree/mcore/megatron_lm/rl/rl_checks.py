@@ -1,0 +1,52 @@
+"""Checks of a folded ``train_rl.py``: of its command line, and of the validated arguments of its model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mcore_prefix_tree.arguments.rl import check_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.argument_checks import as_config, check_machine, config_for_folding
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import check_backend
+from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import check_layers
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_megatron_lm
+from mcore_prefix_tree.mcore.megatron_lm.rl.script import load_script
+from mcore_prefix_tree.mcore.seam.validation import check_config
+
+
+def check_command_line(args: argparse.Namespace) -> None:
+    """Check a job before Megatron-LM starts anything.
+
+    Args:
+        args: parsed arguments.
+
+    Raises:
+        ArgumentError: the arguments cannot be used together, or not on this machine or with this checkout.
+        MegatronCoreError: something that the package relies on has moved.
+        NotImplementedError: folding cannot do the model exactly.
+        ValueError: there is no such attention back-end, or there are fewer GPUs than ranks.
+    """
+    check_megatron_lm()
+    check_rl_arguments(args)
+    check_layers(args)
+    check_config(as_config(args))
+    check_machine(args)
+    load_script()
+
+
+def checked_config(args: argparse.Namespace) -> Any:
+    """Return Megatron's ``TransformerConfig`` of a job whose arguments it has validated.
+
+    Args:
+        args: validated arguments. They gain what folding needs.
+
+    Raises:
+        ArgumentError, NotImplementedError, ValueError: see :func:`check_command_line`.
+    """
+    check_rl_arguments(args)
+    check_layers(args)
+    # What a micro-batch of the loop holds without folding. So a step always fits, and needs no more memory.
+    args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
+    config = config_for_folding(args)
+    check_backend(args, config)
+    return config

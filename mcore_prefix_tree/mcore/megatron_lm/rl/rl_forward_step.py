@@ -1,0 +1,189 @@
+"""The forward step that ``pretrain`` gets in place of that of ``train_rl.py``.
+
+A step of the loop is ``get_num_microbatches()`` of its micro-batches a rank, and stays that many: the trajectories of
+all of them, on all data-parallel ranks, are planned together and folded into as many others. Sums over a step do not
+depend on the cut. A micro-batch's number of tokens does, and is that of Megatron-LM's own micro-batch.
+
+Without ``--calculate-per-token-loss`` Megatron-LM takes the mean over the tokens of each of its micro-batches. Then a
+trajectory's tokens weigh one over the tokens of the micro-batch that Megatron-LM had put it into.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args, get_timers
+
+from mcore_prefix_tree.arguments.flags import readable_arguments
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import for_model, tree_forward
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, job_of
+from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import straggler_timers
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import ScriptLoss, ScriptObjective
+from mcore_prefix_tree.mcore.megatron_lm.rl.script import Script, load_script
+from mcore_prefix_tree.mcore.megatron_lm.rl.trajectories import LoopMicroBatch, read_micro_batch
+from mcore_prefix_tree.mcore.outputs import Readout
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import LossOutput
+from mcore_prefix_tree.plan import BudgetError
+from mcore_prefix_tree.sample import Sample
+
+Reported = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoldedMicroBatch:
+    """A folded micro-batch, and the one of the loop whose place it takes.
+
+    Attributes:
+        batch: folded micro-batch, on the host.
+        readout: readout that the last pipeline stage is asked for.
+        tokens: number of scored tokens in the loop's own micro-batch.
+        sequences: number of trajectories in the loop's own micro-batch.
+        folded: number of tokens in the step's trajectories, without padding and what follows their last scored token;
+            and the number of unique ones among them, an ancestor counted once per micro-batch that needs it.
+    """
+
+    batch: MicroBatch
+    readout: Readout[LossOutput]
+    tokens: float
+    sequences: int
+    folded: tuple[float, float]
+
+
+class FoldedForwardStep:
+    """``forward_step_func`` for ``pretrain``, over the data iterator that Megatron-LM's loop makes."""
+
+    def __init__(self) -> None:
+        self._script: Script | None = None
+        self._job: Job | None = None
+        self._dealt: deque[FoldedMicroBatch] = deque()
+
+    @readable_arguments()
+    def __call__(
+        self, data_iterator: Iterator[Any], model: Any, loss_only: bool = False
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
+        """Run one pipeline stage's forward of the next folded micro-batch; return its output and loss function."""
+        args, timers = get_args(), get_timers()
+        if self._script is None:
+            self._script = load_script()
+        timers("batch-generator", log_level=2).start()
+        with straggler_timers(data=True):
+            if not self._dealt:
+                _forget_rotary_tables(model)
+                self._dealt.extend(self._deal(data_iterator, args, self._script))
+            dealt = self._dealt.popleft()
+        timers("batch-generator").stop()
+        self._script.state().increment_sequences(dealt.sequences)
+        with straggler_timers():
+            batch = for_model(dealt.batch.on(device_of_this_rank()), model)
+            output = tree_forward(model, batch, dealt.readout)
+        per_token = args.calculate_per_token_loss
+        return output, partial(_loss, self._script, dealt, batch, per_token=per_token)
+
+    def _deal(self, data_iterator: Iterator[Any], args: argparse.Namespace, script: Script) -> list[FoldedMicroBatch]:
+        """Take a step of the loop, and return this rank's micro-batches of it, folded."""
+        mine = [
+            read_micro_batch(
+                next(data_iterator),
+                script,
+                packed=args.rl_use_sequence_packing,
+                corrects=args.rl_inference_logprobs_is_correction,
+            )
+            for _ in range(get_num_microbatches())
+        ]
+        ranks, rank = _of_all_ranks(mine), parallel_state.get_data_parallel_rank()
+        if self._job is None:
+            self._job = _job_of(args, script)
+        objective = ScriptObjective(script=script, args=args, dtypes=mine[0].dtypes)
+        job = replace(self._job, objective=objective)
+        own = [one for loops in ranks for one in loops]
+        weight = [
+            1.0 if args.calculate_per_token_loss else 1 / batch.tokens for batch in own for _ in batch.trajectories
+        ]
+        trajectories = [one for batch in own for one in batch.trajectories]
+        samples = [
+            Sample(tokens=one.tokens, loss_mask=one.loss_mask, source=f"trajectory {number}")
+            for number, one in enumerate(trajectories)
+        ]
+        cut, unique = _cut(samples, ranks, job.folding)
+        folded = (sum(map(len, samples)), unique)
+        batches = fold_micro_batches(samples, cut[rank], job, objective.step_targets(samples, trajectories, weight))
+        return [
+            FoldedMicroBatch(
+                batch=batch, readout=job.readout, tokens=loops.tokens, sequences=loops.sequences, folded=folded
+            )
+            for batch, loops in zip(batches, mine, strict=True)
+        ]
+
+
+def _of_all_ranks(mine: Sequence[LoopMicroBatch]) -> list[Sequence[LoopMicroBatch]]:
+    """Return the micro-batches of every data-parallel rank: trajectories may share, however the loop dealt them."""
+    size = parallel_state.get_data_parallel_world_size()
+    if size == 1:
+        return [mine]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, mine, group=parallel_state.get_data_parallel_group())
+    return found
+
+
+def _cut(
+    samples: Sequence[Sample], ranks: Sequence[Sequence[LoopMicroBatch]], folding: Folding
+) -> tuple[list[Sequence[Sequence[int]]], int]:
+    """Plan a step.
+
+    Where the planner cannot fit bins that Megatron-LM has packed to the brim into as many micro-batches, the bins stay
+    together, each folded by itself. All ranks decide alike.
+
+    Returns:
+        The trajectories' indices in each micro-batch of each rank; and the number of unique tokens of all.
+    """
+    count = len(ranks[0])
+    try:
+        plan = folding.plan(samples, micro_batches=count)
+    except BudgetError:
+        borders = [0, *accumulate(len(batch.trajectories) for loops in ranks for batch in loops)]
+        bins = [range(start, end) for start, end in pairwise(borders)]
+        tokens = sum(folding.physical_tokens([samples[index] for index in chosen]) for chosen in bins if chosen)
+        return [bins[start : start + count] for start in range(0, len(bins), count)], tokens
+    return list(plan.micro_batches), sum(map(sum, plan.physical_tokens))
+
+
+def _job_of(args: argparse.Namespace, script: Script) -> Job:
+    objective = ScriptObjective(script=script, args=args, dtypes={})
+    # The model provider has resolved the back-end: there is no first step to look at.
+    return job_of(args, objective, lambda: [])
+
+
+def _forget_rotary_tables(model: Any) -> None:
+    """Empty the caches of rotary embeddings, as ``train_rl.py`` does: they may hold tensors of inference."""
+    for module in model.modules():
+        for name in ("_forward", "forward"):
+            getattr(getattr(module, name, None), "cache_clear", lambda: None)()
+
+
+def _loss(
+    script: Script, dealt: FoldedMicroBatch, batch: MicroBatch, output: torch.Tensor, *, per_token: bool
+) -> Reported:
+    """Return the summed loss, its divisor and what is logged; over a step both add up to those of the loop."""
+    found = dealt.readout.read(output, batch)
+    assert isinstance(found, ScriptLoss), "that is what the objective gives"
+    *_, reported = script.report(*found.terms)
+    tokens = torch.full((), dealt.tokens, dtype=torch.float32, device=output.device)
+    report = {name: torch.stack([pair[0], tokens]) for name, pair in reported.items()}
+    # The step's ratio; every micro-batch says the same.
+    report["fold ratio"] = torch.tensor(dealt.folded, dtype=torch.float32, device=output.device)
+    divisor = tokens.int() if per_token else torch.ones_like(tokens).int()
+    return found.loss, divisor, report

@@ -1,0 +1,421 @@
+"""Models of Hugging Face folders, built and filled by Megatron-Bridge.
+
+Its providers are configurations that build a ``GPTModel``; its bridges convert weights in both directions, on
+any parallel layout. This file gives a provider our layers and the recipe's layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import unwrap_model
+from packaging.requirements import Requirement
+
+from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers
+from mcore_prefix_tree.mcore.models.bridge_settings import settings_of_folder
+from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, check_shapes
+from mcore_prefix_tree.mcore.models.config_fields import (
+    check_experts,
+    check_latent_layers,
+    check_not_decided,
+    check_transformer_engine,
+    defaults_of_run,
+    local_layers,
+    settings_of_run,
+    typed_settings,
+)
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.seam.core_attention import window_settings
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
+from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, RecipeError
+from mcore_prefix_tree.settings.hf_folder import LM_HEAD, SCORE, HuggingFaceFolder
+from mcore_prefix_tree.utils.versions import install_command, requirements_of, version_of
+
+_NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine"
+# What providers ask for and a recipe does not, unless model.transformer says so: kernels of other packages, losses and
+# updates that balance experts, and multi-token prediction, which folding cannot do.
+OFF: dict[str, Any] = {
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "persist_layer_norm": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_router_bias_update_rate": 0.0,
+    "mtp_num_layers": None,
+}
+# Keys of a recipe's model by the names that providers have for them.
+_NAMES = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_query_groups",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "kv_channels": "kv_channels",
+    "vocab_size": "vocab_size",
+    "position_embedding_type": "position_embedding_type",
+    "rotary_base": "rotary_base",
+    "rotary_percent": "rotary_percent",
+    "rope_scaling": "rope_scaling",
+    "rope_scaling_factor": "rope_scaling_factor",
+    "normalization": "normalization",
+    "swiglu": "gated_linear_unit",
+    "add_bias_linear": "add_bias_linear",
+    "qk_layernorm": "qk_layernorm",
+}
+# In the names of an adapter's parameters.
+ADAPTER = ".adapter."
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Buffers that older releases of transformers wrote; they follow from the configuration.
+_BUFFER = "rotary_emb.inv_freq"
+
+
+def auto_bridge() -> Any:
+    """Return ``megatron.bridge.AutoBridge``.
+
+    Raises:
+        RecipeError: Megatron-Bridge cannot be imported; the message says how to install it.
+    """
+    if sys.version_info < (3, 12):
+        raise RecipeError(f"{_NEEDS}; this is Python {sys.version_info[0]}.{sys.version_info[1]}")
+    # It logs a traceback for every optional package that is missing.
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        from megatron.bridge import AutoBridge
+    except ImportError as error:
+        raise RecipeError(_not_imported(error)) from error
+    finally:
+        logging.disable(before)
+    return AutoBridge
+
+
+def _not_imported(error: ImportError) -> str:
+    """Say why Megatron-Bridge cannot be imported: a transformers that it does not fit, or something that is missing."""
+    installed = version_of("transformers")
+    wanted = transformers_of_bridge()
+    if installed is not None and wanted is not None and not wanted.specifier.contains(installed, prereleases=True):
+        return (
+            f"model.hf: Megatron-Bridge cannot be imported ({error}): it needs {wanted}, and {installed} is "
+            f"installed; pip install '{wanted}'"
+        )
+    return (
+        f"{_NEEDS} ({error}); install it with {install_command('bridge')} and pip install --no-deps "
+        "'megatron-bridge==0.6.2', see docs/huggingface.md"
+    )
+
+
+def transformers_of_bridge() -> Requirement | None:
+    """Return the releases of transformers that Megatron-Bridge imports; None if this package is read from a path."""
+    try:
+        found = [Requirement(text) for text in requirements_of("bridge")]
+    except PackageNotFoundError:
+        return None
+    return next(requirement for requirement in found if requirement.name == "transformers")
+
+
+def bridge_of(path: str) -> Any:
+    """Return Megatron-Bridge's bridge of a folder; weights are read when they are converted.
+
+    Raises:
+        RecipeError: Megatron-Bridge does not know the architecture, or cannot be imported.
+    """
+    kind = auto_bridge()
+    try:
+        architecture = HuggingFaceFolder.read(path).architecture
+        # Of a model with a scalar head the bridge of the language model converts all but the head.
+        return kind.from_hf_pretrained(path, trust_remote_code=False, architectures=[architecture])
+    except Exception as error:  # its own words are a page
+        raise _cannot_build(path, error) from error
+
+
+def _cannot_build(path: str, error: Exception) -> RecipeError:
+    architecture = HuggingFaceFolder.read(path).architecture
+    return RecipeError(
+        f"model.hf={path}: Megatron-Bridge cannot build {architecture} ({_first_line(error)}); for which models were "
+        "tested see docs/huggingface.md"
+    )
+
+
+def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
+    """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
+
+    Args:
+        model: model of the recipe.
+        parallel: parallel layout of the recipe.
+        on_gpu: whether the model is trained on a GPU.
+        only_stock: whether to reject architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
+
+    Raises:
+        RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has layers of its own for it;
+            or the parallel layout does not fit.
+    """
+    assert model.hf is not None
+    bridge = bridge_of(model.hf)
+    try:
+        provider = bridge.to_megatron_provider(load_weights=False)
+    except Exception as error:
+        raise _cannot_build(model.hf, error) from error
+    if only_stock and not _is_stock(provider):
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which only "
+            "`mcore-prefix-tree train --hf` builds"
+        )
+    if model.lora is not None:
+        _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
+    check_experts(provider.num_moe_experts, parallel)
+    of_folder = settings_of_folder(model.hf, provider, tensor_parallel=parallel.tensor_model_parallel_size)
+    if model.transformer_impl == "transformer_engine":
+        check_transformer_engine()
+        spec: Any = partial(engine_layers, provider.transformer_layer_spec)
+    else:
+        _check_stock(model, provider)
+        spec = local_layers
+    if provider.vocab_size % parallel.tensor_model_parallel_size:
+        raise RecipeError(
+            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} does not divide the vocabulary "
+            f"of model.hf={model.hf}, {provider.vocab_size}; choose a size that divides it"
+        )
+    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    if provider.num_layers % stages:
+        raise RecipeError(
+            f"model.hf={model.hf} has {provider.num_layers} layers, which {stages} stages of a pipeline cannot share "
+            "evenly; change parallel.pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
+        )
+    fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {"should_pad_vocab": False}
+    fixed["transformer_layer_spec"] = spec
+    check_not_decided(model, fixed)
+    defaults = OFF | defaults_of_run(parallel)
+    if model.transformer_impl == "local":
+        defaults["moe_grouped_gemm"] = False  # TransformerEngine's
+    kind = TransformerConfig
+    if isinstance(provider, MLATransformerConfig):
+        kind = MLATransformerConfig
+        check_latent_layers(model, parallel, on_gpu=on_gpu)
+    settings = of_folder | fixed | {name: value for name, value in defaults.items() if hasattr(provider, name)}
+    try:
+        provider.apply_overrides_and_finalize(overrides=settings | typed_settings(model, kind))
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            f"model.hf={model.hf}: megatron-core refuses this model or parallel layout: {_first_line(error)}"
+        ) from error
+    return provider
+
+
+def _is_stock(provider: Any) -> bool:
+    """Return whether Megatron-Bridge builds a model from Megatron-Core's layers alone."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
+
+    spec = provider.transformer_layer_spec
+    spec = spec.func if isinstance(spec, functools.partial) else spec
+    is_stock = spec in (default_layer_spec, get_gpt_decoder_block_spec)
+    return is_stock and type(provider).provide is GPTModelProvider.provide
+
+
+def _check_lora(model: ModelConfig, lora: LoraConfig, provider: Any, *, tensor_parallel: int) -> None:
+    """Reject adapters that layers cannot have or ranks cannot share."""
+    if lora.r % tensor_parallel:
+        raise RecipeError(
+            f"model.lora.r={lora.r} is not a multiple of parallel.tensor_model_parallel_size={tensor_parallel}, whose "
+            "ranks share it; change one of them"
+        )
+    if not _is_stock(provider) or isinstance(provider, MLATransformerConfig):
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which get no adapters "
+            "here; leave model.lora out"
+        )
+
+
+def _check_stock(model: ModelConfig, provider: Any) -> None:
+    """Reject local layers where Megatron-Bridge composes layers other than Megatron-Core's."""
+    if provider.num_moe_experts and provider.add_bias_linear:
+        raise RecipeError(
+            f"model.hf={model.hf}: megatron-core's own experts cannot be trained with biases; set "
+            "model.transformer_impl=transformer_engine"
+        )
+    if not _is_stock(provider):
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, of TransformerEngine; "
+            "set model.transformer_impl=transformer_engine"
+        )
+
+
+def described(model: ModelConfig, provider: Any) -> ModelConfig:
+    """Return a recipe's model with the architecture of its folder, as if the recipe had set it.
+
+    Args:
+        model: model of the recipe.
+        provider: provider that :func:`provider_of` returned.
+    """
+    if model.hf is None:
+        return model
+    sizes = {key: getattr(provider, name) for key, name in _NAMES.items()}
+    if isinstance(sizes["rotary_base"], tuple):  # of layers with a window, and of the others
+        sizes["rotary_base"] = sizes["rotary_base"][-1]
+    kind = MLATransformerConfig if isinstance(provider, MLATransformerConfig) else TransformerConfig
+    further: dict[str, Any] = {
+        field.name: list(value) if isinstance(value, tuple) else value
+        for field in dataclasses.fields(kind)
+        if re.match("moe_|num_moe|multi_latent|q_lora|kv_lora|qk_.*head_dim|v_head|window_|layernorm_ep", field.name)
+        for value in (getattr(provider, field.name),)
+        if value != field.default and isinstance(value, int | float | str | list | tuple)
+    }
+    if isinstance(provider.window_size, int):
+        size, skip = window_settings(provider)
+        further |= {"window_size": list(size or ()), "window_attn_skip_freq": skip}
+    untied = not provider.share_embeddings_and_output_weights
+    return dataclasses.replace(
+        model, **sizes, untie_embeddings_and_output_weights=untied, transformer=further | model.transformer
+    )
+
+
+def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
+    """Return one chunk of a provider's model, with new weights.
+
+    Args:
+        provider: provider that :func:`provider_of` returned.
+        scalar_head: whether the chunk's output layer will be exchanged for a scalar head.
+        ends: ``pre_process``, ``post_process`` and ``vp_stage``.
+    """
+    if scalar_head:
+        provider.share_embeddings_and_output_weights = False
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    return provider.provide(**ends)
+
+
+def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
+    """Fill a model with the weights of its folder; all ranks together.
+
+    A scalar head stays as it is, and starts anew, if the folder has none.
+
+    Raises:
+        RecipeError: the folder lacks a weight of the model, or has one that the model does not read.
+    """
+    with without_scalar_head(chunks) as (models, head):
+        _load(path, models, replaced=set() if head is None else {LM_HEAD})
+    folder = HuggingFaceFolder.read(path)
+    if head is not None and folder.has_scalar_head:
+        from safetensors import safe_open
+
+        with safe_open(folder.path / folder.files[SCORE], "pt") as opened, torch.no_grad():
+            head.weight.copy_(opened.get_tensor(SCORE))
+
+
+@contextmanager
+def without_scalar_head(
+    chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
+    """Take a model's scalar head away while Megatron-Bridge, which knows none, converts the other weights.
+
+    Args:
+        chunks: model chunks of this rank, in any wrappers.
+
+    Returns:
+        The models inside the wrappers, and the head; None on a stage without one.
+    """
+    models: list[Any] = unwrap_model(list(chunks))
+    with_head = [one for one in models if isinstance(getattr(one, "output_layer", None), ScalarHead)]
+    heads = [one.output_layer for one in with_head]
+    for one in with_head:
+        del one.output_layer
+    try:
+        yield models, next(iter(heads), None)
+    finally:
+        for one, head in zip(with_head, heads, strict=True):
+            one.output_layer = head
+
+
+def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
+    bridge, folder = bridge_of(path), HuggingFaceFolder.read(path)
+    check_shapes(folder, bridge.hf_pretrained.config)
+    bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
+    read = (replaced | _beyond(folder)).union(*map(_sources, bridge.get_conversion_tasks(models)))
+    names = sorted(folder.files)
+    # Of experts that are spread over ranks each rank knows its own.
+    is_read = torch.tensor(
+        [name in read for name in names], dtype=torch.uint8, device=next(models[0].parameters()).device
+    )
+    torch.distributed.all_reduce(is_read, torch.distributed.ReduceOp.MAX)
+    unread = [name for name, one in zip(names, is_read.tolist(), strict=True) if not one]
+    if unread:
+        raise RecipeError(
+            f"model.hf={path} has '{unread[0]}', which Megatron-Bridge's model does not read"
+            f"{_and_others(unread)}; its answers would differ from transformers'"
+        )
+    with torch.no_grad():
+        for _, parameter in _of_folder(models):
+            parameter.fill_(torch.nan)
+    try:
+        bridge.load_hf_weights(models)
+    except Exception as error:
+        raise RecipeError(f"model.hf={path}: its weights do not fit its config.json: {_first_line(error)}") from error
+    failures = [failure for failure in everyone(source.failure) if failure is not None]
+    if failures:
+        raise RecipeError(f"model.hf={path}: {failures[0]}; download the folder again")
+    left = [name for name, value in _of_folder(models) if bool(value.isnan().any())]
+    missing = sorted(set(chain.from_iterable(everyone(left))))
+    if missing:
+        raise RecipeError(
+            f"model.hf={path} lacks the weights of {missing[0]}{_and_others(missing)}, or they are NaN; download it "
+            "again"
+        )
+
+
+def _of_folder(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters that are not an adapter's."""
+    for name, parameter in chain.from_iterable(one.named_parameters() for one in models):
+        if ADAPTER not in name:
+            yield name, parameter
+
+
+def _sources(task: Any) -> Iterable[str]:
+    """Return the names of the folder's weights that a conversion reads."""
+    if task is None:
+        return ()
+    names = task.mapping.hf_param
+    return (names,) if isinstance(names, str) else names.values()
+
+
+def _beyond(folder: HuggingFaceFolder) -> set[str]:
+    """Return the names of unused weights: those of layers that predict further tokens, and derived ones."""
+    tied = {LM_HEAD} if folder.config.get("tie_word_embeddings") else set()
+    head = {SCORE} if folder.has_scalar_head else set()
+    return tied | head | {name for name in folder.files if is_untrained(folder, name)}
+
+
+def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
+    """Return whether training leaves a weight alone: a table of rotary embeddings, or a layer behind the model's last.
+
+    Multi-token prediction has such layers, which are not built.
+    """
+    found = _LAYER.match(name)
+    return _BUFFER in name or (found is not None and int(found[1]) >= folder.config["num_hidden_layers"])
+
+
+def _and_others(names: Sequence[str]) -> str:
+    return "" if len(names) == 1 else f" and {len(names) - 1} more"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip(" ✗") for line in str(error).splitlines()]
+    return f"{type(error).__name__}: {next((line for line in lines if line), '')}"[:300]

@@ -1,0 +1,149 @@
+"""Settings of a folder that Megatron-Bridge's provider would pass over: mended, or rejected.
+
+Each rule was found by training tiny models whose configurations differ in one setting; see docs/huggingface.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from mcore_prefix_tree.mcore.seam.core_attention import window_of
+from mcore_prefix_tree.settings import RecipeError
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+
+# What Megatron-Core has in its source for the rotary embeddings of Llama 3.1.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What Megatron-Bridge has in its source for those of gpt-oss.
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+# What transformers takes where a configuration leaves it out, and Megatron-Core has no value for.
+_YARN = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
+# Architectures that turn a share of the channels; transformers 5 keeps it where Megatron-Bridge does not look.
+_PARTLY_ROTARY = ("glm4_moe", "minimax_m2")
+# Settings, by model_type, that the layers have one value for, and what it is.
+_FIXED: dict[str, dict[str, Any]] = {
+    # Scores of experts are normalised, rotary channels interleaved; transformers' latent norms have this epsilon.
+    "deepseek_v3": {"norm_topk_prob": True, "rope_interleave": True, "rms_norm_eps": 1e-6},
+    "gemma3_text": {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    "glm4_moe": {"norm_topk_prob": True},
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, **_GPT_OSS_YARN},
+    "mistral": {"hidden_act": "silu"},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
+}
+
+
+def settings_of_folder(path: str, provider: Any, *, tensor_parallel: int) -> dict[str, Any]:
+    """Return the fields of a provider that its folder decides and Megatron-Bridge left out.
+
+    Args:
+        path: path of the folder.
+        provider: provider that Megatron-Bridge made from the folder.
+        tensor_parallel: number of ranks that share a layer.
+
+    Raises:
+        RecipeError: the configuration has a setting that the provider's layers would pass over; the message names it.
+            Or the layers cannot be shared.
+    """
+    config = HuggingFaceFolder.read(path).config
+    if tensor_parallel > 1 and config.get("model_type") == "olmoe":
+        raise RecipeError(
+            f"model.hf={path}: Megatron-Bridge's OLMoE normalises the queries of all heads together, which tensor-"
+            f"parallel ranks do not have; set parallel.tensor_model_parallel_size=1 (given {tensor_parallel})"
+        )
+    _check_rotary(path, config, provider)
+    _check_fixed(path, config)
+    _check_windows(path, config, provider)
+    fields: dict[str, Any] = {}
+    if getattr(provider, "position_embedding_type", None) == "yarn":
+        fields |= {name: value for name, value in _YARN.items() if getattr(provider, name) is None}
+    share = _rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share is not None and config.get("model_type") in _PARTLY_ROTARY:
+        fields["rotary_percent"] = float(share)
+    elif share not in (None, 1.0, provider.rotary_percent):
+        raise RecipeError(
+            f"model.hf={path}: config.json has partial_rotary_factor={share}, and Megatron-Bridge turns all channels "
+            "of this architecture"
+        )
+    return fields
+
+
+def _rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return found
+
+
+def _kind_of(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
+    rope = _rope_of(config)
+    supported: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+        "default": lambda one: True,
+        "llama3": lambda one: (
+            provider.rope_scaling and all(one.get(name, value) == value for name, value in _LLAMA3.items())
+        ),
+        "linear": lambda one: getattr(provider, "seq_len_interpolation_factor", None) == one.get("factor"),
+        "yarn": lambda one: (
+            (provider.position_embedding_type == "yarn" or isinstance(provider, MLATransformerConfig))
+            and one.get("attention_factor") is None
+        ),
+    }
+    each = [rope]
+    if any(isinstance(value, Mapping) for value in rope.values()):  # for each kind of layer
+        each = list(rope.values())
+        # Gemma's layers without a window have a factor of their own.
+        factor = getattr(provider, "rope_scaling_factor", None)
+        supported["linear"] = lambda one: one is rope.get("full_attention") and one.get("factor") == factor
+    for one in each:
+        is_supported = supported.get(_kind_of(one))
+        if is_supported is None or not is_supported(one):
+            raise RecipeError(
+                f"model.hf={path}: Megatron-Bridge has no rotary embeddings with these settings for this architecture: "
+                f"{dict(rope)}"
+            )
+
+
+def _check_fixed(path: str, config: Mapping[str, Any]) -> None:
+    kind = str(config.get("model_type"))
+    given = dict(config)
+    if kind == "gpt_oss":
+        given |= {name: _rope_of(config).get(name, value) for name, value in _GPT_OSS_YARN.items()}
+    for name, value in _FIXED.get(kind, {}).items():
+        if given.get(name, value) != value:
+            raise RecipeError(
+                f"model.hf={path}: config.json has {name}={given[name]}, and Megatron-Core's layers of this "
+                f"architecture would not compute what transformers does unless it is {value}"
+            )
+
+
+def _check_windows(path: str, config: Mapping[str, Any], provider: Any) -> None:
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if window and not provider.window_size:
+        raise RecipeError(
+            f"model.hf={path}: Megatron-Bridge has no sliding window for this architecture, and config.json has "
+            f"sliding_window={window}"
+        )
+    kinds = config.get("layer_types")
+    built = [
+        "full_attention" if window_of(provider, layer) is None else "sliding_attention"
+        for layer in range(1, provider.num_layers + 1)
+    ]
+    if window and kinds and list(kinds) != built:
+        raise RecipeError(
+            f"model.hf={path}: config.json has layer_types={kinds}, and Megatron-Bridge's layers of this architecture "
+            f"are {built}"
+        )

@@ -1,0 +1,78 @@
+"""Weights of Hugging Face folders that cannot be read, or have other shapes: every rank of a job ends with the reason.
+
+Megatron-Bridge loads with collectives in the middle. A rank that stopped there would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from mcore_prefix_tree.settings import RecipeError
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+
+# Types by the names that safetensors gives them.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
+    """Check the shapes of a folder's weights against transformers' model of its configuration.
+
+    Every rank checks all weights. While they load, only the first of tensor-parallel ranks would notice.
+
+    Args:
+        folder: folder whose files' headers have the shapes.
+        config: transformers' configuration of the model.
+
+    Raises:
+        RecipeError: a weight has another shape; the message names it. Weights that transformers keeps under other
+            names, such as those of experts, are not checked.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    # Under the emulation of a GPU a device context does not reach torch's factories.
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    for name, weight in model.state_dict().items():
+        found, expected = list(folder.shapes.get(name, weight.shape)), list(weight.shape)
+        if found != expected:
+            raise RecipeError(
+                f"model.hf={folder.path}: its weights do not fit its config.json: '{name}' has shape {found} instead "
+                f"of {expected}"
+            )
+
+
+class KeepsFailure:
+    """Source of weights for Megatron-Bridge that gives NaN for a weight it cannot read.
+
+    Args:
+        folder: folder of the weights.
+        source: Megatron-Bridge's source, which reads the weights.
+
+    Attributes:
+        failure: first file of this rank that cannot be read, and the reason; None if all can.
+    """
+
+    def __init__(self, folder: HuggingFaceFolder, source: Any) -> None:
+        self._folder, self._source = folder, source
+        self.failure: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def load_tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Return weights by name, on the CPU, of the types and shapes that their files' headers have."""
+        try:
+            return cast("dict[str, torch.Tensor]", self._source.load_tensors(names))
+        except Exception as error:  # safetensors has an exception of its own for damage
+            file = self._folder.path / self._folder.files[names[0]]
+            self.failure = self.failure or f"{file} cannot be read: {error}"
+            shapes, dtypes = self._folder.shapes, self._folder.dtypes
+            return {name: torch.full(list(shapes[name]), torch.nan, dtype=DTYPES[dtypes[name]]) for name in names}

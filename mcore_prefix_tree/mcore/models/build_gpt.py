@@ -1,0 +1,197 @@
+"""A recipe's model, built from megatron-core's own pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mcore_prefix_tree.mcore.models.bridge import provided, provider_of
+from mcore_prefix_tree.mcore.models.config_fields import (
+    check_experts,
+    check_latent_layers,
+    check_not_decided,
+    check_transformer_engine,
+    defaults_of_run,
+    local_layers,
+    settings_of_run,
+    typed_settings,
+)
+from mcore_prefix_tree.mcore.models.lora import with_lora
+from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
+from mcore_prefix_tree.mcore.seam.validation import check_model
+from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
+from mcore_prefix_tree.plan import LatentAttention, ModelWork
+from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
+from mcore_prefix_tree.utils.memory import available_bytes
+
+
+def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
+    """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
+
+    For a Hugging Face folder it is Megatron-Bridge's provider, which builds the model too.
+
+    Raises:
+        RecipeError: ``model.transformer`` has a key that the class lacks or that the run sets itself, or a value
+            of a wrong type; or megatron-core refuses the combination.
+    """
+    if model.hf is not None:
+        return provider_of(model, parallel, on_gpu=on_gpu)
+    latent = LatentAttention.from_settings(model.transformer)
+    kind = TransformerConfig if latent is None else MLATransformerConfig
+    settings = typed_settings(model, kind)
+    if latent is not None:
+        check_latent_layers(model, parallel, on_gpu=on_gpu)
+    fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "kv_channels": model.kv_channels,
+        "normalization": model.normalization,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        "add_bias_linear": model.add_bias_linear,
+        "qk_layernorm": model.qk_layernorm,
+    }
+    if latent is not None:
+        fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+    check_not_decided(model, fixed)
+    check_experts(settings.get("num_moe_experts"), parallel)
+    try:
+        config = kind(**(fixed | defaults_of_run(parallel) | settings))
+    except Exception as error:  # a division by zero, too
+        raise RecipeError(f"megatron-core refuses this model or parallel layout: {error}") from error
+    if model.yarn is not None:
+        # No fields: GPTModel looks for attributes, as Megatron-LM's arguments leave them.
+        for name, value in vars(model.yarn).items():
+            setattr(config, f"yarn_{name}", value)
+    return config
+
+
+def build_chunks(
+    model: ModelConfig,
+    config: TransformerConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int | None = None,
+    device: torch.device,
+    scalar_head: bool = False,
+    fused_head: bool = True,
+    groups: ProcessGroupCollection | None = None,
+) -> list[torch.nn.Module]:
+    """Return this rank's model chunks, tree-capable, without gradient buffers: one, or one per virtual pipeline stage.
+
+    Args:
+        model: model to build.
+        config: configuration of the model; its parallel degrees are those of ``parallel_state``.
+        vocab_size: number of tokens of the vocabulary.
+        padded_vocab_size: number of rows of the embedding; None means no padding.
+        device: device of the weights.
+        scalar_head: whether the model ends in a scalar head instead of a vocabulary.
+        fused_head: whether the output layer can score a chunk of logits at a time.
+        groups: process groups of the model's ranks, where they are not those of ``parallel_state``. With one pipeline
+            stage in ``config`` a rank has all layers.
+
+    Returns:
+        ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
+
+    Raises:
+        NotImplementedError: see :func:`check_model`.
+        RecipeError: the recipe wants TransformerEngine and it is not installed, or the weights do not fit into memory.
+    """
+    _check_fits(model, config, device, scalar_head=scalar_head)
+    vpp = config.virtual_pipeline_model_parallel_size
+    has_stages = config.pipeline_model_parallel_size > 1
+    chunks: list[torch.nn.Module] = []
+    for vp_stage in [None] if vpp is None else range(vpp):
+        place = {"ignore_virtual": vpp is None, "vp_stage": vp_stage}
+        ends = {
+            "pre_process": not has_stages or parallel_state.is_pipeline_first_stage(**place),
+            "post_process": not has_stages or parallel_state.is_pipeline_last_stage(**place),
+            "vp_stage": vp_stage,
+        }
+        if model.hf is not None:
+            chunk = provided(config, scalar_head=scalar_head, **ends)
+        else:
+            chunk = GPTModel(
+                config,
+                _block_spec(model, config, vp_stage),
+                vocab_size=padded_vocab_size or vocab_size,
+                max_sequence_length=model.max_position_embeddings,
+                share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
+                position_embedding_type=model.position_embedding_type,
+                rotary_base=model.rotary_base,
+                rotary_percent=model.rotary_percent,
+                rope_scaling=model.rope_scaling,
+                rope_scaling_factor=model.rope_scaling_factor,
+                pg_collection=groups,
+                **ends,
+            )
+        check_model(chunk)
+        if scalar_head:
+            with_scalar_head(chunk)
+        else:
+            with_vocab_size(chunk, vocab_size)
+            if fused_head:
+                with_edge_head(chunk)
+        if model.lora is not None:
+            with_lora(chunk, model.lora)
+        # Torch's norms start in the default dtype, whatever params_dtype says.
+        chunk = chunk.to(device=device, dtype=config.params_dtype)
+        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+        _keep_biases_of_experts(chunk)
+    return chunks
+
+
+def _keep_biases_of_experts(chunk: torch.nn.Module) -> None:
+    """Restore the biases of experts to fp32, as Megatron's training does around ``Float16Module``."""
+    for module in chunk.modules():
+        keep: Any = getattr(module, "_maintain_float32_expert_bias", None)
+        if keep is not None:
+            keep()
+
+
+def _weights(model: ModelConfig, *, scalar_head: bool) -> int:
+    """Return how many weights a model has at least: experts that a token does not pass through are not counted."""
+    work = ModelWork.from_model(model, vocab_size=1)
+    tables = 1 if not model.untie_embeddings_and_output_weights or scalar_head else 2
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    # A multiplication and an addition for each weight and token.
+    return int(work.token) // 2 + (tables * (model.vocab_size or 1) + positions) * model.hidden_size
+
+
+def size_of(model: ModelConfig, *, scalar_head: bool) -> str:
+    """Return the size of a model, for messages."""
+    return (
+        f"at least {_weights(model, scalar_head=scalar_head):,} weights (model.num_layers={model.num_layers}, "
+        f"hidden_size={model.hidden_size}, vocab_size={model.vocab_size}); lower these or batch.max_tokens, or split "
+        "the model with parallel"
+    )
+
+
+def _check_fits(model: ModelConfig, config: TransformerConfig, device: torch.device, *, scalar_head: bool) -> None:
+    """Reject weights alone that are larger than what is free: a host that overcommits would kill the process later."""
+    parts = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    needed = _weights(model, scalar_head=scalar_head) * config.params_dtype.itemsize // parts
+    free = available_bytes(device)
+    if needed > free:
+        raise RecipeError(
+            f"the weights of this rank take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; the model "
+            f"has {size_of(model, scalar_head=scalar_head)}"
+        )
+
+
+def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> Any:
+    if model.transformer_impl == "local":
+        return local_layers(config, vp_stage)
+    check_transformer_engine()
+    return with_prefix_tree(stock_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage))

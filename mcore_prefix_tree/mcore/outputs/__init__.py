@@ -1,0 +1,53 @@
+"""Readouts of the last pipeline stage: a class each, with its request, its packing and its unpacking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mcore_prefix_tree.mcore.outputs.chunk_losses import ChunkLosses
+from mcore_prefix_tree.mcore.outputs.distillation import DivergenceLoss, Hidden, TeacherHidden
+from mcore_prefix_tree.mcore.outputs.edge_loss import EdgeLoss
+from mcore_prefix_tree.mcore.outputs.logprobs import Logprobs, Scores
+from mcore_prefix_tree.mcore.outputs.readout import Logits, Readout, SampleScores
+from mcore_prefix_tree.mcore.outputs.top_tokens import ExportedRows, TopLogprobs, TopTokens
+from mcore_prefix_tree.mcore.outputs.values import SampleValues, ValueLoss, Values
+from mcore_prefix_tree.mcore.outputs.weighted_sum import WeightedSum
+from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.objectives.objective import Output
+
+__all__ = [
+    "ChunkLosses",
+    "DivergenceLoss",
+    "EdgeLoss",
+    "ExportedRows",
+    "Hidden",
+    "Logits",
+    "Logprobs",
+    "Readout",
+    "SampleScores",
+    "SampleValues",
+    "Scores",
+    "TeacherHidden",
+    "TopLogprobs",
+    "TopTokens",
+    "ValueLoss",
+    "Values",
+    "WeightedSum",
+    "readout_of",
+]
+
+
+# The readout of each output that an objective names, from the objective and whether the head is fused.
+READOUTS: Mapping[Output, Callable[[Any, bool], Readout[LossOutput]]] = {
+    "weighted_sum": lambda _, fused: WeightedSum(fused=fused),
+    "logprobs": lambda objective, fused: EdgeLoss(objective=objective, fused=fused),
+    "values": lambda objective, _: ValueLoss(objective=objective),
+    "divergences": lambda objective, _: DivergenceLoss(objective=objective),
+    "chunks": lambda objective, _: ChunkLosses(objective=objective),
+}
+
+
+def readout_of(objective: Objective, *, fused_head: bool) -> Readout[LossOutput]:
+    """Return the readout of training with an objective; without ``fused_head`` it keeps the logits of all tokens."""
+    return READOUTS[objective.output](objective, fused_head)

@@ -1,0 +1,106 @@
+"""The readout of a distillation across tokenizers: the loss of chunks, and the cross-entropy where it is part of it.
+
+Legend: R rows (predictors of scored tokens), E scored tokens, h hidden size, Vl columns of the vocabulary on this rank,
+C chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mcore_prefix_tree.logprob import Head, head_block_losses, head_weighted_sum
+from mcore_prefix_tree.mcore.outputs.distillation import TeacherHidden
+from mcore_prefix_tree.mcore.outputs.readout import VocabularyReadout, gradient_and_values, with_gradient
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows, LossOutput
+from mcore_prefix_tree.objectives.cross_tokenizer_rows import TaughtChunks
+from mcore_prefix_tree.xtoken.losses import ChunkTerms, Vocabularies, block_loss, teacher_logits
+from mcore_prefix_tree.xtoken.losses.block_logits import TeacherLogits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkLesson:
+    """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
+
+    Attributes:
+        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty where the
+            samples bring the teacher's rows.
+        mix: factor on the logits of each of them.
+        terms: loss of chunks.
+        vocabularies: vocabularies of the student and the teacher.
+        number: index of the teacher among the objective's.
+        factor: factor on the weighted sum of the terms.
+    """
+
+    taught_by: tuple[TeacherHidden, ...]
+    mix: tuple[float, ...]
+    terms: ChunkTerms
+    vocabularies: Vocabularies
+    number: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLosses(VocabularyReadout[LossOutput]):
+    """The losses of chunks, which make both models' logits a block of chunks at a time.
+
+    Attributes:
+        objective: objective of the step; the micro-batches have its rows, and the teachers' lessons as ``hook_data``.
+    """
+
+    objective: BoundCrossTokenizer
+
+    def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        lessons: tuple[ChunkLesson, ...] = batch.hook_data
+        assert lessons, "the teachers are asked before the student"
+        rows, values = chunk_rows(batch), []
+        gradient = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for lesson in lessons:
+            taught = rows.taught[lesson.number]
+            blocks = taught.blocks
+            of_teacher, found = head_block_losses(
+                hidden,
+                weight,
+                head,
+                blocks=[block.student.rows for block in blocks],
+                loss=block_loss(
+                    lesson.terms, lesson.vocabularies, blocks, _logits(lesson, taught), factor=lesson.factor
+                ),
+            )
+            gradient = gradient + of_teacher
+            values.append(found)
+        if self.objective.settings.reads_ce:
+            edge_weight = -self.objective.ce_weight * rows.token_weight
+            total, logprob = head_weighted_sum(hidden, weight, head, edge_weight=edge_weight)
+            gradient = gradient + (total - total.detach())
+            values.append(logprob[batch.edges.token])
+        return with_gradient(gradient, *values)
+
+    def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        gradient, values = gradient_and_values(packed)
+        rows, lessons = chunk_rows(batch), [(lesson.number, lesson.factor) for lesson in batch.hook_data]
+        sizes = [len(rows.taught[number].weight) for number, _ in lessons]
+        *terms, logprob = values.split([*sizes, len(values) - sum(sizes)])
+        value = self.objective.value(lessons, terms, logprob if self.objective.settings.reads_ce else None, rows)
+        return replace(value, loss=value.loss + gradient)
+
+
+def _logits(lesson: ChunkLesson, taught: TaughtChunks) -> TeacherLogits:
+    """Return the logits of the lesson's teacher, or the weighted sum of those of several."""
+    if taught.known is not None:
+        return taught.known.logits(lesson.vocabularies.teacher)
+    each = [teacher_logits(one.hidden, one.weight, one.head, taught.blocks) for one in lesson.taught_by]
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        first, *others = (share * of(rows) for share, of in zip(lesson.mix, each, strict=True))
+        return sum(others, start=first)
+
+    return each[0] if lesson.mix == (1.0,) else logits
+
+
+def chunk_rows(batch: MicroBatch) -> ChunkRows:
+    """Return the rows of a micro-batch that the losses of chunks read."""
+    assert isinstance(batch.rows, ChunkRows), "a distillation across tokenizers makes them"
+    return batch.rows

@@ -1,0 +1,62 @@
+"""The readout of a loss of edges, which forms gradients while it holds a chunk's logits.
+
+Legend: P padded tokens, E edges, R rows (predictors with an edge).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss
+from mcore_prefix_tree.mcore.outputs.readout import VocabularyReadout, gradient_and_values, split_logits, with_gradient
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import LossOutput, TokenObjective
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeLoss(VocabularyReadout[LossOutput]):
+    """An objective's loss on the log-probabilities, and on the entropies where it reads them.
+
+    Attributes:
+        objective: objective of the step; the micro-batches have its rows.
+    """
+
+    objective: TokenObjective
+
+    def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+
+        def loss(per_edge: torch.Tensor, per_row: torch.Tensor | None) -> torch.Tensor:
+            return self.objective.loss(*_placed(batch.edges, per_edge, per_row), batch.rows).loss
+
+        gradient, per_edge, per_row = head_edge_loss(
+            hidden,
+            weight,
+            head,
+            loss=loss,
+            by_rows=self.objective.terms == "row",
+            with_entropy=self.objective.watches_entropy,
+        )
+        return with_gradient(gradient, *(part for part in _placed(batch.edges, per_edge, per_row) if part is not None))
+
+    def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        gradient, values = gradient_and_values(packed)
+        scores, entropy = values.chunk(2) if self.objective.watches_entropy else (values, None)
+        value = self.objective.loss(scores, entropy, batch.rows)
+        return replace(value, loss=value.loss + gradient)
+
+    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        # Where the entropies are read, backward cannot overwrite the logits.
+        watches = self.objective.watches_entropy
+        scores, entropy = edge_logprobs(
+            logits, batch.edges, with_entropy=watches, in_place=not watches, **split_logits(logits, batch)
+        )
+        return self.objective.loss(scores, entropy, batch.rows)
+
+
+def _placed(
+    edges: Edges, per_edge: torch.Tensor, per_row: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the inputs of a loss: ``[P]``, and ``[P]`` or None; for a teacher's tokens ``[E]``."""
+    return edges.placed(per_edge), None if per_row is None else edges.at_rows(per_row)

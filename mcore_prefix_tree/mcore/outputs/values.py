@@ -1,0 +1,83 @@
+"""Readouts of a scalar head: its values, and a loss of them.
+
+Legend: P padded tokens, n tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.mcore.outputs.readout import FloatArray, Readout, SampleScores, T_co
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
+from mcore_prefix_tree.objectives import LossOutput, TokenObjective
+from mcore_prefix_tree.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleValues(SampleScores):
+    """Values of one sample.
+
+    Attributes:
+        values: ``[n]``, a critic's values; entry t for the state that token t is chosen in, as in ``Signals.values``.
+            float32, or the model's dtype if that is wider; NaN for tokens that are not scored.
+        last: value after the last token: a reward model's reward.
+    """
+
+    values: FloatArray
+    last: float
+
+    def fault(self, sample: Sample) -> str | None:
+        fault = self._not_finite("value", self.values, sample)
+        if fault is None and not np.isfinite(self.last):
+            fault = f"{sample.source}: the value after the last token is {self.last}; the model's weights are bad"
+        return fault
+
+    def columns(self, column: str) -> dict[str, Any]:
+        return {column: {"values": self.values, "reward": self.last}[column]}
+
+
+class _OfScalarHead(Readout[T_co]):
+    def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
+        if not isinstance(layer, ScalarHead):
+            raise ValueError(
+                f"{type(self).__name__} reads a scalar head, but the model ends in a vocabulary's; pass the model "
+                "through with_scalar_head"
+            )
+        return {}
+
+
+class Values(_OfScalarHead[torch.Tensor]):
+    """Values of a scalar head after each token, ``[P]`` in fp32 or better."""
+
+    def read(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return output.flatten()
+
+    def flat(self, output: torch.Tensor, batch: MicroBatch) -> FloatArray:
+        values: FloatArray = self.read(output, batch).cpu().numpy()
+        return values
+
+    def of_sample(self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> SampleValues:
+        own = flat[tokens]
+        before = np.concatenate([own[:1], own[:-1]])  # nothing comes before the first, and it is not scored
+        values = np.where(scored, before, own.dtype.type("nan"))
+        return SampleValues(scored=scored, values=values, last=float(own[-1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss(_OfScalarHead[LossOutput]):
+    """An objective's loss on the values.
+
+    Attributes:
+        objective: objective of the step; the micro-batches have its rows.
+    """
+
+    objective: TokenObjective
+
+    def read(self, output: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        return self.objective.loss(output.flatten(), None, batch.rows)

@@ -1,0 +1,193 @@
+"""The first micro-batch twice: folded, and each row by itself through the same weights with the tree switched off.
+
+Both runs are in the mode that the model is in. In training mode a model that draws random numbers fails.
+
+Each pipeline stage compares its own part and gives both runs the input that it received. So nothing is sent twice, and
+if every stage is right, the model is. The gradients compared are those of half the sum of the squared answers; they do
+not reach the parameters' ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
+from mcore_prefix_tree.mcore.packed.answers import expand, own_part, whole
+from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
+from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
+
+# Relative errors that are allowed. A wrong key costs 1e-2 and more. Megatron computes the loss of labels in fp32.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# A gradient below this share of the norm of all is judged as if it had it: some are zero but for rounding.
+_LEAST_SHARE = 1e-3
+# Settings of recomputation that are read when a layer runs; others are refused.
+_OF_BLOCK, _OF_ATTENTION = "recompute_granularity", ("checkpoint_core_attention", "offload_core_attention")
+
+
+class FoldCheckError(RuntimeError):
+    """The folded first micro-batch differs from the stock model's. The message says where and by how much."""
+
+
+def check_comparable(config: Any) -> None:
+    """Refuse models whose gradients cannot be computed without a change to the parameters' ``.grad``.
+
+    Raises:
+        NotImplementedError: the model has such a setting; names it.
+    """
+    recomputed = set(config.recompute_modules or ()) - {"core_attn"}
+    if config.gradient_accumulation_fusion:
+        setting = "gradient_accumulation_fusion=True: its kernel writes into DDP's buffers"
+    elif config.recompute_granularity == "selective" and recomputed:
+        setting = f"recompute_modules={sorted(recomputed)}: torch.autograd.grad does not go through them"
+    else:
+        return
+    raise NotImplementedError(f"check_first does not support {setting}; change it for the run that checks")
+
+
+def compare(
+    model: Any, rows: FoldedRows, call: dict[str, Any], folded: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Compare a stage's answers and gradients, folded and row by row.
+
+    It compares logits, or losses if ``labels`` are given, or hidden states on stages without a head. It takes the time
+    of the rows one after another and memory for two more sets of gradients. Generators and buffers are restored.
+
+    Args:
+        model: bare model of this stage.
+        rows: folded rows of the micro-batch.
+        call: arguments of the trainer.
+        folded: function that makes the arguments of the folded micro-batch from them.
+
+    Raises:
+        FoldCheckError: a row or parameter differs by more than :data:`TOLERANCE`, and the first is named; or the model
+            draws random numbers.
+    """
+    limit = TOLERANCE[model.config.params_dtype]
+    call = {name: value for name, value in call.items() if not name.startswith("output_processor")}
+    if call.get("labels") is not None:
+        call["labels"] = call["labels"].clamp(0, unpadded_vocab_size(model) - 1)  # others have no loss
+    lengths = rows.layout.cu_sample_lens[1:] - rows.layout.cu_sample_lens[:-1]
+    spans = list(zip(rows.start.tolist(), lengths.tolist(), strict=True))
+    stock: dict[str, torch.Tensor] = {}
+    with _undisturbed(model) as sent:
+        if model.training:
+            _check_repeats(lambda: _folded(model, rows, folded(call)))
+        answers = _folded(model, rows, folded(call))
+        gradients = _gradients(model, sent, answers)
+        for index in range(_most_rows(model, len(spans))):
+            start, length = spans[index] if index < len(spans) else (0, 1)
+            answer = _alone(model, rows, call, sent, start, length)
+            parts = _gradients(model, sent, answer)
+            if index < len(spans):
+                _check(f"row {index} differs", answers[start : start + length], answer, limit)
+                stock = {name: stock[name] + part if name in stock else part for name, part in parts.items()}
+    parameters = dict(model.named_parameters())
+    floor = _LEAST_SHARE * float(sum(grad.double().square().sum() for grad in stock.values())) ** 0.5
+    for name, expected in stock.items():
+        if getattr(parameters.get(name), "sequence_parallel", False):
+            # A rank has the gradient of its own tokens, which are others where they are folded.
+            dist.all_reduce(gradients[name], group=model.tp_group)
+            dist.all_reduce(expected, group=model.tp_group)
+        _check(f"the gradient of {name} differs", gradients[name], expected, limit, floor)
+
+
+def _folded(model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> torch.Tensor:
+    """Return the folded model's answers for the packed micro-batch, ``[T, ...]``."""
+    output = model.forward(**arguments)
+    if model.post_process:
+        answers: torch.Tensor = arguments["packed_seq_params"].finish(output)[0]
+        return answers
+    return expand(whole(output, model), rows, dim=0)
+
+
+def _check_repeats(run: Callable[[], torch.Tensor]) -> None:
+    with torch.no_grad():
+        reason = why_not_the_same(run)
+    if reason is not None:
+        raise FoldCheckError(f"check_first: {reason}")
+
+
+@contextmanager
+def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
+    """Let the model run in its own mode without recomputation, yield the stage's input as a leaf, and restore all."""
+    sent = None if model.pre_process else model.decoder.input_tensor
+    leaf = None if sent is None else sent.detach().clone().requires_grad_()
+    with ExitStack() as restored:
+        restored.enter_context(kept_generators())
+        restored.enter_context(kept_buffers([model]))
+        # torch.autograd.grad does not go through it; and offloading waits for a schedule.
+        for owner, name, value in _recomputation(model):
+            restored.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        restored.callback(model.set_input_tensor, sent)
+        model.set_input_tensor(leaf)
+        with torch.enable_grad():
+            yield leaf
+
+
+def _recomputation(model: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the owner, name and off value of each setting of recomputation that layers read in training mode."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    yield from ((config, _OF_BLOCK, None) for config in configs.values() if getattr(config, _OF_BLOCK, None))
+    for module in model.modules():
+        yield from ((module, name, False) for name in _OF_ATTENTION if getattr(module, name, False))
+
+
+def _alone(
+    model: Any, rows: FoldedRows, call: dict[str, Any], sent: torch.Tensor | None, start: int, length: int
+) -> torch.Tensor:
+    """Return the stock model's answer for one row, ``[n, ...]``."""
+    padding = -length % model.tp_group.size() if model.config.sequence_parallel else 0
+    if sent is not None:
+        place = rows.place[start : start + length].clamp(max=rows.layout.padded_size - 1)
+        row = F.pad(whole(sent, model).index_select(0, place), (0, 0, 0, 0, 0, padding))
+        model.set_input_tensor(own_part(row, model))
+    given = {
+        name: F.pad(value.to(rows.device)[:, start : start + length], (0, padding))
+        for name in ("input_ids", "labels")
+        if (value := call.get(name)) is not None
+    }
+    positions = torch.arange(length + padding, device=rows.device).unsqueeze(0)
+    output = model.forward(**given, position_ids=positions, attention_mask=None, packed_seq_params=None)
+    answer: torch.Tensor = output[0] if model.post_process else whole(output, model)
+    return answer[:length]
+
+
+def _most_rows(model: Any, rows: int) -> int:
+    """Return the largest number of rows in the expert-parallel group, whose ranks exchange tokens in every forward."""
+    most = torch.tensor(rows, device=next(model.parameters()).device)
+    if model.config.expert_model_parallel_size > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+    return int(most)
+
+
+def _gradients(model: Any, sent: torch.Tensor | None, answers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients of half the squared norm, in fp32 or wider."""
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if sent is not None:
+        wanted["the stage's input"] = sent
+    if not wanted:
+        return {}
+    loss = answers.to(torch.promote_types(answers.dtype, torch.float32)).square().sum() / 2
+    found = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True)
+    return {
+        name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in zip(wanted, found, strict=True)
+    }
+
+
+def _check(what: str, value: torch.Tensor, reference: torch.Tensor, limit: float, floor: float = 0.0) -> None:
+    reference = reference.detach().double()
+    scale = max(float(reference.norm()), floor) or 1.0
+    error = float((value.detach().double() - reference).norm()) / scale
+    if not error <= limit:
+        raise FoldCheckError(
+            f"check_first: {what} from the stock model by {error:.1e} of its norm, and {limit:.0e} is allowed; do not "
+            "train with folding, and report this"
+        )

@@ -1,0 +1,371 @@
+"""A model that takes packed rows, computes every unique token once, and answers row for row.
+
+Folding happens in torch's own forward hooks of a ``GPTModel`` or ``HybridModel``: the first replaces the arguments of a
+call by those of the folded micro-batch, the second turns the output into the rows'. The data of a micro-batch travel
+with it in ``packed_seq_params``. The model keeps its class, parameters and state-dict keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
+from mcore_prefix_tree.attention.auto import TreeShape, choose
+from mcore_prefix_tree.mcore.engine.backend import case_of
+from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
+from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
+from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams, read_rows
+from mcore_prefix_tree.mcore.packed.savings import FoldReport, work_of
+from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
+from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
+from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.errors import spelled
+from mcore_prefix_tree.utils.upload import moved, upload
+
+_MODELS: tuple[type[Any], ...] = (GPTModel,)
+if HAS_HYBRID_MODEL:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    _MODELS += (HybridModel,)
+
+logger = logging.getLogger(__name__)
+
+# ``auto`` chooses a back-end for this, so that every rank chooses the same: eight answers to each of four prompts.
+_TYPICAL = TreeShape(tokens=4 * (2048 + 8 * 1024), segments=36, pairs=4 * (2048**2 // 2 + 8 * 1024 * 2560), depth=1)
+# Arguments of the packed micro-batch that the folded one has no counterpart of.
+_OF_ROWS = {"labels", "loss_mask", "padding_mask", "output_processor", "output_processor_context"}
+# Arguments that must be None.
+_REFUSED = {
+    "attention_mask": "the tree is the mask, and it is causal; pass None",
+    "decoder_input": "rows are folded by their token ids; pass input_ids",
+    "inference_context": "generation does not read packed rows; generate with a model that does not fold inside",
+    "inference_params": "generation does not read packed rows; generate with a model that does not fold inside",
+}
+
+Target = TypeVar("Target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """Settings and counters of a model that folds inside.
+
+    Attributes:
+        attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`; ``auto`` chooses for the device of
+            the first micro-batch.
+        fused_head: whether to score ``labels`` of rows that share tokens a chunk of logits at a time; False makes the
+            logits of all unique tokens.
+        least_fold_ratio: fold ratio up to which micro-batches go through the stock model as they are, if its attention
+            takes packed rows. A common first token is no gain.
+        check_first: whether to compare the first micro-batch with the stock model, in training mode and in evaluation
+            mode; see :func:`compare`.
+        vocab_size: number of tokens of the vocabulary; the columns of the output layer from this id on are padding, and
+            get no probability. None takes the ``vocab_size`` of a model's Megatron-Bridge provider, and otherwise no
+            padding.
+        log_every: number of micro-batches after which the first rank logs the savings, at level INFO; 0 logs nothing.
+
+    Raises:
+        ValueError: the back-end does not exist, or ``log_every`` is negative; raised on construction.
+    """
+
+    attention_backend: str = AUTO
+    fused_head: bool = True
+    least_fold_ratio: float = 1.02
+    check_first: bool = False
+    vocab_size: int | None = None
+    log_every: int = 100
+
+    def __post_init__(self) -> None:
+        check_setting(self.attention_backend)
+        if self.log_every < 0:
+            raise ValueError(f"log_every={self.log_every} is negative; set a number of micro-batches, or 0 for no log")
+
+
+class Folding:
+    """Folding of a model chunk's micro-batches, with reports; the model keeps it as ``model.folding``.
+
+    Attributes:
+        last: report of the last micro-batch; None before the first.
+    """
+
+    def __init__(self, model: Any, settings: Inside) -> None:
+        self.last: FoldReport | None = None
+        self._since: dict[bool, FoldReport] = {}  # of passes with gradients, and of those without
+        self._unlogged: FoldReport | None = None
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._log_every = settings.log_every if is_first and not model.vp_stage else 0
+        self._settings = settings
+        self._backend: str | None = None
+        self._unchecked = {True, False} if settings.check_first else set()  # modes: training or not
+        self._work = work_of(model)
+        # Megatron's local attention takes no packed rows.
+        self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
+
+    def report(self, *, training_only: bool = False) -> FoldReport | None:
+        """Return the report of the micro-batches since the last call, None without any. Call it once a step.
+
+        Args:
+            training_only: whether to leave out forward passes without gradients, such as those for old
+                log-probabilities.
+        """
+        since, self._since = self._since, {}
+        reports = [report for trains, report in since.items() if trains or not training_only]
+        return sum(reports[1:], reports[0]) if reports else None
+
+    def before(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
+        """Replace the arguments of a call, as torch's forward pre-hook.
+
+        Raises:
+            FoldCheckError: see :func:`compare`.
+            NotImplementedError: folding does not support an argument, or a module that draws random numbers; names it.
+            ValueError: the arguments do not describe packed rows.
+        """
+        call = dict(zip(_arguments(model.__class__), args, strict=False)) | kwargs
+        if isinstance(call.get("packed_seq_params"), TreePackedSeqParams):
+            return None  # the caller folded it
+        _check_call(model, call)
+        learned = model.position_embedding_type == "learned_absolute"
+        rows = read_rows(
+            call["input_ids"],
+            call["packed_seq_params"],
+            device=next(model.parameters(), call["input_ids"]).device,
+            position_ids=call.get("position_ids") if learned else None,
+        )
+        check_positions(model, int(rows.length.max(initial=1)))
+        # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
+        folds = self._always_folds or not rows.logical_tokens or rows.fold_ratio > self._settings.least_fold_ratio
+        to_check = model.training in self._unchecked
+        if folds or to_check:
+            check_draws(model)
+            folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
+        if to_check:
+            compare(model, folded, call, partial(self._folded, model, folded))
+            # Without rows nothing was compared; but ranks that share experts have to check the same micro-batches.
+            if rows.logical_tokens or model.config.expert_model_parallel_size > 1:
+                self._unchecked.remove(model.training)
+        if folds:
+            return (), self._folded(model, folded, call)
+        self._record(FoldReport.of_stock(rows.length, self._work))
+        return (), _left_alone(model, rows, call)
+
+    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Return the answer for the rows, as torch's forward hook."""
+        params = kwargs.get("packed_seq_params")
+        if not isinstance(params, RowsPackedSeqParams):
+            return None
+        answer = params.finish(output)
+        assert params.report is not None
+        copied = 0 if answer is output else max(0, answer.nbytes - output.nbytes)
+        self._record(replace(params.report, expanded_bytes=copied))
+        return answer
+
+    def _record(self, report: FoldReport) -> None:
+        self.last = report
+        trains = torch.is_grad_enabled()
+        self._since[trains] = self._since[trains] + report if trains in self._since else report
+        if self._log_every:
+            self._unlogged = report if self._unlogged is None else self._unlogged + report
+            if self._unlogged.micro_batches >= self._log_every:
+                logger.info("%s", self._unlogged)
+                self._unlogged = None
+
+    def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the folded call."""
+        metadata = TreeMetadata.from_layout(rows.layout, device=rows.device)
+        asked, finish, head_rows = _asked(model, rows, call)
+        params = RowsPackedSeqParams.from_metadata(
+            metadata,
+            attention_backend=self._resolved(model, rows.device),
+            deterministic_attention=model.config.deterministic_mode,
+        )
+        report = FoldReport.of(rows.layout, self._work, head_rows=head_rows)
+        return {name: value for name, value in call.items() if name not in _OF_ROWS} | {
+            "input_ids": upload(rows.layout.input_ids, rows.device).long().unsqueeze(0),
+            "position_ids": metadata.tree_position_ids.long().unsqueeze(0),
+            "packed_seq_params": replace(cast("RowsPackedSeqParams", params), finish=finish, report=report),
+            **asked,
+        }
+
+    def _resolved(self, model: Any, device: torch.device) -> str:
+        if self._backend is None:
+            name, config = self._settings.attention_backend, model.config
+            case = case_of(config, device=device, deterministic=config.deterministic_mode)
+            if name == AUTO:
+                gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+                name = choose(case, _TYPICAL, device_name=gpu).backend
+            with spelled({"deterministic_attention=false": "deterministic_mode=False"}):
+                check_case(name, case)
+            self._backend = name
+        return self._backend
+
+
+def _asked(
+    model: Any, rows: FoldedRows, call: dict[str, Any]
+) -> tuple[dict[str, Any], Callable[[Any], Any], int | None]:
+    """Return the last stage's arguments, the function of its output, and the number of positions its head computes."""
+    if not model.post_process:
+        return {}, partial(expand_hidden, rows=rows, model=model) if _is_last(model) else _same, None
+    processor, labels = call.get("output_processor"), call.get("labels")
+    if isinstance(processor, RowLogprobs):
+        return _requested(model, processor, rows), _same, None
+    if processor is not None:
+        return {"output_processor": for_rows(processor, call, rows, model)}, _same, rows.layout.logical_tokens
+    if labels is None:
+        return {}, partial(expand, rows=rows, dim=1), None
+    # The fused head forms logits twice, which sharing pays for.
+    if isinstance(model.output_layer, EdgeHeadMixin) and rows.layout.fold_ratio > 1:
+        return _requested(model, RowLogprobs(labels=labels), rows), _loss, None
+    finish = partial(loss_of_logits, labels=labels, rows=rows, model=model)
+    return {"runtime_gather_output": False}, finish, None
+
+
+def _requested(model: Any, logprobs: RowLogprobs, rows: PackedRows) -> dict[str, Any]:
+    if not isinstance(model.output_layer, EdgeHeadMixin):
+        raise ValueError("RowLogprobs needs a vocabulary's fused head: set fused_head=True in fold_inside")
+    return request_arguments(logprobs.request(rows))
+
+
+def _same(output: Any) -> Any:
+    return output
+
+
+def _loss(logprobs: torch.Tensor) -> torch.Tensor:
+    return -logprobs.squeeze(-1)
+
+
+def _left_alone(model: Any, rows: PackedRows, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the stock call, on the device."""
+    names = ("input_ids", "position_ids", "labels", "packed_seq_params")
+    call = call | {name: moved(call[name], rows.device) for name in names if name in call}
+    if isinstance(call.get("output_processor"), RowLogprobs):
+        logprobs = call.pop("output_processor")
+        call |= {"labels": None} | _requested(model, logprobs, rows) if model.post_process else {}
+    return call
+
+
+def _is_last(model: Any) -> bool:
+    """Return whether no other pipeline stage reads the output of this chunk."""
+    last_chunk = model.vp_stage is None or model.vp_stage == model.vp_size - 1
+    return bool(last_chunk and model.pp_group.rank() == model.pp_group.size() - 1)
+
+
+@cache
+def _arguments(kind: Any) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _check_call(model: Any, call: dict[str, Any]) -> None:
+    """Refuse what folding does not support, by the name of the argument."""
+    if not isinstance(call.get("output_processor"), RowLogprobs | None):
+        kind: Any = next(kind for kind in _MODELS if isinstance(model, kind))
+        if "output_processor" not in _arguments(kind):
+            raise NotImplementedError(
+                "folding inside the model does not support another output_processor than RowLogprobs here: this "
+                f"Megatron-Core's {kind.__name__} takes none; pass RowLogprobs, or labels"
+            )
+    for name, reason in _REFUSED.items():
+        if call.get(name) is not None:
+            raise NotImplementedError(f"folding inside the model does not support {name}: {reason}")
+    params: Any = call.get("packed_seq_params")
+    if getattr(params, "qkv_format", None) != "thd":
+        found = "None" if params is None else f"qkv_format={params.qkv_format!r}"
+        raise ValueError(
+            "folding inside the model takes packed rows: pass packed_seq_params with qkv_format='thd' and "
+            f"cu_seqlens_q, not {found}"
+        )
+    if (params.local_cp_size or 1) > 1:
+        raise NotImplementedError(
+            f"folding inside the model does not support packed_seq_params.local_cp_size={params.local_cp_size}: a tree "
+            "is not split over context-parallel ranks"
+        )
+    ids = call.get("input_ids")
+    if ids is None or ids.is_nested or ids.ndim != 2 or len(ids) != 1:
+        found = "None" if ids is None else "a nested tensor" if ids.is_nested else f"a tensor of {list(ids.shape)}"
+        raise ValueError(
+            f"folding inside the model takes input_ids [1, T], not {found}; every pipeline stage folds for itself, so "
+            "pass them to all"
+        )
+
+
+def _check_model(model: Any) -> None:
+    """Refuse models that cannot fold, by the name of the setting or the layer."""
+    if not isinstance(model, _MODELS):
+        kinds = " or ".join(kind.__name__ for kind in _MODELS)
+        raise TypeError(f"fold_inside takes a {kinds} or a provider of a GPTModel, not a {type(model).__name__}")
+    check_model(model)
+    check_attention(model)
+    if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
+        raise NotImplementedError(
+            "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "
+            "variable_seq_lengths=True"
+        )
+    check_interleaving(model.config)
+    if getattr(model.config, "moe_enable_routing_replay", False):
+        raise NotImplementedError(
+            "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "
+            "moe_enable_routing_replay=False"
+        )
+
+
+def fold_inside(target: Target, **settings: Any) -> Target:
+    """Let a model fold the packed rows of its calls.
+
+    Args:
+        target: a ``GPTModel`` or ``HybridModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline
+            chunks, bare; or a Megatron-Bridge provider of a ``GPTModel``, whose layer spec and models are changed when
+            it provides them. Changed in place.
+        settings: fields of :class:`Inside`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        NotImplementedError: the model has a setting that folding does not support; names it.
+        TypeError: ``target`` is another object, or a setting is no field of :class:`Inside`.
+        ValueError: the model folds already, or the back-end does not exist.
+    """
+    inside = Inside(**settings)
+    model: Any = target
+    if hasattr(model, "register_pre_wrap_hook") and hasattr(model, "transformer_layer_spec"):
+        model.transformer_layer_spec = partial(provided_spec, model.transformer_layer_spec)
+        model.register_pre_wrap_hook(lambda chunks: [fold_inside(chunk, **settings) for chunk in chunks])
+        return target
+    _check_model(model)
+    if inside.check_first:
+        check_comparable(model.config)
+    if hasattr(model, "folding"):
+        raise ValueError("this model folds inside already")
+    with_vocab_size(model, inside.vocab_size or getattr(model.config, "vocab_size", None))
+    if inside.fused_head and model.post_process and isinstance(model.output_layer, ColumnParallelLinear):
+        with_edge_head(model)
+    model.folding = Folding(model, inside)
+    model.register_forward_pre_hook(model.folding.before, with_kwargs=True)
+    model.register_forward_hook(model.folding.after, with_kwargs=True)
+    return target
+
+
+def folding_model(base: type[Any], **settings: Any) -> type[Any]:
+    """Return a subclass of a class of models that folds inside; see :func:`fold_inside`."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        fold_inside(self, **settings)
+
+    return type(f"Folding{base.__name__}", (base,), {"__init__": __init__, "__module__": __name__})

@@ -1,0 +1,130 @@
+"""The rows of a packed micro-batch, folded on the host, and the parameters that carry them through the model.
+
+Legend: T tokens of the packed micro-batch, with its padding; P tokens of the folded one, with its padding; S rows; L
+tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
+from mcore_prefix_tree.mcore.packed.savings import FoldReport
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.utils.upload import upload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRows(HostRows):
+    """The rows of a packed micro-batch, on the host. Rows without tokens are left out.
+
+    Attributes:
+        device: device of the model.
+    """
+
+    device: torch.device
+
+    def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
+        """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
+
+        Raises:
+            ValueError: a token id is negative or does not fit into 32 bits; names the row.
+        """
+        layout = self.make_layout(pad_to_multiple_of=pad_to_multiple_of)
+        return FoldedRows(layout=layout, **{field.name: getattr(self, field.name) for field in fields(PackedRows)})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoldedRows(PackedRows):
+    """Packed rows with their folded layout.
+
+    Attributes:
+        layout: folded layout, whose samples are the rows, in their order.
+    """
+
+    layout: FlatLayout
+
+    @cached_property
+    def place(self) -> torch.Tensor:
+        """Folded token that answers for each position, int64 tensor ``[T]``; P for padding."""
+        return upload(self.places_in(self.layout), self.device)
+
+
+@dataclass
+class RowsPackedSeqParams(TreePackedSeqParams):
+    """The tree of a micro-batch that the model folded itself.
+
+    Attributes:
+        finish: function that turns the output of the folded micro-batch into that of the packed one.
+        report: report of the savings by folding the micro-batch.
+    """
+
+    finish: Callable[[Any], Any] = lambda output: output
+    report: FoldReport | None = None
+
+
+def read_rows(
+    input_ids: torch.Tensor,
+    packed_seq_params: Any,
+    *,
+    device: torch.device,
+    position_ids: torch.Tensor | None = None,
+) -> PackedRows:
+    """Read the rows of a packed micro-batch on the host.
+
+    Tensors on a device are copied to the host in one transfer, the only one of a micro-batch; tensors on the host need
+    none.
+
+    Args:
+        input_ids: ``[1, T]``.
+        packed_seq_params: parameters of the rows, with ``qkv_format="thd"``.
+        device: device of the model.
+        position_ids: ``[1, T]``, positions that must restart in each row; None skips the check.
+
+    Raises:
+        ValueError: the arguments do not describe rows of ``input_ids``.
+    """
+    borders, slots = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+    if borders is None:
+        raise ValueError("packed_seq_params.cu_seqlens_q is missing: it tells where each row begins and ends")
+    checked = [] if position_ids is None else [position_ids]
+    ids, borders, slots, *positions = _on_host([input_ids, borders, borders if slots is None else slots, *checked])
+    if not len(borders) or not len(slots):
+        raise ValueError(
+            "packed_seq_params.cu_seqlens_q has no entry: it begins with 0, also for a micro-batch without rows, [0]"
+        )
+    length = np.diff(borders)
+    if borders[0] or slots[0] or len(borders) != len(slots) or (length < 0).any() or (length > np.diff(slots)).any():
+        raise ValueError(
+            f"cu_seqlens_q={borders.tolist()} and cu_seqlens_q_padded={slots.tolist()} must both begin at 0, and each "
+            "row of the first must fit into its slot of the second"
+        )
+    if slots[-1] > len(ids):
+        raise ValueError(f"cu_seqlens ends at {slots[-1]}, but input_ids has {len(ids)} tokens")
+    row = np.flatnonzero(length)
+    rows = PackedRows(ids=ids, row=row, start=slots[row], length=length[row], device=device)
+    if positions:
+        _check_restarts(positions[0], rows)
+    return rows
+
+
+def _check_restarts(positions: Int64Array, rows: PackedRows) -> None:
+    """Refuse positions that do not count from 0 in every row."""
+    for row, start, length in zip(rows.row.tolist(), rows.start.tolist(), rows.length.tolist(), strict=True):
+        if (positions[start : start + length] != np.arange(length)).any():
+            raise ValueError(f"position_ids of row {row} must count from 0 to be folded")
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[Int64Array]:
+    """Return flat int64 arrays; those that are on a device arrive in one transfer."""
+    flat = [tensor.reshape(-1).long() for tensor in tensors]
+    away = [tensor for tensor in flat if tensor.device.type != "cpu"]
+    fetched = iter(torch.cat(away).cpu().split([len(tensor) for tensor in away]) if away else ())
+    return [(tensor if tensor.device.type == "cpu" else next(fetched)).numpy() for tensor in flat]

@@ -1,0 +1,303 @@
+"""Teachers of a distillation: their recipes, their weights, and the hook that runs them before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
+from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+from mcore_prefix_tree.mcore.models.bridge import described
+from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config
+from mcore_prefix_tree.mcore.models.lora import load_start
+from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.mcore.teachers.paired_teachers import ExportedTeacher, PairedTeachers
+from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
+from mcore_prefix_tree.mcore.teachers.teacher_ranks import TeacherRanks
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation
+from mcore_prefix_tree.objectives.objective import Output, SecondModels
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.settings import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
+from mcore_prefix_tree.settings.teachers import (
+    check_stage,
+    parallel_of_teachers,
+    teacher_recipes,
+)
+
+
+def asked_teachers(needed: SecondModels | None, student: Recipe) -> list[tuple[str, Recipe]]:
+    """Return the recipes of the teachers that each step asks, as :func:`teacher_recipes` does; none if none is asked.
+
+    Args:
+        needed: second models that the objective reads.
+        student: recipe of the job.
+
+    Raises:
+        RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
+            vocabulary or shorter positions.
+    """
+    if needed is None or not needed.asked:
+        return []
+    teachers = teacher_recipes(student)
+    for path, teacher in teachers:
+        setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
+        if teacher.objective.has_scalar_head:
+            raise RecipeError(f"{setting}: its objective.name={name} has no vocabulary to learn from")
+        if teacher.checkpoint.save is None and teacher.model.hf is None:
+            raise RecipeError(
+                f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
+            )
+        if needed.same_vocabulary:
+            _check_vocabulary(teacher.model, student.model, setting)
+            _check_positions(teacher.model, student.model, {"batch.max_tokens": student.batch.max_tokens}, setting)
+    return teachers
+
+
+def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
+    sizes = teacher.vocab_size, student.vocab_size
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise RecipeError(
+            f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; whole vocabularies are "
+            "compared token by token"
+        )
+
+
+def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[str, int], setting: str) -> None:
+    """Check the positions before the first sample that is too long for the teacher."""
+    if teacher.position_embedding_type != "learned_absolute":
+        return
+    if student.position_embedding_type == "learned_absolute":
+        limits["model.max_position_embeddings"] = student.max_position_embeddings
+    name = min(limits, key=lambda name: limits[name])
+    has = teacher.max_position_embeddings
+    if has < limits[name]:
+        raise RecipeError(
+            f"{setting}: its learned positions end at model.max_position_embeddings={has}, but the student's samples "
+            f"may have {name}={limits[name]} tokens; lower that"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HookLoader:
+    """Loader of what a job's objective needs before a step, such as teachers with their last checkpoints' weights.
+
+    Attributes:
+        teachers: recipes that :func:`asked_teachers` returned.
+        student: recipe of the job.
+        job: job without its hook.
+        first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
+        vocab_size: number of tokens of the student's vocabulary.
+        padded_vocab_size: number of rows of its embedding.
+        say: function that receives which weights they are, on every rank.
+        on_last_stage: whether all layers of a teacher are on the student's last pipeline stage; else it has the same
+            stages.
+    """
+
+    teachers: Sequence[tuple[str, Recipe]]
+    student: Recipe
+    job: Job
+    first_step: Callable[[], Sequence[Sample]]
+    vocab_size: int
+    padded_vocab_size: int
+    say: Callable[[str], None]
+    on_last_stage: bool = False
+
+    def hook(self) -> StepHook:
+        """Return the hook; all ranks together.
+
+        Raises:
+            RecipeError: this parallel layout has no such model, or the checkpoint is missing or does not fit.
+            NotImplementedError: folding cannot do the teacher exactly; see :func:`check_config`.
+            ValueError: see :func:`resolve_backend`.
+        """
+        make = HOOKS.get(self.job.objective.output)
+        if make is None:
+            return StepHook()
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        check_stage(stage.size(), self.student.objective)
+        return make(self, self.job.objective)
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """Return the parallel layout of the teachers."""
+        layout = parallel_of_teachers(self.student.objective, self.student.parallel)
+        if not self.on_last_stage:
+            return layout
+        return replace(layout, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None)
+
+    def models(self, sizes: Sequence[tuple[int, int]]) -> list[TeacherModel]:
+        """Return the teachers' models; ``sizes`` are each one's tokens and rows of the embedding."""
+        student, layout = self.student, self.layout
+        ranks = TeacherRanks.of(layout.tensor_model_parallel_size, on_last_stage=self.on_last_stage)
+        return [
+            load_model(
+                replace(
+                    teacher,
+                    objective=ObjectiveConfig(),
+                    parallel=_for(teacher.model, layout),
+                    fused_head=True,
+                    device=student.device,
+                    deterministic_attention=student.deterministic_attention,
+                ),
+                *of_model,
+                first_step=self.first_step,
+                device=self.job.folding.device,
+                say=self.say,
+                ranks=ranks,
+            )
+            for (_, teacher), of_model in zip(self.teachers, sizes, strict=True)
+        ]
+
+
+def _same_vocabulary(loader: HookLoader, objective: Distillation) -> StepHook:
+    """Return the hook of a teacher whose vocabulary is compared token by token."""
+    columns, ranks = loader.padded_vocab_size, loader.layout.tensor_model_parallel_size
+    if columns % ranks:
+        raise RecipeError(
+            f"objective.teacher_tensor_model_parallel_size={ranks} does not divide the {columns} tokens of the "
+            "vocabulary, "
+            "padding included, in which teacher and student are compared; choose another, or leave it out"
+        )
+    (model,) = loader.models([(loader.vocab_size, columns)])
+    return model
+
+
+def _across_tokenizers(loader: HookLoader, objective: BoundCrossTokenizer) -> StepHook:
+    """Return the hook of teachers with tokenizers of their own, or of rows that the samples bring."""
+    parallel, device = loader.student.parallel, loader.job.folding.device
+    columns = loader.padded_vocab_size // parallel.tensor_model_parallel_size
+    if not loader.teachers:
+        return ExportedTeacher(objective=objective, models=(), student_columns=columns, device=device)
+    # As many columns on each rank of the teacher, and on each of the student.
+    cut = max(loader.layout, parallel, key=lambda one: one.tensor_model_parallel_size)
+    tokens = [side.teacher_size for side in objective.sides]
+    sizes = [
+        cut.padded_vocab_size(vocabulary_of(teacher.model, size))
+        for (_, teacher), size in zip(loader.teachers, tokens, strict=True)
+    ]
+    if objective.settings.teachers == "averaged_logits" and len(set(sizes)) > 1:
+        raise RecipeError(
+            f"objective.options.teachers=averaged_logits adds logits, but the teachers have {min(sizes)} and "
+            f"{max(sizes)} of them; give their recipes one model.vocab_size"
+        )
+    models = loader.models(list(zip(tokens, sizes, strict=True)))
+    return PairedTeachers(objective=objective, models=models, student_columns=columns, device=device)
+
+
+# By the output that an objective names; others need nothing before a step.
+HOOKS: Mapping[Output, Callable[[HookLoader, Any], StepHook]] = {
+    "divergences": _same_vocabulary,
+    "chunks": _across_tokenizers,
+}
+
+
+def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
+    """Return the layout of a teacher, whose student may be the only one with experts."""
+    has_experts = model.hf is not None or model.transformer.get("num_moe_experts") is not None
+    return layout if has_experts else replace(layout, expert_model_parallel_size=1)
+
+
+def vocabulary_of(model: ModelConfig, tokens: int) -> int:
+    """Return the size of a teacher's vocabulary, from its recipe or else its tokenizer's ``tokens``.
+
+    Raises:
+        RecipeError: the recipe's size is smaller.
+    """
+    own = model.vocab_size
+    if own is not None and own < tokens:
+        raise RecipeError(
+            f"the teacher's model.vocab_size={own} is smaller than its tokenizer's {tokens}; raise it or leave it out"
+        )
+    return own or tokens
+
+
+def load_model(
+    recipe: Recipe,
+    vocab_size: int,
+    padded_vocab_size: int,
+    *,
+    first_step: Callable[[], Sequence[Sample]],
+    device: torch.device,
+    say: Callable[[str], None],
+    ranks: TeacherRanks | None = None,
+) -> TeacherModel:
+    """Return one teacher with the weights of its last checkpoint.
+
+    Args:
+        recipe: recipe of the teacher, with its parallel layout.
+        vocab_size: number of tokens of the vocabulary.
+        padded_vocab_size: number of rows of the embedding.
+        first_step: function that returns samples for ``attention_backend: auto`` to look at.
+        device: device of the model.
+        say: function that receives which weights they are, on every rank.
+        ranks: ranks of a layout other than the job's; None takes the job's.
+
+    Raises:
+        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
+    """
+    try:
+        config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")
+        check_config(config)
+        model = described(recipe.model, config)
+    except (RecipeError, NotImplementedError) as error:
+        raise type(error)(f"of the teacher: {error}") from error
+    if ranks is not None:
+        _check_other_layout(recipe.model, config, tensor_parallel=ranks.groups.tp.size())
+    deterministic = recipe.deterministic_attention
+    backend = resolve_backend(recipe.attention_backend, config, first_step, device=device, deterministic=deterministic)
+    groups = None if ranks is None else ranks.groups
+    chunks = []
+    if ranks is None or ranks.is_here:
+        chunks = build_chunks(
+            model, config, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, device=device, groups=groups
+        )
+    weights = _fill(chunks, recipe.checkpoint.save, model, replicas=None if groups is None else groups.dp_cp)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    say(f"the teacher's weights are {weights}")
+    cases = cases_of(config, device=device, deterministic=deterministic)
+    return TeacherModel(chunks=chunks, attention_backend=backend, attention_cases=cases, ranks=ranks)
+
+
+def _check_other_layout(model: ModelConfig, config: TransformerConfig, *, tensor_parallel: int) -> None:
+    """Check that a teacher can be cut over other ranks than its student."""
+    if model.hf is not None or config.num_moe_experts is not None:
+        raise RecipeError(
+            "of the teacher: with experts or model.hf it is cut as its student is; leave its tensor-parallel size out, "
+            "and beside pipeline stages of Megatron-LM export its rows with mcore-prefix-tree xtoken export-teacher"
+        )
+    groups = config.num_query_groups
+    if groups is not None and groups % tensor_parallel:
+        # Upstream gathers the keys of fewer groups over the student's ranks, whatever ranks the model has.
+        raise RecipeError(
+            f"of the teacher: its model.num_query_groups={groups} is not a multiple of the {tensor_parallel} ranks "
+            "that it is cut over; choose fewer"
+        )
+
+
+def _fill(
+    chunks: list[torch.nn.Module], folder: str | None, model: ModelConfig, *, replicas: dist.ProcessGroup | None
+) -> str | Path:
+    """Fill a teacher with its last checkpoint or, if it names none, with its Hugging Face folder; return which one."""
+    if folder is None:
+        assert model.hf is not None, "check_teachers asks for one of them"
+        try:
+            load_start(model, chunks)
+        except RecipeError as error:
+            raise RecipeError(f"of the teacher: {error}") from error
+        return model.hf
+    iteration = everyone(checkpoint.latest_weights(folder))[0]
+    if iteration is None:
+        raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
+    checkpoint.load_weights(folder, iteration, chunks, model=model, replicas=replicas)
+    return checkpoint.iteration_folder(folder, iteration)

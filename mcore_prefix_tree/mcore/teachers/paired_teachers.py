@@ -1,0 +1,256 @@
+"""Teachers with another tokenizer, run over the same samples in their own tokens before the student.
+
+Their last hidden states wait on the last pipeline stage until the student's head makes logits of both models for a
+block of chunks at a time. All data-parallel ranks then decide together what depends on the whole step: which columns
+P-KL compares, the weight of each teacher, and the weight of KD against CE.
+
+Legend: R rows of a teacher, h hidden size, Wl columns of its vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_prefix_tree.logprob import Chunks, head_logprobs
+from mcore_prefix_tree.logprob.edges import ROWS, slices
+from mcore_prefix_tree.mcore.engine.folding import plan_attention
+from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
+from mcore_prefix_tree.mcore.outputs import TeacherHidden
+from mcore_prefix_tree.mcore.outputs.chunk_losses import ChunkLesson, chunk_rows
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
+from mcore_prefix_tree.objectives import BoundCrossTokenizer
+from mcore_prefix_tree.objectives.cross_tokenizer_rows import kd_metric
+from mcore_prefix_tree.utils.upload import moved
+from mcore_prefix_tree.xtoken.losses import (
+    ChunkLoss,
+    ChunkTerms,
+    Part,
+    Vocabularies,
+    largest_logits,
+    make_loss,
+    top_columns,
+)
+
+
+@dataclass(eq=False)
+class PairedTeachers(StepHook):
+    """The teachers of a distillation across tokenizers.
+
+    Args:
+        objective: objective of the job.
+        models: models of its teachers, in the student's parallel layout; empty where the samples bring rows.
+        student_columns: columns of the student's output weight on each tensor-parallel rank, padding included.
+        device: device of the models.
+    """
+
+    objective: BoundCrossTokenizer
+    models: Sequence[TeacherModel]
+    student_columns: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._vocabularies: dict[int, Vocabularies] = {}
+        self._losses: dict[int, ChunkLoss] = {}
+
+    def prepare(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the micro-batches with the same samples in the tokens of each teacher."""
+        return [replace(batch, hook_data=tuple(self._of_teachers(batch))) for batch in batches]
+
+    def _of_teachers(self, batch: MicroBatch) -> list[MicroBatch]:
+        found = []
+        for model, taught in zip(self.models, chunk_rows(batch).taught, strict=True):
+            asked = MicroBatch.from_layout(
+                taught.layout,
+                attention_backend=model.attention_backend,
+                deterministic_attention=batch.packed_seq_params.deterministic_attention,
+                needed=taught.layout.loss_weight != 0,
+                head_chunk_rows=batch.head_chunk_rows,
+            )
+            plan_attention(asked, model.attention_backend, model.attention_cases)
+            found.append(asked)
+        return found
+
+    def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
+        """Return the micro-batches with their lessons; see :class:`StepHook`."""
+        taught = self._taught(batches)
+        if self.objective.settings.scaling != "dynamic":
+            return taught
+        with torch.no_grad():
+            return _balanced(taught, student(taught))
+
+    def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        asked = [[batch.hook_data[number] for batch in batches] for number in range(len(self.models))]
+        found = [
+            moved(tuple(model.hidden(of_model)), self.device)
+            for model, of_model in zip(self.models, asked, strict=True)
+        ]
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return [replace(batch, hook_data=None) for batch in batches]
+        if self._averages:
+            weights = self.objective.settings.teacher_weights or [1.0] * len(found)
+            mix = tuple(weight / sum(weights) for weight in weights)
+            lessons = [self._lessons(batches, 0, found, mix, 1.0, len(found[0][0].weight))]
+        else:
+            lessons = [
+                self._lessons(batches, number, [found[number]], (1.0,), share, len(found[number][0].weight))
+                for number, share in enumerate(self._shares(found, asked))
+            ]
+        of_batches = zip(*lessons, strict=True)
+        return [replace(batch, hook_data=own) for batch, own in zip(batches, of_batches, strict=True)]
+
+    @property
+    def _averages(self) -> bool:
+        return self.objective.settings.teachers == "averaged_logits" and len(self.models) > 1
+
+    def _lessons(
+        self,
+        batches: Sequence[MicroBatch],
+        number: int,
+        taught_by: Sequence[Sequence[TeacherHidden]],
+        mix: tuple[float, ...],
+        share: float,
+        columns: int,
+    ) -> list[ChunkLesson]:
+        """Return a teacher's lesson on each micro-batch, with its weight ``share``.
+
+        ``taught_by`` are each model's hidden states of each micro-batch; ``columns`` the teacher's on each
+        tensor-parallel rank, padding included.
+        """
+        settings, kd_weight = self.objective.settings.losses, self.objective.settings.kd_weight
+        vocabularies = self._both(number, columns)
+        if settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
+            # Other columns in every step.
+            loss = make_loss(settings, vocabularies, columns=self._columns(taught_by, mix, vocabularies.teacher))
+        else:
+            if number not in self._losses:
+                self._losses[number] = make_loss(settings, vocabularies)
+            loss = self._losses[number]
+        terms = ChunkTerms(loss=loss, temperature=settings.temperature, scale=settings.scale)
+        return [
+            ChunkLesson(
+                taught_by=tuple(of_model[at] for of_model in taught_by),
+                mix=mix,
+                terms=terms,
+                vocabularies=vocabularies,
+                number=number,
+                factor=kd_weight * share * chunk_rows(batch).taught[number].per_chunk,
+            )
+            for at, batch in enumerate(batches)
+        ]
+
+    def _both(self, number: int, columns: int) -> Vocabularies:
+        """Return both vocabularies; made once.
+
+        Args:
+            number: number of the teacher.
+            columns: columns of its output weight on each tensor-parallel rank, padding included.
+        """
+        if number not in self._vocabularies:
+            side = self.objective.sides[number]
+            parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
+            group = parallel_state.get_tensor_model_parallel_group() if parallel else None
+            self._vocabularies[number] = Vocabularies(
+                student=Part.even(side.student_size, self.student_columns, group),
+                teacher=Part.even(side.teacher_size, columns, group),
+                projection=side.projection,
+                device=self.device,
+            )
+        return self._vocabularies[number]
+
+    def _columns(
+        self, taught_by: Sequence[Sequence[TeacherHidden]], mix: tuple[float, ...], part: Part
+    ) -> npt.NDArray[np.int64]:
+        """Return the columns that P-KL compares, from the logits of all rows of the step."""
+        top_k = self.objective.settings.top_k
+        assert top_k is not None
+        maxima = torch.full((part.width,), -torch.inf, dtype=torch.float64, device=self.device)
+        for of_batch in zip(*taught_by, strict=True):
+            each = [Chunks(one.hidden, one.weight, replace(one.head, head_chunk_rows=ROWS)) for one in of_batch]
+            for rows in slices(len(of_batch[0].hidden), ROWS):
+                logits = sum(share * chunks.logits(rows) for share, chunks in zip(mix, each, strict=True))
+                assert isinstance(logits, torch.Tensor)
+                maxima = torch.maximum(maxima, largest_logits(logits, part).double())
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return top_columns(maxima, top_k, part)
+
+    def _shares(self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]) -> list[float]:
+        """Return the weight of each teacher."""
+        settings = self.objective.settings
+        if settings.teachers == "weights":
+            return list(settings.teacher_weights or [1.0] * len(found))
+        if len(found) == 1:
+            return [1.0]  # the average, the softmax and the lowest of one
+        entropies = [self._cross_entropy(number, *of) for number, of in enumerate(zip(found, asked, strict=True))]
+        if settings.teachers == "lowest_ce":
+            return [float(number == int(np.argmin(entropies))) for number in range(len(entropies))]
+        scores = [math.exp(settings.score_sharpness * (min(entropies) - entropy)) for entropy in entropies]
+        return [score / sum(scores) for score in scores]
+
+    def _cross_entropy(self, number: int, found: Sequence[TeacherHidden], asked: Sequence[MicroBatch]) -> float:
+        """Return a teacher's own mean negative log-likelihood of the step's chunks, token by token."""
+        size = self._both(number, len(found[0].weight)).teacher.size
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for one, batch in zip(found, asked, strict=True):
+            weight = torch.from_numpy(batch.layout.loss_weight).to(self.device)
+            with torch.no_grad():
+                logprob, _ = head_logprobs(one.hidden, one.weight, replace(one.head, vocab_size=size))
+            assert one.head.edges.token is not None
+            weight = weight[one.head.edges.token]
+            sums += torch.stack([-torch.dot(weight, logprob[one.head.edges.token].double()), weight.sum()])
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        total, count = sums.tolist()
+        return total / count if count else 0.0
+
+
+@dataclass(eq=False)
+class ExportedTeacher(PairedTeachers):
+    """A teacher whose rows the samples bring; it has no model."""
+
+    prepare = StepHook.prepare  # the micro-batches have the rows
+
+    def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return list(batches)
+        (side,) = self.objective.sides
+        columns = -(-side.teacher_size // parallel_state.get_tensor_model_parallel_world_size())
+        (share,) = self.objective.settings.teacher_weights or [1.0]
+        lessons = self._lessons(batches, 0, (), (), share, columns)
+        return [replace(batch, hook_data=(lesson,)) for batch, lesson in zip(batches, lessons, strict=True)]
+
+
+def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
+    """Return the micro-batches of a step with KD as large as CE.
+
+    All ranks of the last pipeline stage call it together; others have nothing to weigh.
+
+    Args:
+        batches: micro-batches with lessons.
+        reported: reports of the same micro-batches, from a forward pass of the student.
+    """
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return list(batches)
+    lessons: tuple[ChunkLesson, ...] = batches[0].hook_data if batches else ()
+    numbers = [lesson.number for lesson in lessons]
+    names = [kd_metric(number, len(numbers)) for number in numbers] + ["ce"]
+    sums = sum(torch.stack([entry["metrics"][name] for name in names]) for entry in reported)
+    assert isinstance(sums, torch.Tensor), "every rank has a micro-batch"
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    *of_lessons, (ce, _) = sums.tolist()
+    # Both before the division by the step's divisor.
+    factors = [lesson.factor for lesson in lessons]
+    kd = sum(factor * total for factor, (total, _) in zip(factors, of_lessons, strict=True))
+    scale = abs(ce / kd) if kd else 1.0
+    return [
+        replace(batch, hook_data=tuple(replace(lesson, factor=scale * lesson.factor) for lesson in batch.hook_data))
+        for batch in batches
+    ]

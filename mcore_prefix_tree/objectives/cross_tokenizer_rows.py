@@ -1,0 +1,115 @@
+"""Inputs of a distillation across tokenizers, from its teachers and its micro-batches.
+
+Legend: C unique chunks of a micro-batch, E scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.utils.lazy_torch import torch
+from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
+from mcore_prefix_tree.xtoken.projection import Projection
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.logprob import Edges
+    from mcore_prefix_tree.xtoken.losses import Block, Endings, KnownRows
+
+
+def refuse_temperatures(samples: Sequence[Sample]) -> None:
+    """Raise SampleError for a sample with a temperature, which no loss of chunks reads."""
+    warm = next((sample for sample in samples if sample.temperature != 1), None)
+    if warm is not None:
+        raise SampleError(
+            f"{warm.source}: was drawn at temperature {warm.temperature}, and xtoken compares both models at "
+            "its option temperature; drop the field 'temperature' from the data"
+        )
+
+
+def kd_metric(number: int, lessons: int) -> str:
+    """Return the name under which the KD of a lesson is reported."""
+    return "kd" if lessons == 1 else f"kd_{number}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherSide:
+    """Facts of a teacher that are known before its model is built.
+
+    Attributes:
+        pairing: pairing of the student's tokenizer and the teacher's.
+        student_size: number of tokens of the student's vocabulary.
+        teacher_size: number of tokens of the teacher's vocabulary.
+        projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
+        endings: finder of outcomes by both vocabularies' bytes; None for losses that read none.
+    """
+
+    pairing: Pairing
+    student_size: int
+    teacher_size: int
+    projection: Projection | None = None
+    endings: Endings | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaughtChunks:
+    """The chunks that a micro-batch has with one teacher.
+
+    Attributes:
+        layout: layout of the teacher's samples.
+        edges: edges whose predictors are the teacher's rows.
+        blocks: blocks of the chunks.
+        weight: float64 ``[C]``, weight of each chunk, in the order of the blocks.
+        multiplicity: float64 ``[C]``, number of samples that have it.
+        first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
+        per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
+        known: the teacher's rows, where the samples have them; None where its model is asked.
+    """
+
+    layout: FlatLayout
+    edges: Edges
+    blocks: tuple[Block, ...]
+    weight: torch.Tensor
+    multiplicity: torch.Tensor
+    first_sample: torch.Tensor
+    per_chunk: float
+    known: KnownRows | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkRows(LossRows):
+    """Inputs of the loss of a micro-batch, on the device.
+
+    Attributes:
+        edges: edges of the student's scored tokens; their predictors are the student's rows.
+        token_weight: float64 ``[E]``, the masks of all samples that score each, added up.
+        taught: chunks taught by each teacher.
+    """
+
+    edges: Edges
+    token_weight: torch.Tensor
+    taught: tuple[TaughtChunks, ...]
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the edges of the scored tokens."""
+        return self.edges
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkTargets(Targets):
+    """Inputs of the losses of a step.
+
+    Attributes:
+        paired: pairs of samples with each teacher, one pair a sample.
+    """
+
+    paired: tuple[tuple[Pair, ...], ...] = ()
+
+    def per_chunk(self, teacher: int) -> float:
+        """Return the step's divisor over the chunks that it has with a teacher; 0 without chunks."""
+        chunks = sum(map(len, self.paired[teacher]))
+        return self.divisor / chunks if chunks else 0.0

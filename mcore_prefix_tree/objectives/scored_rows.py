@@ -1,0 +1,182 @@
+"""Inputs of a loss of one micro-batch: the scored tokens of its samples, one after another, on the device.
+
+A token that several samples score has an entry for each of them, so whatever is per sample (advantages, ratios, sums
+over a sequence) is exact, and autograd adds up the gradients where the log-probabilities were gathered.
+
+Legend: P padded tokens, K scored tokens, S samples, Q pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens
+from mcore_prefix_tree.utils.lazy_torch import torch
+from mcore_prefix_tree.utils.upload import upload
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.logprob import Edges
+
+FloatColumn = npt.NDArray[np.floating]
+
+# What each term of a loss reads: the edges and the entropy of one predictor, all of a sample, or all of a pair's two.
+Terms = Literal["row", "sample", "pair"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossRows:
+    """Inputs of a loss of one micro-batch.
+
+    Attributes:
+        count: the micro-batch's part of the step's divisor.
+        vocab_size: V of the model, without padding; the forward step fills it in.
+    """
+
+    count: int
+    vocab_size: int | None = None
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the edges that the head scores, from the layout's own."""
+        return edges
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows(LossRows):
+    """The scored tokens of a micro-batch.
+
+    Attributes:
+        token: int64 tensor ``[K]``, flat index of each.
+        predictor: int64 ``[K]``, flat index of the token that predicts it.
+        sample: int64 ``[K]``, sample of the micro-batch that it belongs to.
+        weight: float64 ``[K]``, weight of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
+        lens: float64 ``[S]``, scored tokens of each sample.
+        last: int64 ``[S]``, flat index of each sample's last token.
+        columns: ``[K]`` each, other values that the objective reads of a token, by name.
+        sample_columns: ``[S]`` each, values that it reads of a sample.
+        pairs: int64 ``[Q, 2]``, the chosen and the rejected sample of each pair.
+        read_by_pairs: for a loss of pairs, on the host, int64 ``[K]`` each: a scored token's predictor, and the pair
+            that reads it.
+    """
+
+    token: torch.Tensor
+    predictor: torch.Tensor
+    sample: torch.Tensor
+    weight: torch.Tensor
+    lens: torch.Tensor
+    last: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    sample_columns: Mapping[str, torch.Tensor]
+    pairs: torch.Tensor
+    read_by_pairs: tuple[Int64Array, Int64Array] | None = None
+
+    def scored(self, edges: Edges) -> Edges:
+        """Return the layout's own edges; those that a pair reads are scored together."""
+        return edges if self.read_by_pairs is None else edges.scored_together(*self.read_by_pairs)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.last)
+
+    def sum_per_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up ``[K]`` to ``[S]``."""
+        return values.new_zeros(self.num_samples).index_add(0, self.sample, values)
+
+    def mean_per_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Average ``[K]`` to ``[S]``, each token weighed by its loss mask; 0 for a sample without scored tokens."""
+        weight = self.weight.to(values.dtype)  # within a sample every normaliser keeps the masks' proportions
+        total = self.sum_per_sample(weight)
+        return self.sum_per_sample(weight * values) / total.masked_fill(total == 0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Targets:
+    """Inputs of a step's losses besides the model's output, made on the host once for all micro-batches.
+
+    Attributes:
+        scored: the step's scored tokens.
+        weight: float64 ``[K]``, as in ``Rows``.
+        count: int64 ``[S]``, each sample's part of the divisor.
+        columns: ``[K]`` each, by name.
+        sample_columns: ``[S]`` each, by name.
+        pairs: int64 ``[Q, 2]``, indices of samples.
+        metrics: metrics known before the step runs, as (sum, weight).
+    """
+
+    scored: ScoredTokens
+    weight: Float64Array
+    count: Int64Array
+    columns: Mapping[str, FloatColumn] = field(default_factory=dict)
+    sample_columns: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    pairs: Int64Array = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def divisor(self) -> int:
+        """Return the divisor of the whole step."""
+        return int(self.count.sum())
+
+    def rows(self, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu") -> Rows:
+        """Return the part of one micro-batch: ``layout`` has the step's samples at ``indices``, in this order.
+
+        Raises:
+            ValueError: the two sides of a pair are not both in the micro-batch.
+        """
+        entries, local, token = self.located(layout, indices)
+        chosen = np.asarray(indices, dtype=np.int64)
+        predictor, pairs = layout.predictor[token].astype(np.int64), self._local_pairs(chosen)
+        on_device = partial(upload, device=device)
+        return Rows(
+            token=on_device(token),
+            predictor=on_device(predictor),
+            sample=on_device(local),
+            weight=on_device(self.weight[entries]),
+            lens=on_device(self.scored.lens[chosen].astype(np.float64)),
+            last=on_device(layout.sample_map[layout.cu_sample_lens[1:] - 1].astype(np.int64)),
+            columns={name: on_device(values[entries]) for name, values in self.columns.items()},
+            sample_columns={name: on_device(values[chosen]) for name, values in self.sample_columns.items()},
+            pairs=on_device(pairs),
+            count=int(self.count[chosen].sum()),
+            read_by_pairs=(predictor, _pair_of_sample(pairs, len(chosen))[local]) if len(pairs) else None,
+        )
+
+    def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Find the K' scored tokens of one micro-batch; arguments as in :meth:`rows`.
+
+        Returns:
+            int64 ``[K']`` each: index among the step's scored tokens, its sample's place here, and its flat index.
+        """
+        assert layout.num_samples == len(indices)
+        chosen = np.asarray(indices, dtype=np.int64)
+        lens = self.scored.lens[chosen]
+        local = np.repeat(np.arange(len(chosen)), lens)
+        within = np.arange(len(local)) - (np.cumsum(lens) - lens)[local]
+        entries = self.scored.cu_lens[chosen][local] + within
+        token = layout.sample_map[layout.cu_sample_lens[local] + self.scored.position[entries]].astype(np.int64)
+        return entries, local, token
+
+    def _local_pairs(self, chosen: Int64Array) -> Int64Array:
+        local = np.full(len(self.scored.samples), -1, dtype=np.int64)
+        local[chosen] = np.arange(len(chosen))
+        here = local[self.pairs]
+        split = (here < 0).any(axis=1) & (here >= 0).any(axis=1)
+        if split.any():
+            one, other = (self.scored.samples[index] for index in self.pairs[np.argmax(split)].tolist())
+            raise ValueError(
+                f"{one.source} and {other.source} are the two sides of a pair but not in one micro-batch; plan the "
+                "step with plan_step(together=...)"
+            )
+        return here[here[:, 0] >= 0]
+
+
+def _pair_of_sample(pairs: Int64Array, samples: int) -> Int64Array:
+    """Return int64 ``[S]``, the pair that each sample of a micro-batch belongs to."""
+    pair = np.arange(samples)
+    pair[pairs[:, 1]] = pairs[:, 0]
+    return pair

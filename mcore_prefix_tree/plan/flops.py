@@ -1,0 +1,316 @@
+"""The FLOPs of a step by parts, folded and unfolded, and from them the speed-up to expect of folding.
+
+Each part grows with something else, and folding shares each to another degree:
+
+- the *body*, all matrices of the layers, with tokens;
+- *attention* with visible (query, key) pairs;
+- the *head*, the output layer, with the positions that it projects: all tokens, or where it is fused only those that
+  predict a scored token. A sample per turn scores its own turn alone: where turns are folded, hardly two samples share
+  such a position.
+
+Every FLOP count of a model in this package is made here. A multiplication counts two, as in Narayanan et al. (SC 2021,
+appendix); norms, activations, softmax and rotary embeddings count nothing, nor does the embedding, which is a look-up.
+Recomputed activations and padding are left aside. The speed-up to expect takes every FLOP to last equally long. It is
+an estimate for planning, and no bound: where a FLOP of the body takes longer than one of the head, a measurement
+exceeds it. The bound, see :mod:`mcore_prefix_tree.plan.bound`, is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import and_
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.plan.model_shape import Experts, LatentAttention, layers_with_experts, layers_with_window
+
+
+class Counts(NamedTuple):
+    """Tokens, pairs and predictors that a run computes, padding aside.
+
+    Attributes:
+        tokens: number of tokens that pass through the layers.
+        pairs: visible (query, key) pairs of a layer without a sliding window.
+        window_pairs: visible pairs of a layer with one; 0 where the model has none.
+        predictors: positions that predict a scored token, which the fused head projects.
+    """
+
+    tokens: int
+    pairs: int
+    window_pairs: int
+    predictors: int
+
+    @classmethod
+    def folded(cls, layouts: Iterable[FlatLayout], window: int | None = None) -> Counts:
+        """Count micro-batches of folded samples; each query of a layer with a window sees ``window`` keys at most."""
+        return cls._sum(
+            cls(
+                tokens=layout.physical_tokens,
+                pairs=layout.visible_pairs,
+                # A token sees the keys before it on its path, and itself.
+                window_pairs=0
+                if window is None
+                else int(np.minimum(layout.position_ids[: layout.physical_tokens].astype(np.int64) + 1, window).sum()),
+                predictors=layout.num_predictors,
+            )
+            for layout in layouts
+        )
+
+    @classmethod
+    def unfolded(cls, layouts: Iterable[FlatLayout], window: int | None = None) -> Counts:
+        """Count the same samples, each by itself."""
+        return cls._sum(
+            cls.of_lengths(np.diff(layout.cu_sample_lens), window)._replace(predictors=layout.num_supervised)
+            for layout in layouts
+        )
+
+    @classmethod
+    def of_lengths(cls, lengths: npt.NDArray[np.int64], window: int | None = None) -> Counts:
+        """Count samples of so many tokens, int64 ``[S]``, each by itself, with a head for every token."""
+        inside = np.minimum(lengths, window or 0)
+        return cls(
+            tokens=int(lengths.sum()),
+            pairs=int((lengths * (lengths + 1) // 2).sum()),
+            window_pairs=int((inside * (inside + 1) // 2 + (lengths - inside) * inside).sum()),
+            predictors=int(lengths.sum()),
+        )
+
+    @classmethod
+    def _sum(cls, counts: Iterable[Counts]) -> Counts:
+        return cls(*(sum(column) for column in zip(cls(0, 0, 0, 0), *counts, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of a forward and of its backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(forward=self.forward + other.forward, backward=self.backward + other.backward)
+
+
+class Work(NamedTuple):
+    """FLOPs of a run by parts."""
+
+    body: Flops
+    attention: Flops
+    head: Flops
+
+    @property
+    def whole(self) -> Flops:
+        return self.body + self.attention + self.head
+
+
+def pair_flops(heads: int, query: int, value: int) -> Flops:
+    """Return the FLOPs of a visible pair in one layer, by the head sizes of queries and keys and of values.
+
+    Two products forward, and five backward, the scores once more among them: 2.5 times as many where sizes are equal
+    (Dao, FlashAttention-2, section 4.1).
+    """
+    return Flops(forward=2.0 * heads * (query + value), backward=2.0 * heads * (3 * query + 2 * value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedSpeedup:
+    """Speed-up to expect of folding: FLOPs unfolded over FLOPs folded.
+
+    Both sides have the same head: where it is fused, neither projects a position whose prediction is not scored.
+
+    Attributes:
+        folded: work of the step as it is folded.
+        unfolded: work of its samples, each by itself.
+    """
+
+    folded: Work
+    unfolded: Work
+
+    @property
+    def ratio(self) -> float:
+        """Estimate of forward and backward; 1 for no work at all."""
+        return _ratio(self.unfolded.whole.total, self.folded.whole.total)
+
+    @property
+    def forward_ratio(self) -> float:
+        """Estimate of a forward pass without a backward, such as scoring."""
+        return _ratio(self.unfolded.whole.forward, self.folded.whole.forward)
+
+    @property
+    def parts(self) -> dict[str, tuple[float, float]]:
+        """Ratio and share of the folded FLOPs, for body, attention and head; the products sum to the estimate.
+
+        Forward and backward of a part have one ratio, because each is a multiple of the same counts.
+        """
+        whole = self.folded.whole.total
+        return {
+            name: (_ratio(unfolded.total, folded.total), folded.total / whole if whole else 0.0)
+            for name, folded, unfolded in zip(Work._fields, self.folded, self.unfolded, strict=True)
+        }
+
+    @property
+    def of_parts(self) -> str:
+        """Text of the parts: ``body 6.40x of 40% of the folded FLOPs, attention 5.32x of 4%, head 1.02x of 56%``."""
+        body, *others = (f"{name} {ratio:.2f}x of {share:.0%}" for name, (ratio, share) in self.parts.items())
+        return ", ".join([f"{body} of the folded FLOPs", *others])
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f}x ({self.of_parts})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ratio": self.ratio,
+            "forward_ratio": self.forward_ratio,
+            **{
+                name: {"ratio": ratio, "share": share, "folded": vars(folded), "unfolded": vars(unfolded)}
+                for (name, (ratio, share)), folded, unfolded in zip(
+                    self.parts.items(), self.folded, self.unfolded, strict=True
+                )
+            },
+        }
+
+
+def _ratio(unfolded: float, folded: float) -> float:
+    return unfolded / folded if folded else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """FLOPs that a GPT spends on a token, on a visible pair and on a position that its head projects.
+
+    Attributes:
+        token: FLOPs of a token in the matrices of all layers, forward; each of its two gradients takes as many.
+        pair: FLOPs of a visible pair in one layer; see :func:`pair_flops`.
+        layers: number of layers without a sliding window.
+        window_layers: number of layers with one.
+        window: keys that a query of these sees at most, itself included; None without windows.
+        position: FLOPs of projecting a position to the vocabulary, forward; its two gradients are counted as backward,
+            though the fused head forms them in its forward.
+        fused_head: whether the head projects only positions that predict a scored token.
+    """
+
+    token: float
+    pair: Flops
+    layers: int
+    window_layers: int = 0
+    window: int | None = None
+    position: float
+    fused_head: bool
+
+    @classmethod
+    def from_dimensions(
+        cls,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        vocab_size: int,
+        num_query_groups: int | None = None,
+        kv_channels: int | None = None,
+        swiglu: bool = True,
+        fused_head: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        parts: Sequence[str] | None = None,
+    ) -> ModelWork:
+        """Count a GPT's weights, each of which a token multiplies once.
+
+        Args:
+            num_layers, hidden_size, ffn_hidden_size, num_attention_heads, swiglu: as in Megatron's arguments.
+            vocab_size: columns of the output layer.
+            num_query_groups: key and value heads; as many as query heads by default.
+            kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
+            fused_head: whether the head is fused, see above.
+            settings: further settings by the names of Megatron's ``TransformerConfig``, of which multi-latent
+                attention, experts, ``attention_output_gate`` and sliding windows count.
+            parts: "attention", "mlp" or "experts" of each layer of a hybrid model, counted in place of ``num_layers``;
+                by default a layer has attention and one of the others.
+        """
+        settings = settings or {}
+        latent, experts = LatentAttention.from_settings(settings), Experts.from_settings(settings)
+        if latent is None:
+            query = value = kv_channels or hidden_size // num_attention_heads
+            groups = num_query_groups or num_attention_heads
+            attention = 2 * hidden_size * value * (num_attention_heads + groups)  # q and out; k and v
+            if settings.get("attention_output_gate"):
+                attention += hidden_size * value * num_attention_heads
+        else:
+            query, value = latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
+            attention = latent.weights(hidden_size, num_attention_heads)
+        matrices = 3 if swiglu else 2
+        attends = [True] * num_layers if parts is None else [part == "attention" for part in parts]
+        num_layers = len(attends)  # Megatron does not compare its own with a pattern
+        if parts is not None:
+            sparse, dense = parts.count("experts"), parts.count("mlp")
+        else:
+            sparse = 0 if experts is None else sum(layers_with_experts(num_layers, experts.moe_layer_freq))
+            dense = num_layers - sparse
+        weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
+        if sparse:
+            assert experts is not None, "Megatron asks for their number"
+            weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)
+        windowed = sum(map(and_, attends, layers_with_window(num_layers, settings)))
+        return cls(
+            token=2.0 * weights,
+            pair=pair_flops(num_attention_heads, query, value),
+            layers=sum(attends) - windowed,
+            window_layers=windowed,
+            window=settings["window_size"][0] + 1 if windowed else None,  # upstream does not count the query itself
+            position=2.0 * hidden_size * vocab_size,
+            fused_head=fused_head,
+        )
+
+    @classmethod
+    def from_model(
+        cls, model: Any, *, vocab_size: int | None = None, fused_head: bool = False, scalar_head: bool = False
+    ) -> ModelWork:
+        """Count a recipe's model.
+
+        Args:
+            model: a recipe's ``ModelConfig``.
+            vocab_size: size of the vocabulary, where the recipe leaves it to the tokenizer.
+            fused_head: ``recipe.fused_head``.
+            scalar_head: whether the model has the head of a critic or reward model instead of the vocabulary's; it has
+                one column, for all tokens.
+
+        Raises:
+            ValueError: if neither gives a vocabulary size.
+        """
+        columns = 1 if scalar_head else model.vocab_size or vocab_size
+        if columns is None:
+            raise ValueError("the cost of the output layer needs model.vocab_size; give it in the recipe")
+        return cls.from_dimensions(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            vocab_size=columns,
+            num_query_groups=model.num_query_groups,
+            kv_channels=model.kv_channels,
+            swiglu=model.swiglu,
+            fused_head=fused_head and not scalar_head,
+            settings=model.transformer,
+        )
+
+    def of(self, counts: Counts) -> Work:
+        pairs = self.layers * counts.pairs + self.window_layers * counts.window_pairs
+        head = self.position * (counts.predictors if self.fused_head else counts.tokens)
+        return Work(
+            body=Flops(forward=self.token * counts.tokens, backward=2 * self.token * counts.tokens),
+            attention=Flops(forward=self.pair.forward * pairs, backward=self.pair.backward * pairs),
+            head=Flops(forward=head, backward=2 * head),
+        )
+
+    def expected_speedup(self, layouts: Sequence[FlatLayout]) -> ExpectedSpeedup:
+        """Return the speed-up to expect of a step in these micro-batches, those of all ranks."""
+        return ExpectedSpeedup(
+            folded=self.of(Counts.folded(layouts, self.window)), unfolded=self.of(Counts.unfolded(layouts, self.window))
+        )

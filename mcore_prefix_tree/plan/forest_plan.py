@@ -1,0 +1,247 @@
+"""Cut a step's samples into micro-batches under a token budget and deal them to data-parallel ranks.
+
+In depth-first order the samples of a subtree are neighbours, so micro-batches are made of runs of that order. Where a
+cut goes through a tree, both sides compute the shared ancestors; every sample still belongs to exactly one micro-batch,
+so the step's gradient does not depend on the cuts. The plan is a function of the samples' content: every rank computes
+the same one.
+
+Legend: S samples, D data-parallel ranks, K micro-batches per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.plan.balance import RankBins, balance
+from mcore_prefix_tree.plan.constraints import Clusters
+from mcore_prefix_tree.plan.cost import CostModel
+from mcore_prefix_tree.plan.cuts import fewest_runs, least_repeating_runs, smallest_budget
+from mcore_prefix_tree.plan.pack import Leaves, first_scored
+from mcore_prefix_tree.sample import Sample, SampleError
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class BudgetError(SampleError):
+    """A sample, or a set of samples that stay together, is longer than a micro-batch may be."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForestPlan:
+    """Samples that each micro-batch of a step holds.
+
+    Attributes:
+        micro_batches: indices of the samples of each micro-batch, by data-parallel rank, then by micro-batch; an empty
+            tuple is a micro-batch of padding. All ranks have the same number.
+        physical_tokens: unique tokens of each micro-batch, before padding; counts an ancestor once per micro-batch that
+            needs it.
+    """
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    physical_tokens: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches[0])
+
+    @property
+    def idle_ranks(self) -> int:
+        """Data-parallel ranks without any sample."""
+        return sum(not any(rank) for rank in self.micro_batches)
+
+
+def plan_step(
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    dp_size: int = 1,
+    micro_batch_multiple: int = 1,
+    micro_batches: int | None = None,
+    cost_model: CostModel | None = None,
+    bubble: float = 0.0,
+    sharing: Sharing = SHARE_ALL,
+    together: Sequence[Hashable] | None = None,
+) -> ForestPlan:
+    """Plan one step, in as few micro-batches per rank as the budget allows.
+
+    With a cost model, look for the plan whose slowest rank costs least; a rank's cheap micro-batches come first and
+    last, which fill and drain a pipeline. Without one, make the largest micro-batch as small as it can be, repeat as
+    few tokens as that allows, and deal the largest first, back and forth over the ranks.
+
+    Args:
+        samples: samples of the whole step, all ranks together.
+        max_tokens: largest number of physical tokens of a micro-batch, before padding.
+        dp_size: D.
+        micro_batch_multiple: number that K is a multiple of (the pipeline size, where stages are interleaved).
+        micro_batches: K, such a multiple; None chooses it.
+        cost_model: cost model that compares the ranks' work; None counts tokens of micro-batches.
+        bubble: cost that a pipeline adds to a rank, in times that of its largest micro-batch: the stages but one, over
+            the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Without a cost model it is unused.
+        sharing: common prefixes that samples share; fold the micro-batches with the same.
+        together: key of each sample; samples with the same key share a micro-batch, None leaves a sample free. The
+            micro-batches are then runs of neighbours as even in tokens as can be found, and a cost model only decides
+            their distribution over the ranks.
+
+    Raises:
+        BudgetError: a sample, or samples that stay together, have more than ``max_tokens`` unique tokens, or
+            ``micro_batches`` are too few.
+        ValueError: ``micro_batches`` is not a multiple of ``micro_batch_multiple``.
+    """
+    if micro_batches is not None and (micro_batches < 1 or micro_batches % micro_batch_multiple):
+        raise ValueError(
+            f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
+        )
+    order, shared, lengths = _in_order(samples, max_tokens, sharing)
+    fresh = lengths - shared
+    if together is not None:
+        leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
+        clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
+        _check_clusters(clusters, samples, order, max_tokens)
+        fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
+        per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
+        return _cluster_plan(clusters, leaves, order, max_tokens, dp_size, per_rank, cost_model)
+    fewest = _fewest_per_rank(shared, fresh, max_tokens, dp_size, micro_batch_multiple)
+    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
+    if cost_model is None:
+        return _even_plan(order, shared, fresh, max_tokens, dp_size, per_rank)
+
+    leaves = Leaves.of_samples(shared, lengths, _scored(samples, order, shared, cost_model))
+    ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens, bubble=bubble)
+    ranks = [_for_pipeline(leaves, cost_model, rank) for rank in ranks]
+    return ForestPlan(
+        micro_batches=tuple(
+            tuple(
+                tuple(index for leaf in chosen for index in order[leaves.start[leaf] : leaves.end[leaf]].tolist())
+                for chosen in rank
+            )
+            for rank in ranks
+        ),
+        physical_tokens=tuple(tuple(leaves.some(chosen).tokens for chosen in rank) for rank in ranks),
+    )
+
+
+def fewest_micro_batches(
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    dp_size: int = 1,
+    micro_batch_multiple: int = 1,
+    sharing: Sharing = SHARE_ALL,
+    together: Sequence[Hashable] | None = None,
+) -> int:
+    """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
+    order, shared, lengths = _in_order(samples, max_tokens, sharing)
+    if together is None:
+        return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
+    leaves = Leaves.every_sample(shared, lengths, None)
+    clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
+    _check_clusters(clusters, samples, order, max_tokens)
+    return _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
+
+
+def _in_order(
+    samples: Sequence[Sample], max_tokens: int, sharing: Sharing
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The samples' depth-first order, and in it what each shares with the one before, and its length."""
+    for sample in samples:
+        if len(sample) > max_tokens:
+            raise BudgetError(
+                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
+                "raise batch.max_tokens or "
+                "shorten the sample"
+            )
+    order, shared = sort_samples(samples, sharing)
+    return order, shared, np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+
+
+def _scored(
+    samples: Sequence[Sample], order: Int64Array, shared: Int64Array, cost_model: CostModel | None
+) -> Int64Array | None:
+    """Return the cost that scoring each sample adds, if it costs anything."""
+    return first_scored(samples, order, shared) if cost_model is not None and cost_model.scored else None
+
+
+def _fewest_per_rank(shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, multiple: int) -> int:
+    needed = len(fewest_runs(shared, fresh, max_tokens))
+    return max(1, -(-needed // (dp_size * multiple))) * multiple
+
+
+def _micro_batches_per_rank(asked: int | None, fewest: int, max_tokens: int, dp_size: int) -> int:
+    if asked is not None and asked < fewest:
+        raise BudgetError(
+            f"{asked} micro-batches on each of {dp_size} ranks cannot hold these samples with "
+            f"batch.max_tokens={max_tokens}; {fewest} can"
+        )
+    return fewest if asked is None else asked
+
+
+def _for_pipeline(leaves: Leaves, cost_model: CostModel, rank: RankBins) -> RankBins:
+    """The cheapest micro-batches first and last: while a pipeline fills and drains, all stages wait for those."""
+    by_cost = sorted(rank, key=lambda chosen: leaves.some(chosen).units(cost_model))
+    return by_cost[0::2] + by_cost[1::2][::-1]
+
+
+def _even_plan(
+    order: Int64Array, shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, per_rank: int
+) -> ForestPlan:
+    count = dp_size * per_rank
+    budget = smallest_budget(shared, fresh, count, max_tokens)
+    cuts = least_repeating_runs(shared, fresh, budget)
+    if len(cuts) > count:
+        cuts = fewest_runs(shared, fresh, budget)
+    runs = [(int(shared[start] + fresh[start:end].sum()), tuple(order[start:end].tolist())) for start, end in cuts]
+    runs += [(0, ())] * (count - len(runs))
+    # Largest first, back and forth over the ranks: each rank gets as many, and about as much.
+    runs.sort(key=lambda run: -run[0])
+    dealt: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(dp_size)]
+    for turn in range(per_rank):
+        hand = runs[turn * dp_size : (turn + 1) * dp_size]
+        for rank, run in enumerate(hand if turn % 2 == 0 else reversed(hand)):
+            dealt[rank].append(run)
+    return ForestPlan(
+        micro_batches=tuple(tuple(run for _, run in rank) for rank in dealt),
+        physical_tokens=tuple(tuple(tokens for tokens, _ in rank) for rank in dealt),
+    )
+
+
+def _check_clusters(clusters: Clusters, samples: Sequence[Sample], order: Int64Array, max_tokens: int) -> None:
+    for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
+        if tokens > max_tokens:
+            sources = [samples[index].source for index in order[members].tolist()]
+            raise BudgetError(
+                f"{', '.join(sources[:-1])} and {sources[-1]} stay together, and their {tokens} unique tokens do not "
+                f"fit a micro-batch of batch.max_tokens={max_tokens}; raise batch.max_tokens or shorten the samples"
+            )
+
+
+def _cluster_plan(
+    clusters: Clusters,
+    leaves: Leaves,
+    order: Int64Array,
+    max_tokens: int,
+    dp_size: int,
+    per_rank: int,
+    cost_model: CostModel | None,
+) -> ForestPlan:
+    count = dp_size * per_rank
+    budget = smallest_budget(clusters.context, clusters.fresh, count, max_tokens)
+    bins = [clusters.places(run) for run in fewest_runs(clusters.context, clusters.fresh, budget)]
+    bins += [np.empty(0, dtype=np.int64)] * (count - len(bins))
+    tokens = [leaves.some(places).tokens for places in bins]
+    cost = tokens if cost_model is None else [leaves.some(places).units(cost_model) for places in bins]
+    # The largest first, each to the lightest rank that still has room.
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    for chosen in sorted(range(count), key=lambda chosen: -cost[chosen]):
+        open_ranks = [rank for rank in ranks if len(rank) < per_rank]
+        min(open_ranks, key=lambda rank: sum(cost[taken] for taken in rank)).append(chosen)
+    if cost_model is not None:
+        ranks = [rank[::-1][0::2] + rank[::-1][1::2][::-1] for rank in ranks]  # as in _for_pipeline
+    return ForestPlan(
+        micro_batches=tuple(tuple(tuple(order[bins[chosen]].tolist()) for chosen in rank) for rank in ranks),
+        physical_tokens=tuple(tuple(tokens[chosen] for chosen in rank) for rank in ranks),
+    )

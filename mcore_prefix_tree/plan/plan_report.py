@@ -1,0 +1,155 @@
+"""Figures of a plan: tokens, cost and balance, next to the lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_prefix_tree.layout import NO_PADDING, Padding
+from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
+from mcore_prefix_tree.plan.forest_plan import ForestPlan
+from mcore_prefix_tree.plan.makespan import least_makespan
+from mcore_prefix_tree.plan.pack import Leaves, first_scored
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchReport:
+    """One micro-batch.
+
+    Attributes:
+        samples: number of samples that it scores.
+        tokens: unique tokens.
+        padding: tokens up to the size that the parallel layout or length buckets ask for.
+        pairs: visible (query, key) pairs.
+        scored: unique tokens that are scored; what samples of several micro-batches score together counts in one.
+        cost: predicted cost.
+    """
+
+    samples: int
+    tokens: int
+    padding: int
+    pairs: int
+    scored: int
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan in numbers. Costs are in the unit of the cost model and leave padding aside.
+
+    Attributes:
+        ranks: micro-batches by data-parallel rank, then by micro-batch.
+        logical_tokens: sum of the sample lengths.
+        unique_tokens: unique tokens of the whole step; what a single micro-batch without a budget would compute.
+        repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
+        padding: tokens of padding in all micro-batches.
+        slowest: cost of the most expensive rank.
+        mean: cost of a rank on average.
+        lower_bound: lower bound of the slowest rank's cost, over all plans.
+        bubble: pipeline bubble that the ranks' costs count, see :func:`plan_step`.
+    """
+
+    ranks: tuple[tuple[MicroBatchReport, ...], ...]
+    logical_tokens: int
+    unique_tokens: int
+    repeated_tokens: int
+    padding: int
+    slowest: float
+    mean: float
+    lower_bound: float
+    bubble: float = 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank over the mean, 1 for perfect balance."""
+        return self.slowest / self.mean if self.mean else 1.0
+
+    @property
+    def over_lower_bound(self) -> float:
+        """Slowest rank over the lower bound, 1 for a plan that cannot be better."""
+        return self.slowest / self.lower_bound if self.lower_bound else 1.0
+
+    @property
+    def idle_ranks(self) -> int:
+        return sum(not any(batch.samples for batch in rank) for rank in self.ranks)
+
+    @property
+    def empty_micro_batches(self) -> int:
+        """Number of micro-batches without samples, those of idle ranks included."""
+        return sum(not batch.samples for rank in self.ranks for batch in rank)
+
+    @property
+    def rank_costs(self) -> list[float]:
+        return [_cost_of(rank, self.bubble) for rank in self.ranks]
+
+
+def _cost_of(rank: Sequence[MicroBatchReport], bubble: float) -> float:
+    costs = [batch.cost for batch in rank]
+    return sum(costs) + bubble * max(costs)
+
+
+def report_plan(
+    samples: Sequence[Sample],
+    plan: ForestPlan,
+    cost_model: CostModel,
+    *,
+    max_tokens: int | None = None,
+    padding: Padding = NO_PADDING,
+    bubble: float = 0.0,
+    sharing: Sharing = SHARE_ALL,
+) -> PlanReport:
+    """Count a plan of samples, from :func:`plan_step` or from anywhere else.
+
+    Args:
+        samples: samples that were planned.
+        plan: plan of the samples.
+        cost_model: cost model to judge it by.
+        max_tokens: the budget, which the lower bound respects.
+        padding: padding of the micro-batches.
+        bubble, sharing: as in :func:`plan_step`.
+    """
+    order, shared = sort_samples(samples, sharing)
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    scored = first_scored(samples, order, shared)
+    everything = Leaves.every_sample(shared, lengths, scored)
+    place = np.empty(len(samples), dtype=np.int64)
+    place[order] = np.arange(len(samples))
+
+    def count(indices: Sequence[int]) -> MicroBatchReport:
+        own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
+        own_scored = int(own.scored.sum())
+        return MicroBatchReport(
+            samples=len(indices),
+            tokens=own.tokens,
+            padding=padding.size(own.tokens) - own.tokens,
+            pairs=own.pairs,
+            scored=own_scored,
+            cost=cost_model.of_micro_batch(own.tokens, own.pairs, own_scored),
+        )
+
+    ranks = tuple(tuple(count(indices) for indices in rank) for rank in plan.micro_batches)
+    costs = [_cost_of(rank, bubble) for rank in ranks]
+    least = least_makespan(
+        trie_from_order(np.arange(len(samples)), shared, lengths),
+        cost_model,
+        dp_size=len(ranks),
+        micro_batches=plan.num_micro_batches,
+        max_tokens=max_tokens,
+        scored=scored,
+    )
+    return PlanReport(
+        ranks=ranks,
+        logical_tokens=int(lengths.sum()),
+        unique_tokens=everything.tokens,
+        repeated_tokens=sum(batch.tokens for rank in ranks for batch in rank) - everything.tokens,
+        padding=sum(batch.padding for rank in ranks for batch in rank),
+        slowest=max(costs),
+        mean=sum(costs) / len(costs),
+        # The largest micro-batch costs no less than the average one.
+        lower_bound=least * cost_model.token / UNITS_PER_TOKEN * (1 + bubble / plan.num_micro_batches),
+        bubble=bubble,
+    )

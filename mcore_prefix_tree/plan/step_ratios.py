@@ -1,0 +1,81 @@
+"""Fold ratio of training steps, which is less than that of a whole file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from mcore_prefix_tree.plan.forest_plan import ForestPlan
+from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A fold ratio over several steps.
+
+    Attributes:
+        mean: logical tokens of all steps over physical tokens of all steps.
+        lowest: lowest ratio of a single step.
+        highest: highest ratio of a single step.
+    """
+
+    mean: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, logical: Sequence[int], physical: Sequence[int]) -> Spread:
+        ratios = [one / other for one, other in zip(logical, physical, strict=True)]
+        return cls(mean=sum(logical) / sum(physical), lowest=min(ratios), highest=max(ratios))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsReport:
+    """Steps of training.
+
+    Attributes:
+        steps: number of steps.
+        samples: number of samples of an average step.
+        fold_ratio: fold ratio of the steps.
+        planned_fold_ratio: the same ratio with the context that micro-batches repeat; None without a plan.
+        idle_ranks: number of data-parallel ranks without samples in an average step; None without a plan.
+    """
+
+    steps: int
+    samples: float
+    fold_ratio: Spread
+    planned_fold_ratio: Spread | None = None
+    idle_ranks: float | None = None
+
+
+def report_steps(
+    steps: Iterable[Sequence[Sample]],
+    *,
+    sharing: Sharing = SHARE_ALL,
+    plan: Callable[[Sequence[Sample]], ForestPlan] | None = None,
+) -> StepsReport:
+    """Count what steps fold to.
+
+    Args:
+        steps: the samples of each step; at least one step.
+        sharing: common prefixes that samples share.
+        plan: function that cuts a step into micro-batches, as training does.
+    """
+    samples, logical, physical, planned, idle = 0, [], [], [], 0
+    for step in steps:
+        samples += len(step)
+        _, shared = sort_samples(step, sharing)
+        logical.append(sum(map(len, step)))
+        physical.append(logical[-1] - int(shared.sum()))
+        if plan is not None:
+            of_step = plan(step)
+            planned.append(sum(map(sum, of_step.physical_tokens)))
+            idle += of_step.idle_ranks
+    return StepsReport(
+        steps=len(logical),
+        samples=samples / len(logical),
+        fold_ratio=Spread.of(logical, physical),
+        planned_fold_ratio=Spread.of(logical, planned) if plan is not None else None,
+        idle_ranks=idle / len(logical) if plan is not None else None,
+    )

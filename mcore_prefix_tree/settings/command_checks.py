@@ -1,0 +1,150 @@
+"""Checks of a recipe that a command adds to the rules of its sections.
+
+Neither torch nor megatron-core is imported: a mistake is reported within a second. Megatron-Core, the samples and the
+devices have the last word when the job starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from mcore_prefix_tree.data.files import resolve_paths
+from mcore_prefix_tree.data.write import check_output
+from mcore_prefix_tree.settings.bind_objective import settings_of
+from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
+from mcore_prefix_tree.settings.load import Checks, load_recipe
+from mcore_prefix_tree.settings.sample_source import check_units
+from mcore_prefix_tree.settings.section import Check, collect_faults
+from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.settings.teachers import list_inputs, parallel_of_teachers
+from mcore_prefix_tree.utils.versions import install_command
+
+
+def check_recipe(recipe: Recipe, checks: Checks) -> None:
+    """Run the checks of a command, one of the functions below; raises RecipeError, which names all that is wrong."""
+    faults = collect_faults(checks(recipe))
+    if faults:
+        raise RecipeError("; ".join(faults))
+
+
+def for_samples(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that runs the model on the samples."""
+    yield lambda: parallel_of_teachers(recipe.objective, recipe.parallel)
+    yield lambda: recipe.padding
+    yield lambda: check_units(settings_of(recipe.objective), recipe.batch, recipe.objective)
+    yield lambda: _refuse(
+        recipe.data.tokenizer is None and bool(recipe.data.chat_template_kwargs),
+        "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none",
+    )
+    yield lambda: _refuse(
+        recipe.data.tokenizer is None and recipe.model.vocab_size is None,
+        "model.vocab_size is missing; set it, or name a data.tokenizer to take it from",
+    )
+    yield lambda: _check_teachers(recipe.objective, across_tokenizers=True)
+    yield lambda: resolve_paths(recipe.data.path)
+
+
+def for_steps(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that runs the optimizer, too."""
+    yield lambda: _refuse(
+        recipe.model.dtype == "float64" and recipe.optimizer.clip_grad > 0,
+        "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64",
+    )
+    yield lambda: _refuse(
+        recipe.model.dtype == "float64" and recipe.optimizer.use_distributed_optimizer,
+        "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off",
+    )
+    yield lambda: _refuse(
+        recipe.optimizer.lr_warmup_steps >= recipe.train_iters,
+        f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below train_iters={recipe.train_iters}; "
+        "lower it, or set optimizer.lr_warmup_fraction",
+    )
+    yield lambda: _refuse(
+        recipe.optimizer.min_lr > recipe.optimizer.lr,
+        f"optimizer.min_lr={recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}",
+    )
+    yield from for_samples(recipe)
+
+
+def for_training(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that trains to the end, and writes logs and an export."""
+    yield from for_steps(recipe)
+    yield lambda: _check_teachers(recipe.objective, across_tokenizers=False)
+    yield lambda: recipe.validation.path is None or resolve_paths(recipe.validation.path)
+    yield lambda: check_metrics(recipe.log.metrics, list_inputs(recipe))
+    yield lambda: _check_package("tensorboard", recipe.log.tensorboard)
+    yield lambda: _check_package("wandb", recipe.log.wandb)
+    yield lambda: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}")
+
+
+def for_scoring(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that scores the samples under a checkpoint."""
+    yield from for_samples(recipe)
+    yield lambda: _refuse(
+        recipe.checkpoint.save is None and recipe.model.hf is None,
+        "scoring needs checkpoint.save, the folder of the checkpoints to score with",
+    )
+    yield lambda: _check_saved(recipe.checkpoint.save)
+
+
+def for_export(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of a command that exports a checkpoint."""
+    yield lambda: _refuse(recipe.model.hf is None, "export needs model.hf, whose format it writes; set it")
+    yield lambda: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it")
+    yield lambda: _check_saved(recipe.checkpoint.save)
+
+
+def check_new(path: str | Path | None, setting: str) -> None:
+    """Check that a folder that a setting names, to be made, does not exist."""
+    is_there = path is not None and os.path.lexists(path)
+    _refuse(is_there, f"{setting} exists already; name a folder that does not")
+
+
+def _check_teachers(section: ObjectiveConfig, *, across_tokenizers: bool) -> None:
+    needed = settings_of(section).second_models
+    if needed is None or needed.same_vocabulary == across_tokenizers:
+        return
+    faults = collect_faults(partial(_check_teacher, path) for path in section.teacher_recipes)
+    if faults:
+        raise RecipeError("; ".join(faults))
+
+
+def _check_teacher(path: str) -> None:
+    if not (Path(path) / CONFIG).is_file():
+        load_recipe(path)
+        return
+    try:
+        HuggingFaceFolder.read(path)
+    except ValueError as error:
+        raise RecipeError(f"objective.teacher_recipe: {error}") from None
+
+
+def _check_saved(folder: str | None) -> None:
+    # A network folder may show other machines' files late to other ranks.
+    is_missing = folder is not None and os.environ.get("RANK", "0") == "0" and not os.path.isdir(folder)
+    _refuse(is_missing, f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
+
+
+def _refuse(is_wrong: bool, sentence: str) -> None:
+    if is_wrong:
+        raise RecipeError(sentence)
+
+
+def check_metrics(path: str | None, inputs: Collection[str]) -> None:
+    """Check that ``log.metrics`` replaces no file that a command reads; raises RecipeError."""
+    if path is not None and Path(path).exists():
+        try:
+            check_output(path, inputs)
+        except ValueError as error:
+            raise RecipeError(f"log.metrics={error}") from None
+
+
+def _check_package(name: str, value: str | None) -> None:
+    spec = None if value is None else find_spec(name)
+    # A folder of that name, such as W&B's logs, is no package.
+    if value is not None and (spec is None or spec.origin is None):
+        raise ImportError(f"log.{name}={value} needs {name}: {install_command(name)}, or leave it out")

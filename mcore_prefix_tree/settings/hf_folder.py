@@ -1,0 +1,363 @@
+"""Hugging Face model folders: what a recipe takes from one, and which folders are rejected.
+
+Only JSON and the headers of safetensors files are read here, in milliseconds; nothing that a folder holds is executed.
+A safetensors file begins with the length of its header in 8 bytes, little-endian, and the header, JSON
+(https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mcore_prefix_tree.settings.section import collect_faults
+from mcore_prefix_tree.utils.inputs import check_files_of, local_path, open_regular, read_text
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+DTYPES = ("F64", "F32", "F16", "BF16")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Keys of a model that leave its function as it is, up to rounding: how it is computed, initialised and regularised.
+SAME_FUNCTION = re.compile(
+    "hf|adapter|dtype|transformer_impl|max_position_embeddings"
+    "|transformer\\.(.*(recompute|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|dropout).*)"
+)
+_OF_RECIPE = ("hf", "dtype", "transformer_impl", "transformer", "lora", "adapter")
+# Keys that a recipe in a checkpoint has, which is written with all defaults.
+_OF_CHECKPOINTS = {"rotary_base", "swiglu", "qk_layernorm"}
+_LONGEST_HEADER = 100_000_000  # of the format
+# Keys of a recipe's model by the names that configurations have for them.
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_RUNS_CODE = "auto_map"
+_ADAPTER = "adapter_config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Keys of a configuration that the function of its model does not depend on.
+_NOT_OF_THE_MODEL = (
+    "_name_or_path",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+# The heads of language models, and of models that give a text one number.
+LM_HEAD, SCORE = "lm_head.weight", "score.weight"
+_LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+# Folders that are kept: a student's and those of its teachers.
+_KEPT = 8
+
+T = TypeVar("T")
+
+
+def keep_until_changed(read: Callable[[Path], T]) -> Callable[[str | Path], T]:
+    """Return a function that reads a folder once, and again after a file in it was written, added or removed."""
+
+    @lru_cache(maxsize=_KEPT)
+    def read_state(folder: Path, state: tuple[object, ...]) -> T:
+        return read(folder)
+
+    @wraps(read)
+    def read_once(path: str | Path) -> T:
+        folder = Path(local_path(str(path)))
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
+        stats = ((entry.name, entry.stat()) for entry in entries if entry.is_file())
+        state = ((name, it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns) for name, it in stats)
+        return read_state(folder, tuple(state))
+
+    return read_once
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceFolder:
+    """A folder of a causal language model, or of one that ends in a scalar head.
+
+    Attributes:
+        path: path of the folder.
+        config: content of ``config.json``.
+        files: file name of each weight.
+        dtypes: type of each weight as safetensors names it, such as ``BF16``.
+        shapes: shape of each weight.
+        has_chat_template: whether the folder holds a tokenizer with a chat template.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    files: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    shapes: Mapping[str, Sequence[int]]
+    has_chat_template: bool
+
+    @staticmethod
+    def read(path: str | Path) -> HuggingFaceFolder:
+        """Read a folder's configuration and the headers of its weights, unless they are the ones that were read.
+
+        Raises:
+            ValueError: the folder is missing, incomplete or truncated, holds code, pickles or quantized weights, or its
+                model is not a causal language model; names the file.
+            OSError: a file cannot be read.
+        """
+        return _read_folder(path)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the language model's class in transformers, whatever head this one ends in."""
+        return str(self.config["architectures"][0]).removesuffix(_CLASSIFIER).removesuffix(_LANGUAGE_MODEL) + (
+            _LANGUAGE_MODEL
+        )
+
+    @property
+    def classifier(self) -> str:
+        """Name of the class with a scalar head."""
+        return self.architecture.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER
+
+    @property
+    def has_scalar_head(self) -> bool:
+        """Return whether the model gives a number instead of a vocabulary's logits."""
+        return str(self.config["architectures"][0]).endswith(_CLASSIFIER)
+
+    def difference(self, other: HuggingFaceFolder) -> str | None:
+        """Return a key of ``config.json`` in which another folder is another model; None if it is the same one."""
+        mine, its = ({**one.config, **dict.fromkeys(_NOT_OF_THE_MODEL)} for one in (self, other))
+        return next((key for key in sorted({*mine, *its}) if mine.get(key) != its.get(key)), None)
+
+    def with_scalar_head(self) -> HuggingFaceFolder:
+        """Return the folder with a scalar head in place of the vocabulary's; the same if it has one."""
+        if self.has_scalar_head:
+            return self
+        file = self.files.get(LM_HEAD, max(self.files.values()))
+        dtype = self.dtypes.get(LM_HEAD, next(iter(self.dtypes.values())))
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return replace(
+            self,
+            config={**self.config, "architectures": [self.classifier], **labels},
+            files=_without_head(self.files) | {SCORE: file},
+            dtypes=_without_head(self.dtypes) | {SCORE: dtype},
+            shapes=_without_head(self.shapes) | {SCORE: [1, self.config["hidden_size"]]},
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Keys of a recipe's model that the configuration decides.
+
+        Raises:
+            ValueError: the configuration lacks a key.
+        """
+        for name in SIZES.values():
+            if name not in self.config:
+                raise ValueError(f"{self.path / CONFIG} lacks '{name}'")
+        return {key: self.config[name] for key, name in SIZES.items()}
+
+
+@keep_until_changed
+def _read_folder(folder: Path) -> HuggingFaceFolder:
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
+        )
+    check_files_of(folder)
+    config, has_chat_template = _read_configs(folder)
+    placed = _placed_weights(folder)
+    headers = {file: tensors_in(folder / file) for file in sorted({SINGLE} if placed is None else set(placed.values()))}
+    files = dict.fromkeys(headers[SINGLE], SINGLE) if placed is None else placed
+    tensors = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
+    absent = sorted(files.keys() - tensors.keys())
+    if absent:
+        raise ValueError(f"{folder / files[absent[0]]} lacks '{absent[0]}', which {INDEX} places there")
+    other = sorted(name for name, (dtype, _) in tensors.items() if dtype not in DTYPES)
+    if other:
+        raise ValueError(
+            f"{folder / files[other[0]]} has '{other[0]}' of type {tensors[other[0]][0]}; give the folder of weights "
+            "that are not quantized"
+        )
+    model = HuggingFaceFolder(
+        path=folder,
+        config=config,
+        files=files,
+        dtypes={name: dtype for name, (dtype, _) in tensors.items()},
+        shapes={name: shape for name, (_, shape) in tensors.items()},
+        has_chat_template=has_chat_template,
+    )
+    if model.has_scalar_head and list(model.shapes.get(SCORE, ())) != [1, config.get("hidden_size")]:
+        raise ValueError(
+            f"{folder} has '{SCORE}' of shape {model.shapes.get(SCORE)}; a scalar head has one row of the hidden size"
+        )
+    return model
+
+
+def with_folder(content: Any) -> tuple[Any, list[str]]:
+    """Return a recipe's content, not validated yet, with what ``model.hf`` gives, and what contradicts it.
+
+    Raises:
+        ValueError, OSError: see :meth:`HuggingFaceFolder.read`.
+    """
+    model = content.get("model") if isinstance(content, dict) else None
+    path = model.get("hf") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(path, str):
+        return content, []
+    folder = HuggingFaceFolder.read(path)
+    faults: list[str] = []
+    if folder.sizes.keys() | _OF_CHECKPOINTS <= model.keys():
+        model, faults = _as_given(model, folder)
+    kept, decided = _split(model)
+    faults += [f"model.{key} is set, but model.hf={path} decides it; leave one of them out" for key in decided]
+    filled, data = {**content, "model": kept | folder.sizes}, content.get("data")
+    if isinstance(data, dict):
+        filled["data"] = {"tokenizer": path} | data if folder.has_chat_template else data
+        if isinstance(data.get("tokenizer"), str):
+            faults += collect_faults([lambda: _check_tokenizer(folder, data["tokenizer"])])
+    return filled, faults
+
+
+def _split(model: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
+    """Return the settings that a recipe may have beside a folder, and the keys of those that the folder decides."""
+    kept = {key: value for key, value in model.items() if key in ("transformer", "lora") or _is_of_run(str(key))}
+    decided = [str(key) for key in model if key not in kept]
+    further = model.get("transformer")
+    if isinstance(further, dict):
+        kept["transformer"] = {key: value for key, value in further.items() if _is_of_run(f"transformer.{key}")}
+        decided += [f"transformer.{key}" for key in further if key not in kept["transformer"]]
+    return kept, decided
+
+
+def _is_of_run(key: str) -> bool:
+    return SAME_FUNCTION.fullmatch(key) is not None and key != "max_position_embeddings"  # a limit of positions
+
+
+def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys that stay with a recipe, of one that a checkpoint wrote with what its folder decided, and what is
+    not the folder's."""
+    other = {key: size for key, size in folder.sizes.items() if model[key] != size}
+    faults = [f"model.{key}={model[key]}, but {folder.path / CONFIG} has {size}" for key, size in other.items()]
+    return _split({key: value for key, value in model.items() if key in _OF_RECIPE})[0], faults
+
+
+def _check_tokenizer(folder: HuggingFaceFolder, path: str) -> None:
+    """Reject another tokenizer whose vocabulary differs: its tokens would be read as the model's."""
+    other = Path(local_path(path))
+    mine, its = (place / _TOKENIZER for place in (folder.path, other))
+    if not mine.is_file() or not its.is_file() or mine.samefile(its):
+        return
+    if _vocabulary(mine) != _vocabulary(its):
+        raise ValueError(f"data.tokenizer={other} has another vocabulary than the model's own, {mine}")
+
+
+def _vocabulary(file: Path) -> Any:
+    model = read_json(file).get("model")
+    return model.get("vocab") if isinstance(model, dict) else None
+
+
+def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return the configuration of the model, and whether it has a tokenizer with a chat template."""
+    names = (CONFIG, _TOKENIZER_CONFIG, "generation_config.json")
+    contents = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
+    for name, content in contents.items():
+        if _RUNS_CODE in content:
+            raise ValueError(
+                f"{folder / name} has '{_RUNS_CODE}': this model comes with code of its own, which is never run; use a "
+                "version of the model that transformers itself implements"
+            )
+    config = contents[CONFIG]
+    if (folder / _ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} has {_ADAPTER}: transformers adds an adapter to these weights; merge it into them, or remove it"
+        )
+    if "quantization_config" in config:
+        raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
+    architectures = config.get("architectures")
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or not str(architectures[0]).endswith((_LANGUAGE_MODEL, _CLASSIFIER))
+    ):
+        raise ValueError(
+            f"{folder / CONFIG} has architectures={architectures}; model.hf takes one, a causal language model such as "
+            "LlamaForCausalLM or, with a scalar head, LlamaForSequenceClassification"
+        )
+    is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
+    return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {})
+
+
+def _without_head(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != LM_HEAD}
+
+
+def _placed_weights(folder: Path) -> dict[str, str] | None:
+    """Return the file of each weight as the index says; None if one file holds all."""
+    is_indexed, is_single = ((folder / name).is_file() for name in (INDEX, SINGLE))
+    if is_indexed and is_single:
+        raise ValueError(
+            f"{folder} has weights twice: transformers reads {SINGLE}, other programs the files of {INDEX}; remove "
+            "those that are not the model's"
+        )
+    if is_single:
+        return None
+    if not is_indexed:
+        pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)
+        why = (
+            f"its weights are pickles ({pickles[0]}), which can run code when they are opened; convert them to "
+            "safetensors with save_pretrained, on a machine where that does not matter"
+            if pickles
+            else f"it has neither {SINGLE} nor {INDEX}"
+        )
+        raise ValueError(f"{folder} holds no safetensors: {why}")
+    placed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ValueError(f"{folder / INDEX} has no 'weight_map'")
+    for name, file in placed.items():
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{folder / INDEX} places '{name}' in {file!r}, which is not a safetensors file beside it")
+    return placed
+
+
+def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
+    """Return type and shape of each tensor in a safetensors file whose length agrees with its header.
+
+    Raises:
+        ValueError: the file is missing, or is something else or only a part of one; names it.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file} is missing; download the folder again")
+    size = file.stat().st_size
+    with open_regular(file) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(length) if length <= min(size - 8, _LONGEST_HEADER) else b""
+    found: dict[str, tuple[str, Sequence[int]]]
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max(int(one["data_offsets"][1]) for one in header.values())
+        found = {name: (str(one["dtype"]), list(one["shape"])) for name, one in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{file} is not a safetensors file, or was cut off; download it again") from None
+    if 8 + length + end != size:
+        raise ValueError(f"{file} has {size:,} bytes instead of {8 + length + end:,}; download it again")
+    return found
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ValueError: the file holds something else; names it.
+        OSError: the file cannot be read.
+    """
+    try:
+        content = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return content

@@ -1,0 +1,98 @@
+"""A recipe's samples: how its lines become some, and the order in which steps take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks, load_tokenizer
+from mcore_prefix_tree.data.source import Source
+from mcore_prefix_tree.objectives import Objective
+from mcore_prefix_tree.settings.model_section import ModelConfig
+from mcore_prefix_tree.settings.sections import BatchConfig, ObjectiveConfig, Recipe, RecipeError
+
+
+def source_of(
+    recipe: Recipe,
+    objective: Objective | None,
+    *,
+    ranks: Ranks,
+    every_sample: bool = False,
+    names: FieldNames | None = None,
+    limits: Mapping[str, int] | None = None,
+    options: LineOptions | None = None,
+) -> Source:
+    """Return where a recipe's samples come from.
+
+    Args:
+        recipe: recipe of the job.
+        objective: objective of the recipe; None reads no group, rollout or pair.
+        ranks: ranks that read the samples.
+        every_sample: whether an epoch leaves no sample out.
+        names: names of the files' fields; those of ``data.fields`` by default.
+        limits: further limits of a sample's tokens, by the name of their setting.
+        options: settings that the samples of a line depend on, where they are known already; by default the tokenizer
+            is loaded for them.
+
+    Raises:
+        RecipeError: the vocabulary is too small for the tokenizer.
+    """
+    data, batch = recipe.data, recipe.batch
+    by = None if objective is None else objective.grouped_by
+    setting = f"objective.name={recipe.objective.name}"
+    renderings = () if objective is None else objective.renderings
+    return Source(
+        paths=[data.path] if isinstance(data.path, str) else data.path,
+        options=options or _line_options(recipe, renderings, names or FieldNames(given=data.fields), limits or {}),
+        seed=recipe.seed,
+        order=data.order,
+        step=batch.per_step,
+        grouped_by=by,
+        counts_units=batch.groups_per_step is not None,
+        whole_steps=by is not None and not every_sample,
+        on_error=data.on_error,
+        is_streamed=data.streaming,
+        objective=setting,
+        ranks=ranks,
+    )
+
+
+def check_units(objective: Objective, batch: BatchConfig, section: ObjectiveConfig) -> None:
+    """Check that an objective, which a section names, has the groups that steps are counted in."""
+    if objective.grouped_by is None and batch.groups_per_step is not None:
+        raise RecipeError(
+            f"batch.groups_per_step={batch.groups_per_step}: objective.name={section.name} as it is set takes each "
+            "sample by itself; set batch.global_batch_size instead"
+        )
+
+
+def _line_options(
+    recipe: Recipe, renderings: Sequence[ChatTokenizer], names: FieldNames, limits: Mapping[str, int]
+) -> LineOptions:
+    data, model = recipe.data, recipe.model
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
+    limits = {"batch.max_tokens": recipe.batch.max_tokens, **limits}
+    if model.position_embedding_type == "learned_absolute":
+        limits["model.max_position_embeddings"] = model.max_position_embeddings
+    return LineOptions(
+        tokenizer=tokenizer,
+        expand_turns=data.expand_turns,
+        vocab_size=_vocab_size(model, None if tokenizer is None else tokenizer.vocab_size),
+        limits=limits,
+        renderings=renderings,
+        names=names,
+    )
+
+
+def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:
+    """Return the recipe's size, or else the tokenizer's; a command checks that there is one."""
+    size = model.vocab_size
+    if size is not None and tokenizer_size is not None and size < tokenizer_size:
+        if model.hf is not None:
+            raise RecipeError(
+                f"data.tokenizer has {tokenizer_size} tokens, more than the {size} of model.hf={model.hf}; name the "
+                "tokenizer of that model"
+            )
+        raise RecipeError(
+            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
+        )
+    return size or tokenizer_size or 0

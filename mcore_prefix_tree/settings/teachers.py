@@ -1,0 +1,108 @@
+"""Recipes of teachers: files, or Hugging Face folders, which need none."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
+from mcore_prefix_tree.settings.load import load_recipe
+from mcore_prefix_tree.settings.model_section import ModelConfig
+from mcore_prefix_tree.settings.sections import (
+    CheckpointConfig,
+    ObjectiveConfig,
+    ParallelConfig,
+    Recipe,
+    RecipeError,
+)
+
+
+def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
+    """Return the teachers of a job: each path that it names, and the recipe that it stands for.
+
+    A Hugging Face folder stands for its weights and its own tokenizer, with the student's precision, layers and
+    attention back-end.
+
+    Args:
+        student: recipe of the job.
+
+    Raises:
+        RecipeError: see :func:`load_recipe` and :meth:`HuggingFaceFolder.read`.
+    """
+    return [
+        (
+            path,
+            replace(
+                student,
+                model=_model_of(path, student.model),
+                data=replace(student.data, tokenizer=path),
+                objective=ObjectiveConfig(),
+                checkpoint=CheckpointConfig(),
+            )
+            if (Path(path) / CONFIG).is_file()
+            else load_recipe(path),
+        )
+        for path in student.objective.teacher_recipes
+    ]
+
+
+def list_inputs(recipe: Recipe) -> list[str]:
+    """Return the files, globs and folders that a job and its teachers read, of which its outputs may replace no file.
+
+    A teacher's recipe that cannot be read adds only its own name; :func:`teacher_recipes` rejects it.
+    """
+    inputs = recipe.inputs
+    for path in recipe.objective.teacher_recipes:
+        if not Path(path).is_dir():
+            with suppress(OSError, ValueError):
+                inputs += load_recipe(path).inputs
+    return inputs
+
+
+def _model_of(path: str, student: ModelConfig) -> ModelConfig:
+    try:
+        folder = HuggingFaceFolder.read(path)
+        sizes: dict[str, Any] = folder.sizes
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"objective.teacher_recipe: {error}") from error
+    if folder.has_scalar_head:
+        raise RecipeError(f"objective.teacher_recipe={path} ends in a scalar head, which has no vocabulary")
+    return ModelConfig(hf=path, dtype=student.dtype, transformer_impl=student.transformer_impl, **sizes)
+
+
+def check_stage(ranks: int, objective: ObjectiveConfig) -> None:
+    """Check that the ranks of a pipeline stage can hold the teachers.
+
+    Raises:
+        RecipeError: the teachers' tensor-parallel size does not divide the number of ranks.
+    """
+    size = objective.teacher_tensor_model_parallel_size or 1
+    if ranks % size:
+        raise RecipeError(
+            f"objective.teacher_tensor_model_parallel_size={size} does not divide the {ranks} ranks of a pipeline "
+            "stage; choose one that does"
+        )
+
+
+def parallel_of_teachers(objective: ObjectiveConfig, parallel: ParallelConfig) -> ParallelConfig:
+    """Return the parallel layout of a job's teachers.
+
+    Args:
+        objective: objective section of the job's recipe.
+        parallel: parallel layout of the student.
+
+    Raises:
+        RecipeError: the teachers' tensor-parallel size is neither 1 nor a multiple of the student's.
+    """
+    given, own = objective.teacher_tensor_model_parallel_size, parallel.tensor_model_parallel_size
+    if given is None or given == own:
+        return parallel
+    if given != 1 and given % own:
+        raise RecipeError(
+            f"objective.teacher_tensor_model_parallel_size={given} is neither 1, which leaves teachers whole on each "
+            f"rank, nor a multiple of parallel.tensor_model_parallel_size={own}; change it, or leave it out to cut "
+            "teachers as their student"
+        )
+    return replace(parallel, tensor_model_parallel_size=given, sequence_parallel=False)

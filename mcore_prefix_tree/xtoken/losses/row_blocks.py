@@ -1,0 +1,155 @@
+"""Chunks cut into blocks of bounded size, with the inputs of a loss for each on the device.
+
+Legend: C chunks of a block, A rows of a block, n predictors of its chunks (a row that several chunks read counts for
+each), k whatever columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.utils.upload import upload
+from mcore_prefix_tree.xtoken.chunks import Chunks, Side
+from mcore_prefix_tree.xtoken.losses.outcomes import Endings, Outcomes
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockSide:
+    """The predictors of one model's chunks in a block.
+
+    Attributes:
+        rows: int64 ``[A]``, indices of the head's rows that the block reads, ascending.
+        row: int64 ``[n]``, each predictor's place in ``rows``.
+        chunk: int64 ``[n]``, chunk that each predictor belongs to, ascending.
+        token: int64 ``[n]``, the token that it predicts.
+        share: float64 ``[n]``, one over the predictors of its chunk.
+        last: int64 ``[C]``, the last predictor of each chunk.
+        realised: float64 ``[n]``, log-probability of each ``token``, where it is known beforehand; otherwise None.
+    """
+
+    rows: torch.Tensor
+    row: torch.Tensor
+    chunk: torch.Tensor
+    token: torch.Tensor
+    share: torch.Tensor
+    last: torch.Tensor
+    realised: torch.Tensor | None = None
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the means ``[C, k]`` over each chunk's predictors, from ``[A, k]``."""
+        # A product, not a scatter: a GPU adds it up in one order.
+        matrix = values.new_zeros(len(self.last), len(self.rows))
+        return matrix.index_put((self.chunk, self.row), self.share.to(values.dtype)) @ values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums ``[C]`` over each chunk's predictors, from ``[n]``."""
+        return values.new_zeros(len(self.last)).index_add(0, self.chunk, values)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """Some chunks of a micro-batch.
+
+    Attributes:
+        chunks: slice of the ordered chunks.
+        student: predictors of the chunks in the student.
+        teacher: predictors of the chunks in the teacher.
+        weight: float64 ``[C]``, weight of each chunk's term.
+        outcomes: outcomes of the chunks that partition-KL reads; None for other losses.
+    """
+
+    chunks: slice
+    student: BlockSide
+    teacher: BlockSide
+    weight: torch.Tensor
+    outcomes: Outcomes | None = None
+
+
+def ordered(chunks: Chunks) -> Chunks:
+    """Return the chunks by their first predictors, so that chunks of one block read the same rows where they can."""
+    first = [side.rows[side.starts[:-1]] for side in (chunks.teacher, chunks.student)]
+    order = np.lexsort(first)
+    return Chunks(
+        student=_taken(chunks.student, order),
+        teacher=_taken(chunks.teacher, order),
+        weight=chunks.weight[order],
+        multiplicity=chunks.multiplicity[order],
+        first_sample=chunks.first_sample[order],
+    )
+
+
+def blocks_of(
+    chunks: Chunks,
+    *,
+    student_rows: Int64Array,
+    teacher_rows: Int64Array,
+    student_limit: int,
+    teacher_limit: int,
+    endings: Endings | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Block]:
+    """Cut chunks into blocks.
+
+    Args:
+        chunks: chunks in order; see :func:`ordered`.
+        student_rows: int64, flat indices of the rows of the student's head, ascending. They hold all predictors.
+        teacher_rows: flat indices of the rows of the teacher's head, likewise.
+        student_limit: largest number of the student's predictors in a block; a longer chunk is a block by itself.
+        teacher_limit: largest number of the teacher's predictors, likewise.
+        endings: finder of the outcomes that partition-KL reads; None for other losses.
+        device: device of the tensors.
+    """
+    return [
+        Block(
+            chunks=part,
+            student=_block_side(chunks.student, part, student_rows, device),
+            teacher=_block_side(chunks.teacher, part, teacher_rows, device),
+            weight=upload(chunks.weight[part], device),
+            outcomes=None if endings is None else endings.of_block(chunks, part, device),
+        )
+        for part in _cut(chunks, student_limit, teacher_limit)
+    ]
+
+
+def _cut(chunks: Chunks, student_limit: int, teacher_limit: int) -> Iterator[slice]:
+    start = 0
+    while start < len(chunks):
+        stops = [
+            int(np.searchsorted(side.starts, side.starts[start] + limit, side="right")) - 1
+            for side, limit in ((chunks.student, student_limit), (chunks.teacher, teacher_limit))
+        ]
+        stop = max(start + 1, min(stops))
+        yield slice(start, stop)
+        start = stop
+
+
+def _taken(side: Side, order: Int64Array) -> Side:
+    lens = np.diff(side.starts)[order]
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    at = np.repeat(side.starts[:-1][order] - starts[:-1], lens) + np.arange(starts[-1])
+    realised = None if side.realised is None else side.realised[at]
+    return Side(rows=side.rows[at], tokens=side.tokens[at], starts=starts, realised=realised)
+
+
+def _block_side(side: Side, part: slice, rows: Int64Array, device: torch.device | str) -> BlockSide:
+    own = slice(int(side.starts[part.start]), int(side.starts[part.stop]))
+    lens = np.diff(side.starts[part.start : part.stop + 1])
+    read, row = np.unique(side.rows[own], return_inverse=True)
+    place = np.searchsorted(rows, read)
+    assert (rows[np.minimum(place, len(rows) - 1)] == read).all(), "the head has every predictor"
+    return BlockSide(
+        rows=upload(place, device),
+        row=upload(row, device),
+        chunk=upload(np.repeat(np.arange(len(lens)), lens), device),
+        token=upload(side.tokens[own].astype(np.int64), device),
+        share=upload(np.repeat(1 / lens, lens), device),
+        last=upload(np.cumsum(lens) - 1, device),
+        realised=None if side.realised is None else upload(side.realised[own], device),
+    )
