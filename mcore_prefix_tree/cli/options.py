@@ -75,7 +75,7 @@ def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
 
 
 def load_job(recipe: str, overrides: list[str] | None, hf: str | None, checks: Checks) -> Recipe:
-    """Return the recipe of a command, with its checks of :mod:`~mcore_prefix_tree.settings.command_checks`, before anything heavy is imported.
+    """Return the recipe of a command, with its checks, before anything heavy is imported.
 
     Raises:
         ValueError: see :func:`~mcore_prefix_tree.settings.load_recipe`.
