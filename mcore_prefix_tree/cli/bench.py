@@ -33,13 +33,10 @@ def step(
     plot: Plot = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
-    from mcore_prefix_tree.settings.command_checks import for_steps
-    from mcore_prefix_tree.settings.teachers import list_inputs
+    from mcore_prefix_tree.settings.command_checks import Task
 
-    loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], None, for_steps)
-    inputs = [recipe, *list_inputs(loaded)]
-    check_output_option("--output", output, inputs, make_folder=True)
-    check_picture(plot, inputs)
+    outputs = [partial(check_output_option, "--output", output, make_folder=True), partial(check_picture, plot)]
+    loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], Task.MEASURE, outputs=outputs)
     from rich.console import Console
 
     from mcore_prefix_tree.bench.step import step_result
@@ -50,7 +47,7 @@ def step(
     reporter = ConsoleReporter(Console(stderr=True))
     work = partial(compare_first, repeats=repeats, progress=partial(reporter.comparing, "bench"))
     try:
-        comparison, is_main = run_once(loaded, work, is_trained=True, is_checked=True)
+        comparison, is_main = run_once(loaded, work, is_trained=True)
     finally:
         reporter.close()
     if not is_main:

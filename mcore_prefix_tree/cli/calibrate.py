@@ -28,15 +28,13 @@ def calibrate(
     Under torchrun for the layout of the job; nothing is trained.
     """
     from mcore_prefix_tree.data.write import whole_file
-    from mcore_prefix_tree.settings.command_checks import for_steps
-    from mcore_prefix_tree.settings.teachers import list_inputs
+    from mcore_prefix_tree.settings.command_checks import Task
 
-    loaded = load_job(recipe, overrides, None, for_steps)
-    check_output_option("--output", output, [recipe, *list_inputs(loaded)])
+    loaded = load_job(recipe, overrides, Task.MEASURE, outputs=[partial(check_output_option, "--output", output)])
     from mcore_prefix_tree.bench.machine import describe_machine
     from mcore_prefix_tree.mcore.loop.jobs import measure_costs, run_once
 
-    found, is_main = run_once(loaded, partial(measure_costs, repeats=repeats), is_trained=True, is_checked=True)
+    found, is_main = run_once(loaded, partial(measure_costs, repeats=repeats), is_trained=True)
     if not is_main:
         return
     if output is not None:

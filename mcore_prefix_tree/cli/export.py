@@ -23,12 +23,12 @@ def export(
 
     Any parallel layout reads the checkpoint; under torchrun for several ranks.
     """
-    from mcore_prefix_tree.settings.command_checks import for_export
+    from mcore_prefix_tree.settings.command_checks import Task
 
-    loaded = load_job(recipe, overrides, hf, for_export)
+    loaded = load_job(recipe, overrides, Task.EXPORT, hf=hf)
     from mcore_prefix_tree.mcore.loop.export_folder import run_export
 
-    iteration, is_main = run_export(loaded, path, is_checked=True)
+    iteration, is_main = run_export(loaded, path)
     if is_main:
         by = iteration if isinstance(iteration, str) else f"iteration {iteration}"
         if loaded.model.lora is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields
 from inspect import Parameter, signature
 from pathlib import Path
@@ -18,7 +18,8 @@ from mcore_prefix_tree.utils.inputs import HUB, local_path
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.settings import Recipe
-    from mcore_prefix_tree.settings.load import Checks
+    from mcore_prefix_tree.settings.command_checks import Task
+    from mcore_prefix_tree.settings.section import Check
 
 Section = TypeVar("Section")
 
@@ -74,13 +75,36 @@ def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
     return given if path is None else [*given, f"model.hf={json.dumps(path, ensure_ascii=False)}"]
 
 
-def load_job(recipe: str, overrides: list[str] | None, hf: str | None, checks: Checks) -> Recipe:
-    """Return the recipe of a command, with its checks, before anything heavy is imported.
+def load_job(
+    recipe: str,
+    overrides: list[str] | None,
+    task: Task,
+    *,
+    hf: str | None = None,
+    outputs: Iterable[Callable[[list[str]], object]] = (),
+) -> Recipe:
+    """Return the recipe of a command, before anything heavy is imported.
+
+    Args:
+        outputs: checks of the command's outputs, which receive all files and folders that it reads.
 
     Raises:
-        ValueError: see :func:`~mcore_prefix_tree.settings.load_recipe`.
+        ValueError: names all mistakes of the recipe, its files and the outputs.
     """
     from mcore_prefix_tree.settings import load_recipe
+    from mcore_prefix_tree.settings.command_checks import Task, check_metrics, list_checks
+    from mcore_prefix_tree.settings.teachers import list_inputs
+
+    def checks(loaded: Recipe) -> Iterator[Check]:
+        yield from list_checks(loaded, task)
+        if task is Task.TRAIN:
+            yield lambda: check_metrics(loaded.log.metrics, [recipe])
+        for check_output in outputs:
+
+            def check(check_output: Callable[[list[str]], object] = check_output) -> None:
+                check_output([recipe, *list_inputs(loaded)])
+
+            yield check
 
     loaded = load_recipe(recipe, with_hf(overrides, hf), checks)
     quiet_upstream()

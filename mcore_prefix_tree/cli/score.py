@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, load_job, local
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.utils.inputs import MOST
-
-if TYPE_CHECKING:
-    from mcore_prefix_tree.settings import Recipe
-    from mcore_prefix_tree.settings.section import Check
 
 _SPELLINGS = {f"score.{name}": f"--{name.replace('_', '-')}" for name in ("output", "reference", "teacher_top_k")}
 
@@ -54,15 +49,12 @@ def score(
     The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
     was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
-    from mcore_prefix_tree.settings.command_checks import for_scoring
-    from mcore_prefix_tree.settings.teachers import list_inputs
+    from mcore_prefix_tree.settings.command_checks import Task
 
-    def list_checks(loaded: Recipe) -> Iterator[Check]:
-        yield from for_scoring(loaded)
-        inputs = [recipe, *list_inputs(loaded), *([] if reference is None else [reference])]
-        yield lambda: check_output_option("--output", output, inputs)
+    def check_written(inputs: list[str]) -> None:
+        check_output_option("--output", output, [*inputs, *([] if reference is None else [reference])])
 
-    loaded = load_job(recipe, overrides, hf, list_checks)
+    loaded = load_job(recipe, overrides, Task.SCORE, hf=hf, outputs=[check_written])
     from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 
     with spelled(_SPELLINGS):
@@ -73,7 +65,6 @@ def score(
             all_tokens=all_tokens,
             entropy=entropy,
             teacher_top_k=teacher_top_k,
-            is_checked=True,
         )
     if is_main:
         print(*report.lines(output), sep="\n")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,6 @@ from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
 from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, FAILED, leave
 from mcore_prefix_tree.utils.os_signals import ended_at_once
 from mcore_prefix_tree.utils.stdout import outlive_output
-
-if TYPE_CHECKING:
-    from mcore_prefix_tree.settings import Recipe
-    from mcore_prefix_tree.settings.section import Check
 
 
 def train(
@@ -53,22 +49,16 @@ def _train(
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter
-    from mcore_prefix_tree.settings.command_checks import check_metrics, for_training
-    from mcore_prefix_tree.settings.teachers import list_inputs
+    from mcore_prefix_tree.settings.command_checks import Task
 
-    def list_checks(loaded: Recipe) -> Iterator[Check]:
-        yield from for_training(loaded)
-        yield lambda: check_metrics(loaded.log.metrics, [recipe])
-        yield lambda: check_picture(plot, [recipe, *list_inputs(loaded)])
-
-    loaded = load_job(recipe, overrides, hf, list_checks)
+    loaded = load_job(recipe, overrides, Task.TRAIN, hf=hf, outputs=[partial(check_picture, plot)])
     outlive_output()
     from mcore_prefix_tree.mcore.loop.end_request import EndedError
     from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
 
     reporter = ConsoleReporter(Console(), keeps=plot is not None)
     try:
-        run_train(loaded, reporter, resume=resume, new_data=new_data, is_checked=True)
+        run_train(loaded, reporter, resume=resume, new_data=new_data)
     except VerificationError as error:
         leave(FAILED, str(error))
     except EndedError as error:

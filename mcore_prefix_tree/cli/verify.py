@@ -43,9 +43,9 @@ def verify(
         return
     if megatron_lm_path is not None:
         raise ValueError("--megatron-lm-path goes with no RECIPE: mcore-prefix-tree verify --megatron-lm-path DIR")
-    from mcore_prefix_tree.settings.command_checks import for_samples
+    from mcore_prefix_tree.settings.command_checks import Task
 
-    loaded = load_job(recipe, overrides, hf, for_samples)
+    loaded = load_job(recipe, overrides, Task.VERIFY, hf=hf)
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter, print_verified
@@ -55,7 +55,7 @@ def verify(
     reporter = ConsoleReporter(Console(stderr=True))
     try:
         work = partial(verify_first, progress=partial(reporter.comparing, "verify"))
-        report, is_main = run_once(loaded, work, is_checked=True)
+        report, is_main = run_once(loaded, work)
     finally:
         reporter.close()
     if is_main and as_json:

@@ -7,16 +7,18 @@ devices have the last word when the job starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum, auto
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.write import check_output
 from mcore_prefix_tree.settings.bind_objective import settings_of
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
-from mcore_prefix_tree.settings.load import Checks, load_recipe
+from mcore_prefix_tree.settings.load import load_recipe
 from mcore_prefix_tree.settings.sample_source import check_units
 from mcore_prefix_tree.settings.section import Check, collect_faults
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
@@ -24,78 +26,84 @@ from mcore_prefix_tree.settings.teachers import list_inputs, parallel_of_teacher
 from mcore_prefix_tree.utils.versions import install_command
 
 
-def check_recipe(recipe: Recipe, checks: Checks) -> None:
-    """Run the checks of a command, one of the functions below; raises RecipeError, which names all that is wrong."""
-    faults = collect_faults(checks(recipe))
-    if faults:
-        raise RecipeError("; ".join(faults))
+class Task(Enum):
+    """Work of a command on a recipe, which decides what is checked of it."""
+
+    VERIFY = auto()
+    MEASURE = auto()
+    TRAIN = auto()
+    SCORE = auto()
+    EXPORT = auto()
 
 
-def for_samples(recipe: Recipe) -> Iterator[Check]:
-    """Yield the checks of a command that runs the model on the samples."""
-    yield lambda: parallel_of_teachers(recipe.objective, recipe.parallel)
-    yield lambda: recipe.padding
-    yield lambda: check_units(settings_of(recipe.objective), recipe.batch, recipe.objective)
-    yield lambda: _refuse(
+# Of a recipe whose model runs on the samples.
+_SAMPLES: tuple[Callable[[Any], object], ...] = (
+    lambda recipe: parallel_of_teachers(recipe.objective, recipe.parallel),
+    lambda recipe: recipe.padding,
+    lambda recipe: check_units(settings_of(recipe.objective), recipe.batch, recipe.objective),
+    lambda recipe: _refuse(
         recipe.data.tokenizer is None and bool(recipe.data.chat_template_kwargs),
         "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none",
-    )
-    yield lambda: _refuse(
+    ),
+    lambda recipe: _refuse(
         recipe.data.tokenizer is None and recipe.model.vocab_size is None,
         "model.vocab_size is missing; set it, or name a data.tokenizer to take it from",
-    )
-    yield lambda: _check_teachers(recipe.objective, across_tokenizers=True)
-    yield lambda: resolve_paths(recipe.data.path)
-
-
-def for_steps(recipe: Recipe) -> Iterator[Check]:
-    """Yield the checks of a command that runs the optimizer, too."""
-    yield lambda: _refuse(
+    ),
+    lambda recipe: _check_teachers(recipe.objective, across_tokenizers=True),
+    lambda recipe: resolve_paths(recipe.data.path),
+)
+# Of one whose optimizer runs too.
+_STEPS: tuple[Callable[[Any], object], ...] = (
+    lambda recipe: _refuse(
         recipe.model.dtype == "float64" and recipe.optimizer.clip_grad > 0,
         "optimizer.clip_grad: Megatron clips fp32 gradients; set it to 0 with model.dtype=float64",
-    )
-    yield lambda: _refuse(
+    ),
+    lambda recipe: _refuse(
         recipe.model.dtype == "float64" and recipe.optimizer.use_distributed_optimizer,
         "optimizer.use_distributed_optimizer: Megatron's takes no model.dtype=float64; turn it off",
-    )
-    yield lambda: _refuse(
+    ),
+    lambda recipe: _refuse(
         recipe.optimizer.lr_warmup_steps >= recipe.train_iters,
         f"optimizer.lr_warmup_steps={recipe.optimizer.lr_warmup_steps} must be below train_iters={recipe.train_iters}; "
         "lower it, or set optimizer.lr_warmup_fraction",
-    )
-    yield lambda: _refuse(
+    ),
+    lambda recipe: _refuse(
         recipe.optimizer.min_lr > recipe.optimizer.lr,
         f"optimizer.min_lr={recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}",
-    )
-    yield from for_samples(recipe)
+    ),
+    *_SAMPLES,
+)
+_CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
+    Task.VERIFY: _SAMPLES,
+    Task.MEASURE: _STEPS,
+    Task.TRAIN: (
+        *_STEPS,
+        lambda recipe: _check_teachers(recipe.objective, across_tokenizers=False),
+        lambda recipe: recipe.validation.path is None or resolve_paths(recipe.validation.path),
+        lambda recipe: check_metrics(recipe.log.metrics, list_inputs(recipe)),
+        lambda recipe: _check_package("tensorboard", recipe.log.tensorboard),
+        lambda recipe: _check_package("wandb", recipe.log.wandb),
+        lambda recipe: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}"),
+    ),
+    Task.SCORE: (
+        *_SAMPLES,
+        lambda recipe: _refuse(
+            recipe.checkpoint.save is None and recipe.model.hf is None,
+            "scoring needs checkpoint.save, the folder of the checkpoints to score with",
+        ),
+        lambda recipe: _check_saved(recipe.checkpoint.save),
+    ),
+    Task.EXPORT: (
+        lambda recipe: _refuse(recipe.model.hf is None, "export needs model.hf, whose format it writes; set it"),
+        lambda recipe: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it"),
+        lambda recipe: _check_saved(recipe.checkpoint.save),
+    ),
+}
 
 
-def for_training(recipe: Recipe) -> Iterator[Check]:
-    """Yield the checks of a command that trains to the end, and writes logs and an export."""
-    yield from for_steps(recipe)
-    yield lambda: _check_teachers(recipe.objective, across_tokenizers=False)
-    yield lambda: recipe.validation.path is None or resolve_paths(recipe.validation.path)
-    yield lambda: check_metrics(recipe.log.metrics, list_inputs(recipe))
-    yield lambda: _check_package("tensorboard", recipe.log.tensorboard)
-    yield lambda: _check_package("wandb", recipe.log.wandb)
-    yield lambda: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}")
-
-
-def for_scoring(recipe: Recipe) -> Iterator[Check]:
-    """Yield the checks of a command that scores the samples under a checkpoint."""
-    yield from for_samples(recipe)
-    yield lambda: _refuse(
-        recipe.checkpoint.save is None and recipe.model.hf is None,
-        "scoring needs checkpoint.save, the folder of the checkpoints to score with",
-    )
-    yield lambda: _check_saved(recipe.checkpoint.save)
-
-
-def for_export(recipe: Recipe) -> Iterator[Check]:
-    """Yield the checks of a command that exports a checkpoint."""
-    yield lambda: _refuse(recipe.model.hf is None, "export needs model.hf, whose format it writes; set it")
-    yield lambda: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it")
-    yield lambda: _check_saved(recipe.checkpoint.save)
+def list_checks(recipe: Recipe, task: Task) -> list[Check]:
+    """Return the checks of a task; :func:`load_recipe` runs them and reports their mistakes with its own."""
+    return [partial(check, recipe) for check in _CHECKS[task]]
 
 
 def check_new(path: str | Path | None, setting: str) -> None:

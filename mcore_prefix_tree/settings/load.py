@@ -62,7 +62,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
     recipe, own = _validate(content, unread)
     own += of_model + of_lora
     of_command = collect_faults(checks(recipe))
-    of_files = of_hf + of_adapter or collect_faults(_list_folder_checks(recipe))
+    of_files = of_hf + of_adapter or collect_faults(
+        [lambda: _check_head(recipe.model, recipe.objective), lambda: _check_adapter(recipe.model)]
+    )
     own_name = f"recipe {path}: " if own or of_files else ""
     if own or of_command or of_files:
         faults.append(own_name + "; ".join(dict.fromkeys(own + of_command + of_files)))
@@ -99,10 +101,6 @@ def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]
                 sentences.append(f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}{value}")
         recipe = keep_valid(Recipe, content)
         return recipe, sentences + broken_rules(recipe)
-
-
-def _list_folder_checks(recipe: Recipe) -> list[Check]:
-    return [lambda: _check_head(recipe.model, recipe.objective), lambda: _check_adapter(recipe.model)]
 
 
 def _check_head(model: ModelConfig, objective: ObjectiveConfig) -> None:

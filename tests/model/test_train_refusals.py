@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from train_jobs import Notes, command, rows, write_job
+from train_jobs import command, rows, write_job
 
-from mcore_prefix_tree.mcore.loop.jobs import run_once, run_train, verify_first
-from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.settings import RecipeError, command_checks, load_recipe
+from mcore_prefix_tree.settings.command_checks import Task, list_checks
 
 LATENT = "model.transformer.multi_latent_attention=true model.num_query_groups=null"
 YARN = (
@@ -169,20 +169,20 @@ def test_what_only_training_refuses(job: Path, overrides: str, says: str) -> Non
     assert command("verify", job, *overrides.split()).exit_code == 0
 
 
-def test_functions_report_all_mistakes_of_a_recipe_too(job: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(job, ["data.path=nope.jsonl", "batch.length_buckets=[8]", "optimizer.lr_warmup_steps=6"])
+def test_loading_for_a_task_reports_all_mistakes(job: Path) -> None:
+    overrides = ["data.path=nope.jsonl", "batch.length_buckets=[8]", "optimizer.lr_warmup_steps=6"]
     buckets, warm_up, files = (
         "batch.length_buckets: the largest, 8",
         "lr_warmup_steps=6 must be below",
         "nope.jsonl: no",
     )
-    for run, sentences in (
-        (lambda: run_train(recipe, Notes()), [warm_up, buckets, files]),
-        (lambda: run_once(recipe, verify_first), [buckets, files]),
-        (lambda: run_score(recipe, tmp_path / "scores.jsonl"), [buckets, files]),
+    for task, sentences in (
+        (Task.TRAIN, [warm_up, buckets, files]),
+        (Task.VERIFY, [buckets, files]),
+        (Task.SCORE, [buckets, files]),
     ):
         with pytest.raises(RecipeError) as error:
-            run()
+            load_recipe(job, overrides, partial(list_checks, task=task))
         found = [str(error.value).find(sentence) for sentence in sentences]
         assert found == sorted(found)
         assert found[0] >= 0

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import Recipe, load_recipe
+from mcore_prefix_tree.settings.command_checks import Task, list_checks
 
 VOCAB = 64
 BATCH = 6
@@ -135,7 +137,10 @@ def train(
 ) -> Notes:
     """``run_train`` in this process; ``stop_after`` interrupts it as Ctrl-C after that step would."""
     notes = Notes(stop_after=stop_after)
-    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    checks = partial(list_checks, task=Task.TRAIN)
+    loaded = (
+        recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, partial(list_checks, task=Task.TRAIN))
+    )
     try:
         run_train(loaded, notes, resume=resume, new_data=new_data)
     except KeyboardInterrupt:

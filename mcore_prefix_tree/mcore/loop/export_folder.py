@@ -30,7 +30,7 @@ from mcore_prefix_tree.mcore.models.lora import bridge_lora
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.settings import ModelConfig, Recipe, RecipeError, adapter_folder
 from mcore_prefix_tree.settings.adapter_folder import PREFIX
-from mcore_prefix_tree.settings.command_checks import check_new, check_recipe, for_export
+from mcore_prefix_tree.settings.command_checks import check_new
 from mcore_prefix_tree.settings.hf_folder import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
 # Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
@@ -278,13 +278,12 @@ def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def run_export(recipe: Recipe, target: str | Path, *, is_checked: bool = False) -> tuple[int | str, bool]:
+def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
     """Write the last checkpoint of a recipe as a Hugging Face folder.
 
     Args:
         recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
         target: folder to make.
-        is_checked: whether the recipe was loaded with the checks of the command.
 
     Returns:
         The checkpoint's iteration, and whether this is the main rank.
@@ -294,8 +293,6 @@ def run_export(recipe: Recipe, target: str | Path, *, is_checked: bool = False) 
             folder exists.
         OSError: the folder cannot be written.
     """
-    if not is_checked:
-        check_recipe(recipe, for_export)
     saved = recipe.checkpoint.save
     assert saved is not None, "checked"
     check_new(target, f"PATH={target}")

@@ -37,7 +37,6 @@ from mcore_prefix_tree.settings import (
     ValidationConfig,
 )
 from mcore_prefix_tree.settings.bind_objective import objective_of
-from mcore_prefix_tree.settings.command_checks import check_recipe, for_samples, for_steps, for_training
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +49,17 @@ class VerificationError(RuntimeError):
     """Folded and unfolded runs differ by more than the tolerance."""
 
 
-def run_once(
-    recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False, is_checked: bool = False
-) -> tuple[T, bool]:
+def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False) -> tuple[T, bool]:
     """Join a recipe's job, and do one thing with what it resolves to.
 
     Args:
         recipe: recipe of the job.
         work: function of the resolved recipe, such as :func:`verify_first`.
         is_trained: whether ``work`` runs the optimizer.
-        is_checked: whether the recipe was loaded with the checks of the command.
 
     Returns:
         What ``work`` returns, and whether this is the main rank.
     """
-    if not is_checked:
-        check_recipe(recipe, for_steps if is_trained else for_samples)
     objective = objective_of(recipe)
     if is_trained:
         _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
@@ -89,9 +83,7 @@ def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
     return Trainer(run, run.new_model()).calibrate(repeats=repeats)
 
 
-def run_train(
-    recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False, is_checked: bool = False
-) -> None:
+def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
     """Run ``mcore-prefix-tree train``.
 
     Args:
@@ -99,14 +91,11 @@ def run_train(
         reporter: listener, called on the main rank.
         resume: whether to continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
         new_data: whether, with ``resume``, data that are not the checkpoint's start from their beginning.
-        is_checked: whether the recipe was loaded with the checks of the command.
 
     Raises:
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
         RecipeError, SampleError, NotImplementedError: see what raises them.
     """
-    if not is_checked:
-        check_recipe(recipe, for_training)
     objective = objective_of(recipe)
     _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
     teachers = asked_teachers(objective.second_models, recipe)

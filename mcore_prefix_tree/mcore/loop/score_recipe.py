@@ -18,7 +18,6 @@ from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.settings import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.bind_objective import objective_of
-from mcore_prefix_tree.settings.command_checks import check_recipe, for_scoring
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.score_section import REFERENCE, ScoreConfig
 from mcore_prefix_tree.settings.teachers import list_inputs
@@ -32,7 +31,6 @@ def run_score(
     all_tokens: bool = False,
     entropy: bool = True,
     teacher_top_k: int | None = None,
-    is_checked: bool = False,
 ) -> tuple[ScoreReport, bool]:
     """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
 
@@ -52,7 +50,6 @@ def run_score(
         entropy: whether to write the entropy too.
         teacher_top_k: number of likeliest tokens to write of each prediction, if the model is a teacher to be distilled
             from.
-        is_checked: whether the recipe was loaded with the checks of the command.
 
     Returns:
         The report of what was written, and whether this is the main rank, which writes.
@@ -62,8 +59,6 @@ def run_score(
         ScoreError: a score is NaN or infinite; nothing is written.
         SampleError, OSError, NotImplementedError: see what raises them.
     """
-    if not is_checked:
-        check_recipe(recipe, for_scoring)
     try:
         check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
     except ValueError as error:
