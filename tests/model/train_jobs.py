@@ -138,9 +138,7 @@ def train(
     """``run_train`` in this process; ``stop_after`` interrupts it as Ctrl-C after that step would."""
     notes = Notes(stop_after=stop_after)
     checks = partial(list_checks, task=Task.TRAIN)
-    loaded = (
-        recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, partial(list_checks, task=Task.TRAIN))
-    )
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, checks)
     try:
         run_train(loaded, notes, resume=resume, new_data=new_data)
     except KeyboardInterrupt:
