@@ -3,7 +3,7 @@
 
     OMP_NUM_THREADS=1 benchmarks/families.py      # writes benchmarks/results/families.json; takes minutes
 
-Needs the packages of requirements-bridge.txt. Megatron-Core's own layers run as they are; those of TransformerEngine in
+Needs the packages of requirements/bridge.txt. Megatron-Core's own layers run as they are; those of TransformerEngine in
 plain torch, from tests/peers/te_stand_in.py, in a process of their own: Megatron-Core looks for TransformerEngine once,
 when it is imported.
 """

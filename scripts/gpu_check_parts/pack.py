@@ -27,7 +27,7 @@ UNREAD = ("docs", "examples", "patches")
 
 def pins_of(name: str) -> Path:
     """Return the file of the exact versions that a folder holds."""
-    return ROOT / f"requirements-pack-{name}.txt"
+    return ROOT / f"requirements/pack-{name}.txt"
 
 
 def pack(folder: Path) -> int:
@@ -68,7 +68,7 @@ def trips(sizes: dict[str, int], *, tree: int, unread: int) -> tuple[list[str], 
         if total - unread > LARGEST_BYTES:
             code = 1
             lines.append(
-                f"  TOO LARGE by {_mib(total - LARGEST_BYTES)}: pin smaller packages in requirements-pack-*.txt"
+                f"  TOO LARGE by {_mib(total - LARGEST_BYTES)}: pin smaller packages in requirements/pack-*.txt"
             )
         elif total > LARGEST_BYTES:
             lines.append(

@@ -1,9 +1,9 @@
 # Sourced by the scripts beside this folder: creates .venv if it is missing and installs what a requirements file pins.
 #
-# requirements.txt pins the newest tested megatron-core for Python 3.12, and an older one for Pythons without it. So a
+# requirements/base.txt pins the newest tested megatron-core for Python 3.12, and an older one for Pythons without it. So a
 # Python 3.12 is preferred to any other; PYTHON overrides the choice.
 #
-# requirements-torch.txt pins torch and Triton. Where the Python that runs this already has a torch that sees a GPU, the
+# requirements/torch.txt pins torch and Triton. Where the Python that runs this already has a torch that sees a GPU, the
 # environment borrows that one and its Triton instead, and pip never replaces them.
 
 # As it was called, before this goes elsewhere.
@@ -47,11 +47,11 @@ version_of() {
     fi
 }
 
-# core_for VERSION: the megatron-core that requirements.txt pins for this version of Python.
+# core_for VERSION: the megatron-core that requirements/base.txt pins for this version of Python.
 core_for() {
     local comparison='<'
     if [ "${1#3.}" -ge 12 ]; then comparison='>='; fi
-    sed -n "s/^megatron-core==\([0-9.]*\); python_version $comparison .*/\1/p" requirements.txt
+    sed -n "s/^megatron-core==\([0-9.]*\); python_version $comparison .*/\1/p" requirements/base.txt
 }
 
 # prepare_environment REQUIREMENTS [FOLDER PYTHON]: activates FOLDER, with REQUIREMENTS and this package installed.
@@ -82,7 +82,7 @@ prepare_environment() {
         echo "installing $requirements into $folder"
         install_beside_torch "$folder" -r "$requirements"
         # Megatron-Bridge and why it is installed without what it depends on: see that file.
-        pip_install "$folder" --no-deps --editable . -r requirements-bridge.txt
+        pip_install "$folder" --no-deps --editable . -r requirements/bridge.txt
         echo "$wanted" >"$stamp"
     fi
     # shellcheck disable=SC1091
@@ -164,7 +164,7 @@ install_beside_torch() {
     if [ -n "$borrowed" ]; then
         pip_install "$folder" --constraint <(echo "$borrowed") "$@"
     else
-        pip_install "$folder" -r requirements-torch.txt "$@"
+        pip_install "$folder" -r requirements/torch.txt "$@"
     fi
 }
 
@@ -180,7 +180,7 @@ for name in ("torch", "triton"):
 
 # hash_of FOLDER REQUIREMENTS: changes with everything that decides what is installed.
 hash_of() {
-    cat pyproject.toml requirements*.txt "$2" |
+    cat pyproject.toml requirements/*.txt "$2" |
         "$1/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 

@@ -36,7 +36,7 @@ AFTERWARDS = {"bridge": "megatron-bridge"}
 # Extras that need another Python than requires-python, and why.
 NEEDS_PYTHON = {"bridge": ((3, 12), "Megatron-Bridge"), "docs": ((3, 11), "the site")}
 # These need a GPU's driver or belong to an environment of their own; scripts/test installs all other pins.
-ELSEWHERE = {"gpu": "requirements-gpu.txt", "hub": "requirements-peers.txt"}
+ELSEWHERE = {"gpu": "requirements/gpu.txt", "hub": "requirements/peers.txt"}
 # These are compiled against a torch for CUDA (docs/gpu.md), so they are imported only if they are installed.
 COMPILED = ("flash", "te")
 # Importing it needs TransformerEngine, which is built with CUDA: without it the tests' stand-in takes its place.
@@ -53,8 +53,8 @@ else:
 
 
 def pin_of(package: str) -> str:
-    """The release that requirements-bridge.txt pins, which the page names too."""
-    (found,) = re.findall(rf"^({package}==[\w.]+)", (ROOT / "requirements-bridge.txt").read_text(), re.M)
+    """The release that requirements/bridge.txt pins, which the page names too."""
+    (found,) = re.findall(rf"^({package}==[\w.]+)", (ROOT / "requirements/bridge.txt").read_text(), re.M)
     return str(found)
 
 

@@ -19,18 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What the scripts and the README install, by their names; see environment.sh and versions.sh.
 INSTALLED = {
-    "scripts/quickstart": ["-r", "requirements-torch.txt", "-r", "requirements.txt"],
-    "scripts/docs": ["-r", "requirements-torch.txt", "-r", "requirements-docs.txt"],
-    "scripts/test": ["-r", "requirements-torch.txt", "-r", "requirements-test.txt"],
-    "scripts/gpu_check": ["-r", "requirements-torch.txt", "-r", "requirements-gpu.txt"],
+    "scripts/quickstart": ["-r", "requirements/torch.txt", "-r", "requirements/base.txt"],
+    "scripts/docs": ["-r", "requirements/torch.txt", "-r", "requirements/docs.txt"],
+    "scripts/test": ["-r", "requirements/torch.txt", "-r", "requirements/test.txt"],
+    "scripts/gpu_check": ["-r", "requirements/torch.txt", "-r", "requirements/gpu.txt"],
     "scripts/gpu_check --pack": [
-        *("--no-deps", "-r", "requirements-pack-steps.txt", "-r", "requirements-pack-fa4.txt"),
+        *("--no-deps", "-r", "requirements/pack-steps.txt", "-r", "requirements/pack-fa4.txt"),
     ],
     "tests/upstream": [
-        *("-r", "requirements-torch.txt", "-r", "requirements-test.txt", "-r", "requirements-megatron-lm.txt"),
+        *("-r", "requirements/torch.txt", "-r", "requirements/test.txt", "-r", "requirements/megatron-lm.txt"),
     ],
-    "tests/peers": ["--no-deps", "-r", "requirements-peers.txt"],
-    "Megatron-Bridge, with Python 3.12": ["--no-deps", "-r", "requirements-bridge.txt"],
+    "tests/peers": ["--no-deps", "-r", "requirements/peers.txt"],
+    "Megatron-Bridge, with Python 3.12": ["--no-deps", "-r", "requirements/bridge.txt"],
 }
 SHOWN = ("torch", "triton", "megatron-core", "flash-attn-4", "verl")
 

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
 # Sourced by scripts/versions, after environment.sh: an environment for each megatron-core.
 
-# prepare_version VERSION: what requirements-versions/VERSION.txt pins over requirements-test.txt, in .venv-versions/VERSION
+# prepare_version VERSION: what requirements/versions/VERSION.txt pins over requirements/test.txt, in .venv-versions/VERSION
 prepare_version() {
     local version=$1
     local folder=.venv-versions/$version
-    local requirements=requirements-versions/$version.txt
+    local requirements=requirements/versions/$version.txt
     local pythons=(3.12) # newer releases have no wheels for older Pythons
     case $version in 0.16.*) pythons=(3.11 3.10) ;; esac
     local python
@@ -13,7 +13,7 @@ prepare_version() {
         echo "megatron-core $version is tested with Python ${pythons[*]}, and none is found; name one with PYTHON=/path/to/python" >&2
         exit 2
     fi
-    prepare_environment requirements-test.txt "$folder" "$python"
+    prepare_environment requirements/test.txt "$folder" "$python"
     local stamp="$folder/installed-version"
     local wanted
     wanted=$(hash_of "$folder" "$requirements")
@@ -39,7 +39,7 @@ is_checkout_of() {
 
 # tested_commit: of main.
 tested_commit() {
-    grep -oE '\b[0-9a-f]{40}\b' requirements-versions/main.txt
+    grep -oE '\b[0-9a-f]{40}\b' requirements/versions/main.txt
 }
 
 # say_commit: one sentence where the checkout is not at the commit of main that is tested.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-# Besides what requirements-pack-*.txt bring there.
+# Besides what requirements/pack-*.txt bring there.
 ABSENT = ("mcore-prefix-tree", "megatron-bridge", "prefix-grouper", "areal", "liger-kernel", "wandb")
 TOOL = """#!/bin/sh
 # Stands for {name}: runs the program behind its options, and prints what its readers look for.
@@ -32,8 +32,8 @@ TOOLS = {
 
 
 def pins(name: str) -> dict[str, str]:
-    """Return the pinned versions of ``requirements-pack-NAME.txt``."""
-    lines = (ROOT / f"requirements-pack-{name}.txt").read_text().splitlines()
+    """Return the pinned versions of ``requirements/pack-NAME.txt``."""
+    lines = (ROOT / f"requirements/pack-{name}.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
@@ -57,7 +57,7 @@ def make(folder: Path) -> Path:
 
 
 def wheels(folder: Path) -> None:
-    """Pack what is installed of ``requirements-pack-steps.txt`` into wheels again."""
+    """Pack what is installed of ``requirements/pack-steps.txt`` into wheels again."""
     folder.mkdir()
     for name in pins("steps"):
         found = distribution(name)

@@ -67,7 +67,7 @@ def test_archive_has_all_files_but_stubs(tmp_path, monkeypatch):
         ((20, 55), 0, "together they are 81.0 MiB: make one trip for each folder, without the others:"),
         ((20, 30), 0, "all folders fit in one trip, 56.0 MiB; call the script once with each:"),
         ((20, 58.5), 0, "  TOO LARGE by 0.5 MiB: remove docs, examples, patches from the checkout first"),
-        ((20, 60), 1, "  TOO LARGE by 2.0 MiB: pin smaller packages in requirements-pack-*.txt"),
+        ((20, 60), 1, "  TOO LARGE by 2.0 MiB: pin smaller packages in requirements/pack-*.txt"),
     ],
 )
 def test_trips_stay_below_the_limit(sizes, code, says):

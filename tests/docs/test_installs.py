@@ -81,8 +81,8 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def named_by_us() -> set[str]:
     """The packages of pyproject.toml and the requirements files."""
-    lines = [line for file in ROOT.rglob("requirements*/*.txt") for line in file.read_text().splitlines()]
-    lines += [line for file in ROOT.glob("requirements*.txt") for line in file.read_text().splitlines()]
+    lines = [line for file in ROOT.rglob("requirements/versions/*.txt") for line in file.read_text().splitlines()]
+    lines += [line for file in ROOT.glob("requirements/*.txt") for line in file.read_text().splitlines()]
     lines += re.findall(r'"([a-z][\w.-]*(?:\[\w+\])?>=[^"]+)"', (ROOT / "pyproject.toml").read_text())
     return {name for line in lines if not line.startswith("#") and (name := index_name(line))}
 
@@ -106,7 +106,7 @@ def test_what_is_installed_is_what_is_tested() -> None:
     [
         ("pip install --no-deps mcore-prefix-tree      # on every machine", [OURS]),
         ("`pip install 'mcore_prefix_tree[hf]>=0.1' pyarrow`", [OURS, "pyarrow"]),
-        ("python -m pip install -r requirements.txt \\\n    -U Mcore.Prefix.Tree", [OURS]),
+        ("python -m pip install -r requirements/base.txt \\\n    -U Mcore.Prefix.Tree", [OURS]),
         ("uv add mcore-prefix-tree", [OURS]),
         ("pip install mcore_prefix_tree-0.1.0-py3-none-any.whl '.[hf]' /a/clone[plot] {}", []),
         ("needs pip install wandb rich. A run", ["wandb", "rich"]),

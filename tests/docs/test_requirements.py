@@ -14,6 +14,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from pages import PAGES
 
@@ -25,7 +26,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted([*ROOT.glob("requirements*.txt"), *ROOT.glob("requirements-versions/*.txt")])
+FILES = sorted([*ROOT.glob("requirements/*.txt"), *ROOT.glob("requirements/versions/*.txt")])
 
 
 def pins(file: Path) -> list[Requirement]:
@@ -33,14 +34,14 @@ def pins(file: Path) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("-")]
 
 
-def pinned_version(name: str) -> str:
-    (found,) = (pin for pin in pins(ROOT / "requirements-torch.txt") if pin.name == name)
+def pinned_version(name: str, file: str = "torch") -> str:
+    (found,) = (pin for pin in pins(ROOT / "requirements" / f"{file}.txt") if pin.name == name)
     return str(found.specifier).removeprefix("==")
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_torch_and_triton_are_pinned_in_one_place(name: str) -> None:
-    assert [file.name for file in FILES for pin in pins(file) if pin.name == name] == ["requirements-torch.txt"]
+    assert [file.name for file in FILES for pin in pins(file) if pin.name == name] == ["torch.txt"]
     scripts = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert [path.name for path in scripts if re.search(rf"\b{name}==\d", path.read_text())] == []
 
@@ -93,8 +94,8 @@ def test_pins_are_within_the_bounds_of_pyproject() -> None:
 
 
 def test_files_for_one_environment_pin_one_version() -> None:
-    """requirements-peers.txt and requirements-bridge.txt go on top of requirements-test.txt."""
-    files = [file for file in FILES if file.name in ("requirements-bridge.txt", "requirements-peers.txt")]
+    """requirements/peers.txt and requirements/bridge.txt go on top of requirements/test.txt."""
+    files = [file for file in FILES if file.name in ("bridge.txt", "peers.txt")]
     found: dict[str, set[str]] = {}
     for pin in (pin for file in files for pin in pins(file)):
         found.setdefault(pin.name, set()).add(str(pin.specifier))
@@ -104,11 +105,11 @@ def test_files_for_one_environment_pin_one_version() -> None:
 
 def test_bridge_is_installed_without_what_it_does_not_import() -> None:
     """Which packages, and why without dependencies, is written in one file; the page says how."""
-    text = (ROOT / "requirements-bridge.txt").read_text()
+    text = (ROOT / "requirements/bridge.txt").read_text()
     assert "--no-deps" in text
-    assert {str(pin.marker) for pin in pins(ROOT / "requirements-bridge.txt")} == {'python_version == "3.12"'}
+    assert {str(pin.marker) for pin in pins(ROOT / "requirements/bridge.txt")} == {'python_version == "3.12"'}
     page = (ROOT / "docs" / "trainers.md").read_text()
-    assert "pip install --no-deps -r requirements-bridge.txt" in page
+    assert "pip install --no-deps -r requirements/bridge.txt" in page
     assert [name for name in ("einops", "megatron-bridge==") if name in page] == []
 
 
@@ -129,7 +130,7 @@ def machine_with(folder: Path, torch: str) -> Path:
     return python
 
 
-INSTALL_PACKAGE = "install --no-deps --editable . -r requirements-bridge.txt"
+INSTALL_PACKAGE = "install --no-deps --editable . -r requirements/bridge.txt"
 # Says what pip is asked instead of asking it.
 PREPARE = """
 set -euo pipefail
@@ -139,7 +140,7 @@ pip_install() {
     if [ "$1" = --constraint ]; then echo "keep $(tr '\\n' ' ' <"$2")" && shift 2; fi
     echo "install $*"
 }
-prepare_environment requirements-test.txt "$1" "$2"
+prepare_environment requirements/test.txt "$1" "$2"
 python -c 'import torch' 2>/dev/null && echo "torch is seen"
 """
 
@@ -158,14 +159,14 @@ def prepared(folder: Path, python: Path) -> list[str]:
 def test_environment_keeps_a_torch_that_sees_a_gpu(tmp_path: Path) -> None:
     """Also one that lies in another virtual environment, with its Triton."""
     python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: True)\n")
-    expected = ["keep torch==2.9.1+cu126 triton==3.5.1 ", "install -r requirements-test.txt"]
+    expected = ["keep torch==2.9.1+cu126 triton==3.5.1 ", "install -r requirements/test.txt"]
     assert prepared(tmp_path / "new", python) == [*expected, INSTALL_PACKAGE, "torch is seen"]
     assert prepared(tmp_path / "new", python) == ["torch is seen"]  # installed once
 
 
 def test_environment_pins_torch_where_none_sees_a_gpu(tmp_path: Path) -> None:
     python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: False)\n")
-    expected = "install -r requirements-torch.txt -r requirements-test.txt"
+    expected = "install -r requirements/torch.txt -r requirements/test.txt"
     assert prepared(tmp_path / "new", python) == [expected, INSTALL_PACKAGE]
 
 
@@ -255,8 +256,8 @@ def test_environment_of_another_python(tmp_path: Path) -> None:
 
 
 def core_pins() -> dict[str, str]:
-    """The megatron-core of requirements.txt by the version of Python."""
-    lines = [pin for pin in pins(ROOT / "requirements.txt") if pin.name == "megatron-core"]
+    """The megatron-core of requirements/base.txt by the version of Python."""
+    lines = [pin for pin in pins(ROOT / "requirements/base.txt") if pin.name == "megatron-core"]
     return {
         python: str(pin.specifier).removeprefix("==")
         for python in ("3.10", "3.11", "3.12")
@@ -266,9 +267,9 @@ def core_pins() -> dict[str, str]:
 
 
 def test_each_megatron_core_is_tested(tmp_path: Path) -> None:
-    """What requirements.txt installs is what scripts/versions tests, and what environment.sh announces."""
+    """What requirements/base.txt installs is what scripts/versions tests, and what environment.sh announces."""
     found = core_pins()
-    assert {*found.values()} <= {file.stem for file in (ROOT / "requirements-versions").glob("*.txt")}
+    assert {*found.values()} <= {file.stem for file in (ROOT / "requirements" / "versions").glob("*.txt")}
     done = call("for version in 3.10 3.11 3.12; do core_for $version; done", tmp_path)
     assert done.stdout.split() == [found["3.10"], found["3.11"], found["3.12"]]
     assert f"scripts/versions {found['3.11']} " in (ROOT / ".ci" / "run").read_text()
@@ -276,7 +277,7 @@ def test_each_megatron_core_is_tested(tmp_path: Path) -> None:
 
 def test_each_tested_version_is_named_where_users_look() -> None:
     """The files of scripts/versions, what is said of other versions, and the page of what is supported."""
-    files = {file.stem: file for file in (ROOT / "requirements-versions").glob("*.txt")}
+    files = {file.stem: file for file in (ROOT / "requirements" / "versions").glob("*.txt")}
     main = files.pop("main")
     assert set(RELEASES) == set(files)
     for release, file in files.items():
@@ -328,3 +329,15 @@ def test_main_needs_a_checkout(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("main needs a checkout of Megatron-LM: name one with MEGATRON_LM_PATH, best at ")
+
+
+def test_the_hooks_before_a_commit_run_the_same_ruff() -> None:
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert hooks["rev"] == f"v{pinned_version('ruff', 'test')}"
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for step in workflow["jobs"]["ci"]["steps"] if "run" in step]
+    assert commands == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("mkdocs", reason="the site needs Python 3.11 and requirements-docs.txt")
+pytest.importorskip("mkdocs", reason="the site needs Python 3.11 and requirements/docs.txt")
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,6 +1,6 @@
 """The datasets library itself: what it saves and what its builders make of files is read. There is no network here.
 
-Needs it: ``pip install --no-deps -r requirements-peers.txt``.
+Needs it: ``pip install --no-deps -r requirements/peers.txt``.
 """
 
 from __future__ import annotations

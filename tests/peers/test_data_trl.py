@@ -1,6 +1,6 @@
 """Tokens and masks of TRL's formats against its own functions: what its trainers would train on.
 
-Needs TRL: ``pip install --no-deps -r requirements-peers.txt``.
+Needs TRL: ``pip install --no-deps -r requirements/peers.txt``.
 """
 
 from __future__ import annotations

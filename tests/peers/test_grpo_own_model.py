@@ -1,6 +1,6 @@
 """The page "GRPO on your own model": its commands, on a model of random weights, make the rewarded behaviour rise.
 
-Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
+Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reward models on Hugging Face folders: transformers' ``...ForSequenceClassification`` in and out.
 
-Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
+Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 """
 
 from __future__ import annotations

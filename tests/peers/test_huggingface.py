@@ -1,6 +1,6 @@
 """Hugging Face folders in and out: models of ``model.hf`` answer what transformers answers, and export the same bits.
 
-Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
+Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adapters on Hugging Face folders: PEFT's format in and out, and PEFT's own answers.
 
-Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt; and PEFT, see requirements-peers.txt.
+Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt; and PEFT, see requirements/peers.txt.
 """
 
 from __future__ import annotations

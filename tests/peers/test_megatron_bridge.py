@@ -1,6 +1,6 @@
 """Models that Megatron-Bridge makes of Hugging Face folders fold inside, and answer what transformers answers.
 
-Needs Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
+Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 """
 
 from __future__ import annotations

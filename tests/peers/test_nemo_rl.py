@@ -1,6 +1,6 @@
 """NeMo-RL's own passes and losses answer the same with its model and with the one that folds inside.
 
-Needs a checkout of NeMo-RL in NEMO_RL_PATH, and Megatron-Bridge: see requirements-bridge.txt.
+Needs a checkout of NeMo-RL in NEMO_RL_PATH, and Megatron-Bridge: see requirements/bridge.txt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Losses and gradients of our objectives against the functions that verl trains with, on the same padded batch.
 
-Needs verl: ``pip install --no-deps -r requirements-peers.txt``.
+Needs verl: ``pip install --no-deps -r requirements/peers.txt``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TRL's own trainers with a model that folds in its backbone, against the same jobs with the stock model.
 
-Needs TRL: ``pip install --no-deps -r requirements-peers.txt``.
+Needs TRL: ``pip install --no-deps -r requirements/peers.txt``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """verl's own Megatron engine and the one that folds inside answer the same for the same batch.
 
-Needs verl: ``pip install --no-deps -r requirements-peers.txt``.
+Needs verl: ``pip install --no-deps -r requirements/peers.txt``.
 """
 
 from __future__ import annotations

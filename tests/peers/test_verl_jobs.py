@@ -1,7 +1,7 @@
 """Whole jobs of verl, its own engine and the one that folds inside: the same losses, gradient norms and weights.
 
-Needs packages as old as verl 0.9.1 asks for. In an environment with requirements-test.txt and requirements-bridge.txt,
-``pip install --no-deps -r requirements-verl.txt``.
+Needs packages as old as verl 0.9.1 asks for. In an environment with requirements/test.txt and requirements/bridge.txt,
+``pip install --no-deps -r requirements/verl.txt``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torchdata", reason="verl's SFT trainer needs requirements-verl.txt")
+pytest.importorskip("torchdata", reason="verl's SFT trainer needs requirements/verl.txt")
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 from safetensors.torch import load_file
@@ -82,7 +82,7 @@ def test_sft(ranks: int, family: str, settings: tuple[str, ...], tmp_path: Path)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_grpo_with_whole_groups(ranks: int, tmp_path: Path) -> None:
     """Ray workers, rollouts, the V1 trainer: verl's own, and ours that deals whole groups."""
-    pytest.importorskip("transfer_queue", reason="verl's V1 trainers need requirements-verl.txt")
+    pytest.importorskip("transfer_queue", reason="verl's V1 trainers need requirements/verl.txt")
     model, data = model_folder(tmp_path / "model"), prompts(tmp_path / "prompts.parquet")
     stock = run(ppo(ranks, model, data), tmp_path / STOCK, vendor=STOCK)
     command = ppo(ranks, model, data, "trainer.v1.trainer_mode=sync_grouped")

@@ -1,6 +1,6 @@
 """verl's V1 trainers with whole groups on a rank: registered by the plugin, and verl's own code around the dealing.
 
-Needs the packages of requirements-verl.txt.
+Needs the packages of requirements/verl.txt.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transfer_queue", reason="verl's V1 trainers need requirements-verl.txt")
-pytest.importorskip("torchdata", reason="verl's V1 trainers need requirements-verl.txt")
+pytest.importorskip("transfer_queue", reason="verl's V1 trainers need requirements/verl.txt")
+pytest.importorskip("torchdata", reason="verl's V1 trainers need requirements/verl.txt")
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls

@@ -106,7 +106,7 @@ def require_packages(*names: str) -> None:
     """Fail where a package is missing: whoever names a checkout wants its tests to run."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.fail(f"{', '.join(missing)} missing; pip install -r requirements-megatron-lm.txt", pytrace=False)
+        pytest.fail(f"{', '.join(missing)} missing; pip install -r requirements/megatron-lm.txt", pytrace=False)
 
 
 def search_path() -> str:

@@ -1,6 +1,6 @@
 """``--prefix-tree-hf``: Megatron-LM's loop trains a Hugging Face folder as ``mcore-prefix-tree train --hf`` does.
 
-Needs core_v0.19.0, and Megatron-Bridge, and with it Python 3.12: see requirements-bridge.txt.
+Needs core_v0.19.0, and Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 """
 
 from __future__ import annotations
