@@ -71,7 +71,7 @@ def saving(results: list[dict[str, Any]]) -> str:
         f"backward of {model} take {folded} folded and {slower} in the fastest unfolded way: "
         f"**{speedup['median']:.1f} times faster** (median of {len(comparison['folded']['seconds'])} rounds in pairs, "
         f"{speedup['min']:.1f} to {speedup['max']:.1f}{by_cpu}), in {folded_memory} instead of {slower_memory}, on "
-        f"{device_of(machine)}. Sharing could give {gain['bound']['ratio']:.1f} times at most there."
+        f"{device_of(machine)}. Sharing can give at most {gain['bound']['ratio']:.1f} times there."
     )
 
 
@@ -256,7 +256,7 @@ def attention_tables(result: dict[str, Any]) -> str:
 
 
 def fault_table(result: dict[str, Any]) -> str:
-    """Markdown for the result that tests/faults writes: what came of faulty inputs, by reader."""
+    """Markdown for the result that tests/faults writes: outcomes of faulty inputs, by reader."""
     right = ("refused in a sentence", "accepted, being valid")
     wrong = ("traceback", "crash", "hang", "silent acceptance", "wrong refusal")
     lines = [f"| input | {' | '.join((*right, *wrong))} | other | executions |", "|---|" + "---:|" * 9]
@@ -284,7 +284,7 @@ def device_of(machine: dict[str, Any]) -> str:
 def head_on_gpus(results: list[dict[str, Any]]) -> str:
     """Markdown for the heads of all results of scripts/gpu_check."""
     found = [bench_head_tables(result["head"]) for result in results if "cases" in result.get("head", {})]
-    return "\n\n".join(found) or "On a GPU, and beside Liger-Kernel: not yet measured."
+    return "\n\n".join(found) or "On a GPU, and next to Liger-Kernel: not yet measured."
 
 
 def steps_on_gpus(results: list[dict[str, Any]]) -> str:
