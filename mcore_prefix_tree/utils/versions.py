@@ -39,5 +39,5 @@ def install_command(extra: str) -> str:
     try:
         wanted = requirements_of(extra)
     except PackageNotFoundError:
-        wanted = [f"{Path(__file__).parents[1]}[{extra}]"]  # the clone that this is read from
+        wanted = [f"{Path(__file__).parents[2]}[{extra}]"]  # the clone that this is read from
     return "pip install " + " ".join(f"'{one}'" for one in wanted)
