@@ -179,7 +179,7 @@ LATE = """
 import os
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":

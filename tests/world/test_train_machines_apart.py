@@ -25,7 +25,7 @@ APART = """
 import os, sys
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.models import checkpoint
+from mcore_prefix_tree.mcore.checkpoints import checkpoint
 
 if __name__ == "__main__":
     os.chdir(os.path.join(sys.argv.pop(1), os.environ["RANK"]))
