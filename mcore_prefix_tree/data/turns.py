@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcore_prefix_tree.data.chat_error import ChatError
@@ -47,6 +47,14 @@ _SWITCH_WORDS = frozenset(
 _LEAVING_OUT = frozenset({"exclude", "excluded", "ignore", "ignored"})
 # Names of an assistant's thinking, in data and in chat templates.
 THINKING = ("reasoning_content", "reasoning", "thinking")
+# Other names of what a message says, which few chat templates read, and the names that are read here.
+_SAID = {"refusal": "content"} | dict.fromkeys(
+    (
+        "analysis", "chain_of_thought", "reasoning_details", "reasoning_text", "thinking_blocks", "thinking_content",
+        "thought", "thoughts",
+    ),
+    "reasoning_content",
+)  # fmt: skip
 # Keys that parse_messages interprets; chat templates are given the others as they are.
 INTERPRETED = frozenset({"role", "content", "tool_calls", "tool_call_id", *THINKING, *SWITCHES, *_REFUSED})
 
@@ -88,6 +96,25 @@ def check_record(row: Mapping[str, Any], messages: list[Any]) -> None:
             raise ChatError(
                 f"field '{name}' is not read beside messages, though it switches training off in one; give it to each "
                 f"message, mark what must not count with 'exclude', or leave it unread: data.fields={{{name}: null}}"
+            )
+
+
+def check_said(
+    said: Mapping[str, Any], field: str, *, has_thinking: bool, is_read: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Raise ChatError for text of a scored message that is under a name which is not read.
+
+    Args:
+        said: keys of the message that are not interpreted.
+        field: name of the message, for errors.
+        has_thinking: whether the message has thinking under a name that is read, which another one repeats.
+        is_read: function that returns whether the chat template writes what a key holds.
+    """
+    for name, ours in _SAID.items():
+        if said.get(name) and not (has_thinking and ours != "content") and not is_read(name):
+            raise ChatError(
+                f"field '{field}.{name}' is not read, so that the model would not be trained on it; call it '{ours}', "
+                "or remove it"
             )
 
 

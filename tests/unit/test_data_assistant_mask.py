@@ -590,6 +590,24 @@ def test_reasoning_that_the_template_drops_is_refused(shown, name, key):
 # Rule 8: tools, developers, nothing at all.
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [("thought", "add", "reasoning_content"), ("reasoning_details", [{"text": "add"}], "reasoning_content"),
+     ("thinking_blocks", [{"thinking": "add"}], "reasoning_content"), ("refusal", "no", "content")],
+)  # fmt: skip
+def test_text_under_a_name_that_is_not_read_is_refused(shown, key, value, ours):
+    for name in ("chatml", "qwen3"):
+        with pytest.raises(SampleError, match=rf"messages\[1\]\.{key}' is not read, so that .* call it '{ours}'"):
+            shown(name, [user("a"), said("b", **{key: value})])
+    for harmless in ({key: None}, {key: value, "loss": 0}, {key: value[:0]}):
+        shown("chatml", [user("a"), said("b", **harmless), user("c"), said("d")])
+    if ours != "content":  # OpenRouter gives both
+        (text,) = shown("qwen3", [user("a"), said("b", reasoning="add", **{key: value})])
+        assert "add" in text
+    template = BY_NAME["chatml"].template.replace("m.content", f"m.content + (m.{key} | string if m.{key} else '')")
+    assert shown("chatml", [user("a"), said("b", **{key: value})], template=template)
+
+
 def test_result_of_a_call_in_raw_text_is_taken(shown):
     raw = '<tool_call>\n{"name": "get", "arguments": {"k": "a"}}\n</tool_call>'
     messages = [user("a"), said(raw), tool("va"), said("done")]
