@@ -269,7 +269,6 @@ def _conversation(value: Any, name: str, row: Row) -> Conversation:
     if not isinstance(value, list) or not value:
         raise ChatError(f"field '{name}' must be a list of at least one chat message")
     names = [f"{name}[{place}]" for place in range(len(value))]
-    check_record(row, value)
     return Conversation(messages=value, names=names, tools=row.get("tools"))
 
 
@@ -318,6 +317,8 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
             value = row.get(name)
             if value is not None and (len(value) if hasattr(value, "__len__") else value):
                 raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
+        if mark not in TOKEN_MARKS:
+            check_record(row, row[mark] if isinstance(row[mark], list) else [])
         return FORMATS[mark].examples(row, source)
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error

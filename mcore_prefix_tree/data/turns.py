@@ -94,8 +94,9 @@ def check_record(row: Mapping[str, Any], messages: list[Any]) -> None:
             isinstance(value, list) and len(value) in (len(messages), answers) and _seems_switch(name, value)
         ):
             raise ChatError(
-                f"field '{name}' is not read beside messages, though it switches training off in one; give it to each "
-                f"message, mark what must not count with 'exclude', or leave it unread: data.fields={{{name}: null}}"
+                f"field '{name}' of the record is not read, though it switches training off in a message; give it to "
+                f"each message, mark what must not count with 'exclude', or leave it unread: "
+                f"data.fields={{{name}: null}}"
             )
 
 
@@ -120,10 +121,10 @@ def check_said(
 
 def _seems_switch(name: str, value: object) -> bool:
     """Return whether a key that is not read may say what is trained on: a flag or a list of them, or a weight."""
-    words = set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
     values = value if isinstance(value, list) and value else [value]
     if not all(isinstance(one, (bool, int, float)) for one in values):
         return False
+    words = set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
     if not all(one in (0, 1) for one in values) and not words & {"weight", "weights"}:
         return False
     return bool(words & _SWITCH_WORDS) or (value is True and bool(words & _LEAVING_OUT))

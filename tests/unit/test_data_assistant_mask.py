@@ -493,10 +493,11 @@ def test_switch_of_a_part_is_refused(shown, key):
 )  # fmt: skip
 def test_switch_beside_the_messages_is_refused(made, read, shown, key, value):
     record = {"messages": [user("a"), said("b")], key: value}
-    for refused in (record, {"prompt": [user("a")], "completion": [said("b"), user("c"), said("d")][:1], key: 0}):
-        if refused is not record and key == "masked":
-            continue
-        with pytest.raises(SampleError, match=rf"'{key}' is not read beside messages.*data.fields={{{key}: null}}"):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    of_text = ({"prompt": "a", "completion": "b"}, {"prompt": "a", "responses": ["b", "c"]}, pair)
+    others = [] if isinstance(value, list) else [other | {key: value} for other in of_text]
+    for refused in (record, *others):
+        with pytest.raises(SampleError, match=rf"'{key}' of the record is not read.*data.fields={{{key}: null}}"):
             shown("chatml", refused)
     _, tokenizer, _ = made("chatml")
     assert read(tokenizer, record, names=FieldNames(given={key: None}))[0].loss_mask.any()
