@@ -25,7 +25,12 @@ def recipes(
     target = folder / "recipes"
     if target.exists():
         raise ValueError(f"{target} exists already; name another folder")
-    shutil.copytree(SHIPPED, target)
+    # copytree would go on after an error, and put all of them into one.
+    for path in sorted(SHIPPED.rglob("*")):
+        copy = target / path.relative_to(SHIPPED)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            shutil.copy2(path, copy)
     typer.echo(f"{target}: {sum(path.is_file() for path in target.rglob('*'))} files")
     there = "" if folder == Path(".") else f"cd {folder} && "
     typer.echo(f"{there}mcore-prefix-tree train recipes/quickstart.yaml")

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_prefix_tree.data.foreign_names import meaning_of
+from mcore_prefix_tree.data.foreign_names import is_telling
 from mcore_prefix_tree.data.formats import FIELDS, KNOWN
 from mcore_prefix_tree.sample import SampleError
 
@@ -42,7 +42,7 @@ class FieldNames:
             for mine, theirs in self.given.items():
                 if name == theirs:
                     return mine
-        return name if (name in KNOWN or meaning_of(name) is not None) and name not in self.given else None
+        return name if (name in KNOWN or is_telling(name)) and name not in self.given else None
 
     def of_file(self, names: Iterable[str]) -> dict[str, str]:
         """Return our names of those of a file's fields that are read."""
@@ -71,7 +71,7 @@ def check_names(given: Mapping[str, str | None]) -> None:
     """Raise ValueError if a name is not one of our fields, or two fields have the same name in the file."""
     by_theirs: dict[str, str] = {}
     for mine, theirs in given.items():
-        if mine not in FIELDS:
+        if mine not in FIELDS and (theirs is not None or mine not in KNOWN):
             meant = difflib.get_close_matches(mine, FIELDS, n=1)
             way_out = f"is '{meant[0]}' meant?" if meant else f"the fields are {', '.join(FIELDS)}"
             raise ValueError(f"'{mine}' is not a field that samples have; {way_out}")

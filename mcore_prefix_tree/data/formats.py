@@ -13,8 +13,10 @@ from typing import Any
 
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.foreign_names import mapping_beside, mapping_of, shown
-from mcore_prefix_tree.data.stopping import STOP_KEYS, STOP_LISTS, was_cut, were_cut
+from mcore_prefix_tree.data.json_fields import check_once
+from mcore_prefix_tree.data.stopping import STOP_ALIASES, STOP_KEYS, STOP_LISTS, was_cut, were_cut
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
+from mcore_prefix_tree.data.turns import SWITCHES, check_record
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.signals import Signals
 
@@ -135,6 +137,7 @@ def _sharegpt(row: Row, source: str) -> list[Example]:
 
 
 def _from_sharegpt(entry: Any, name: str) -> Any:
+    check_once(entry, name)
     if not isinstance(entry, dict) or "role" in entry:
         return entry
     rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
@@ -269,16 +272,17 @@ def _conversation(value: Any, name: str, row: Row) -> Conversation:
     return Conversation(messages=value, names=names, tools=row.get("tools"))
 
 
-_STOPS = (*STOP_KEYS, *STOP_LISTS)
+_STOP = (*STOP_KEYS, *STOP_ALIASES)
+_STOPS = (*_STOP, *STOP_LISTS)
 _ROLLOUTS = ("prompt", "rewards", "tools", *_STOPS)
 # Formats of records that are a group.
 _LISTS = ("completions", "responses")
 _STEPS = _UNSUPPORTED | {"labels": "it scores the steps of one answer"}
 FORMATS: Mapping[str, Format] = {
     "tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
-    "messages": Format(others=("tools", *STOP_KEYS), examples=_messages),
-    "conversations": Format(others=("system", "tools", *STOP_KEYS), examples=_sharegpt),
-    "completion": Format(others=("prompt", "tools", *STOP_KEYS), examples=_completion),
+    "messages": Format(others=("tools", *_STOP), examples=_messages),
+    "conversations": Format(others=("system", "tools", *_STOP), examples=_sharegpt),
+    "completion": Format(others=("prompt", "tools", *_STOP), examples=_completion),
     "completions": Format(others=_ROLLOUTS, examples=_completions("completions"), refused=_STEPS),
     "responses": Format(others=_ROLLOUTS, examples=_completions("responses"), refused=_STEPS),
     "rejected": Format(others=("prompt", "chosen", "tools", *_STOPS), examples=_preference),
@@ -289,16 +293,18 @@ COMMON = ("merge_key", "temperature", "exclude")
 # All that is read of a record, by its mark.
 READ = {mark: frozenset((mark, *one.others, *COMMON, *SIGNALS)) for mark, one in FORMATS.items()}
 _OF_TOKENS = {"tokens", "response_tokens", "loss_mask", *TOKEN_FIELDS, *COMMON, *SIGNALS}
-# All fields that samples have, under any mark; those that few records have come last.
+# All fields that samples have, under any mark, without other names of them; those that few records have come last.
 FIELDS = tuple(
-    sorted(
+    name
+    for name in sorted(
         dict.fromkeys([*(name for mark, one in FORMATS.items() for name in (mark, *one.others)), *COMMON, *SIGNALS]),
         key=(*TOKEN_FIELDS, *_STOPS).__contains__,
     )
+    if name not in STOP_ALIASES
 )
 _REFUSED = tuple(name for one in FORMATS.values() for name in one.refused)
 # All that are looked at, and those of them that tables give as JSON Lines would.
-KNOWN = frozenset((*FIELDS, *_REFUSED))
+KNOWN = frozenset((*FIELDS, *STOP_ALIASES, *_REFUSED, *SWITCHES))
 JSON_FIELDS = KNOWN - _OF_TOKENS | {"chosen", "exclude"}
 
 
@@ -311,6 +317,8 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
             value = row.get(name)
             if value is not None and (len(value) if hasattr(value, "__len__") else value):
                 raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
+        if mark not in TOKEN_MARKS:
+            check_record(row, row[mark] if isinstance(row[mark], list) else [])
         return FORMATS[mark].examples(row, source)
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error

@@ -108,7 +108,7 @@ class HuggingFaceChatTokenizer:
             text_end, at = stop
             tokens, end = tokens[: at + 1], text_end if is_cut else at + 1
         else:
-            end = len(tokens)
+            end = self._ends.text_end(tokens, start) if is_cut else len(tokens)
             if index + 1 < len(messages):
                 role = messages[index + 1].role
             else:

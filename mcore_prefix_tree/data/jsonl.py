@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.formats import FIELDS
+from mcore_prefix_tree.data.json_fields import Doubled
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import SampleError
@@ -37,21 +37,9 @@ _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 _TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\xff\xff\xff\xff": ("Arrow", ".arrow")}
 
 
-class _Doubled(dict[str, Any]):
-    """An object that has a key more than once; the dictionary holds the last value."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        self._times = Counter(name for name, _ in pairs)
-
-    def twice(self) -> str:
-        """Return the first such key."""
-        return next(name for name, times in self._times.items() if times > 1)
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    return found if len(found) == len(pairs) else _Doubled(pairs)
+    return found if len(found) == len(pairs) else Doubled(pairs)
 
 
 _parse = json.JSONDecoder(object_pairs_hook=_object).decode
@@ -82,7 +70,7 @@ class Line:
             raise SampleError(f"{self.source}: not valid JSON ({error}); each line must be one JSON object") from None
         if not isinstance(row, dict):
             raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
-        if isinstance(row, _Doubled):
+        if isinstance(row, Doubled):
             raise SampleError(f"{self.source}: has the field '{row.twice()}' twice; drop one of them")
         known = names.of_file(row)
         notice_unread((name for name in row if name not in known), FIELDS, self.source)

@@ -9,10 +9,10 @@ from typing import Any
 
 from mcore_prefix_tree.data.chat import ROLES, ChatMessage, ToolCall
 from mcore_prefix_tree.data.chat_error import ChatError
-from mcore_prefix_tree.data.json_fields import json_kind, text_of
+from mcore_prefix_tree.data.json_fields import check_once, json_kind, text_of
 from mcore_prefix_tree.data.stopping import was_cut
 from mcore_prefix_tree.data.tools import parse_tool_calls
-from mcore_prefix_tree.data.turns import INTERPRETED, check_refused_keys, thinking_of, weight_of
+from mcore_prefix_tree.data.turns import INTERPRETED, check_part, check_refused_keys, thinking_of, weight_of
 
 
 def parse_messages(value: object, names: Sequence[str] | None = None) -> list[ChatMessage]:
@@ -61,6 +61,7 @@ def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
     """Return one message; the call that a tool result answers is the record's, if it names one."""
     if not isinstance(entry, dict):
         raise ChatError(f"field '{field}' must be an object with 'role' and 'content', not {json_kind(entry)}")
+    check_once(entry, field)
     role, content = entry.get("role"), entry.get("content")
     if role not in ROLES:
         found = json.dumps(role) if isinstance(role, str) else json_kind(role)
@@ -104,6 +105,7 @@ def _content(value: object, field: str) -> str:
         if not isinstance(part, dict) or kind != "text":
             found = f"of type {json.dumps(kind)}" if isinstance(kind, str) else json_kind(part)
             raise ChatError(f"field '{field}[{index}]' is {found}; only parts of type \"text\" can be trained on")
+        check_part(part, f"{field}[{index}]")
         texts.append(text_of(part.get("text"), f"{field}[{index}].text"))
     return "".join(texts)
 

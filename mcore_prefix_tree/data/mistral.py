@@ -26,6 +26,7 @@ from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.json_fields import check_json_depth
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.tokenizers import FILES
+from mcore_prefix_tree.data.turns import check_said
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -184,6 +185,8 @@ class MistralChatTokenizer:
                 f"field '{field}' is an empty assistant message next to another one, which the chat format of "
                 f"tokenizer '{self._name}' writes as one turn; join them"
             )
+        if message.role == "assistant" and message.weight:
+            check_said(message.others, field, has_thinking=False)
         if message.thinking:
             raise ChatError(
                 f"field '{field}' has thinking apart from its content, which the chat format of tokenizer "

@@ -110,6 +110,11 @@ class TurnEnds:
             at -= 1
         return min(text_end, at), at
 
+    def text_end(self, tokens: list[int], start: int) -> int:
+        """Return where the text of a turn ends that no token ends: ahead of what the template writes behind answers."""
+        end = len(tokens) - len(self._ending)
+        return end if end >= start and tokens[end:] == self._ending else len(tokens)
+
     def opener(self, role: str, following: Sequence[int]) -> int | None:
         """Return the token that opens a message and so stopped the model before it; None if there is no such token.
 

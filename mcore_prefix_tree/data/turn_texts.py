@@ -13,7 +13,7 @@ from mcore_prefix_tree.data.chat import ChatMessage, Tool
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.turn_ends import CALLING, QUESTION
-from mcore_prefix_tree.data.turns import THINKING
+from mcore_prefix_tree.data.turns import THINKING, check_said
 
 # An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
 _EMPTY_THINKING = re.compile(
@@ -146,6 +146,14 @@ class TurnTexts:
     ) -> None:
         """Reject a scored turn of which the template drops a part: it would be trained on as if that were not there."""
         *history, turn = converted
+
+        def is_read(name: str) -> bool:
+            without = {key: one for key, one in turn.items() if key != name}
+            return self._templates.render([*history, without], told) != answered
+
+        if message.weight:
+            has_thinking = bool(message.thinking) or "</think>" in message.content
+            check_said(message.others, field, has_thinking=has_thinking, is_read=is_read)
         parts = {}
         if message.thinking:
             parts["thinking"] = turn | dict.fromkeys(THINKING, message.thinking + _PROBE)

@@ -6,25 +6,36 @@ from dataclasses import dataclass, field
 from harness.chat_scripts import Message, Piece
 from hypothesis import strategies as st
 
-ON_SWITCHES = ("loss", "weight", "loss_mask", "train", "training", "trainable", "step_loss_mask")
+ON_SWITCHES = (
+    "loss", "weight", "loss_mask", "train", "training", "trainable", "step_loss_mask", "loss_scale", "loss_weight",
+    "is_train", "train_on_turn",
+)  # fmt: skip
+OFF_SWITCHES = ("masked", "is_masked", "ignore_loss")
 CUT_KEYS = [
     ("finish_reason", "length"), ("finish_reason", "LENGTH"), ("stop_reason", "max_tokens"), ("stop_reason", "length"),
-    ("stop_reason", "Max_Tokens"), ("truncated", True),
+    ("stop_reason", "Max_Tokens"), ("truncated", True), ("finishReason", "MAX_TOKENS"), ("stopReason", "max-tokens"),
+    ("done_reason", "length"), ("stop_type", "limit"), ("finish_details", {"type": "max_tokens"}),
+    ("incomplete_details", {"reason": "max_output_tokens"}), ("is_truncated", 1), ("finish_reason", "MaxTokens"),
 ]  # fmt: skip
 WHOLE_KEYS = [
     ("finish_reason", "stop"), ("finish_reason", "tool_calls"), ("finish_reason", None), ("stop_reason", "end_turn"),
-    ("truncated", False),
+    ("truncated", False), ("finishReason", "STOP"), ("stopReason", "end_turn"), ("done_reason", "stop"),
+    ("stop_type", "eos"), ("finish_details", {"type": "stop"}), ("incomplete_details", None), ("is_truncated", 0),
 ]  # fmt: skip
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 TOOLS = [{"type": "function", "function": {"name": "find", "description": "Find a größe", "parameters": {}}}]
 
 
 def off_switches():
-    return [(name, off) for name in ON_SWITCHES for off in (False, 0)] + [("masked", True), ("masked", 1)]
+    return [(name, off) for name in ON_SWITCHES for off in (False, 0)] + [
+        (name, on) for name in OFF_SWITCHES for on in (True, 1)
+    ]
 
 
 def on_switches():
-    return [(name, on) for name in ON_SWITCHES for on in (True, 1)] + [("masked", False), ("masked", 0)]
+    return [(name, on) for name in ON_SWITCHES for on in (True, 1)] + [
+        (name, off) for name in OFF_SWITCHES for off in (False, 0)
+    ]
 
 
 @dataclass
@@ -73,7 +84,7 @@ def _switch(draw, turn):
     if kind == "none":
         return {}
     if kind == "null":
-        return {draw(st.sampled_from([*ON_SWITCHES, "masked"])): None}
+        return {draw(st.sampled_from([*ON_SWITCHES, *OFF_SWITCHES])): None}
     if kind == "number":
         turn.weight = draw(st.sampled_from([0.5, 2.0]))
         return {draw(st.sampled_from(ON_SWITCHES)): turn.weight}

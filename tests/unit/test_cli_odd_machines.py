@@ -71,6 +71,14 @@ def test_files_that_may_not_grow_are_named(tmp_path: Path) -> None:
     assert said == "error: files of this process may have 0 bytes (ulimit -f); raise that\n"
 
 
+def test_recipes_that_may_not_grow_are_one_sentence(tmp_path: Path) -> None:
+    status, said = run(
+        tmp_path, "recipes", "mine", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    )
+    assert status == 2
+    assert said == "error: files of this process may have 0 bytes (ulimit -f); raise that\n"
+
+
 @pytest.mark.parametrize("option", ["--fields", "--chat-template-kwargs"])
 def test_an_option_with_a_key_twice_is_refused(tmp_path: Path, option: str) -> None:
     (data := tmp_path / "data.jsonl").write_text(ROW)

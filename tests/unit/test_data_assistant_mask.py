@@ -9,6 +9,7 @@ from itertools import groupby
 import pytest
 from chat_conversations import (
     CUT_KEYS,
+    OFF_SWITCHES,
     ON_SWITCHES,
     REASONING_NAMES,
     WHOLE_KEYS,
@@ -24,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import load_tokenizer, read_samples
+from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.sample import SampleError
 
 transformers = pytest.importorskip("transformers")
@@ -53,9 +55,9 @@ def read(tmp_path_factory):
     """Read records as a JSONL file."""
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
 
-    def samples(tokenizer, *records, expand=False):
+    def samples(tokenizer, *records, expand=False, **options):
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return read_samples(path, tokenizer=tokenizer, expand_turns=expand)
+        return read_samples(path, tokenizer=tokenizer, expand_turns=expand, **options)
 
     return samples
 
@@ -298,6 +300,41 @@ def test_turn_that_was_not_cut_has_its_end(shown, key, value):
     assert shown("chatml", [user("a"), said("b", **{key: value})]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"status": "truncated"},
+        {"status": "incomplete"},
+        {"meta_info": {"finish_reason": {"type": "length", "length": 4}}},
+        {"response_metadata": {"finish_reason": "length"}},
+        {"finish_reason": "stop", "stop_reason": "</answer>"},
+        {"finish_reason": {"type": "stop", "matched": "</answer>"}},
+        {"finish_reason": "stop_sequence"},
+    ],
+)
+def test_other_ways_to_say_that_a_message_was_cut(shown, keys):
+    assert shown("chatml", [user("a"), said("b", **keys)]) == [CHATML_ASKED + "[[b]]<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"status": "completed"},
+        {"meta_info": {"finish_reason": {"type": "stop", "matched": 2}}},
+        {"metadata": {"finish_reason": 3, "truncated": True}},
+        {"finish_reason": "stop", "stop_reason": None},
+    ],
+)
+def test_other_ways_to_say_that_a_message_ended(shown, keys):
+    assert shown("chatml", [user("a"), said("b", **keys)]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+
+
+def test_unknown_reason_is_warned_of_once(shown, caplog):
+    for _ in range(2):
+        assert shown("chatml", [user("a"), said("b", finish_reason="gave_up")]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+    assert caplog.text.count("'messages[1].finish_reason' is \"gave_up\", which is taken as an end") == 1
+
+
 def test_cut_turn_in_the_middle_leaves_the_others(shown):
     messages = [user("a"), said("b", truncated=True), user("c"), said("d")]
     assert shown("chatml", messages) == [
@@ -359,7 +396,7 @@ def test_turn_that_is_off_is_not_scored_with_harmony(shown):
     )
 
 
-@pytest.mark.parametrize(("key", "value"), [*on_switches(), *((name, None) for name in (*ON_SWITCHES, "masked"))])
+@pytest.mark.parametrize(("key", "value"), [*on_switches(), *((name, None) for name in (*ON_SWITCHES, *OFF_SWITCHES))])
 def test_turn_that_is_on_is_scored(shown, key, value):
     assert shown("chatml", [user("a"), said("b", **{key: value})]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
 
@@ -389,8 +426,8 @@ def test_switches_that_agree_are_one(shown):
     assert text.endswith("[[d<|im_end|>]]")
 
 
-# OpenAI and slime define these for assistant messages only; on others they are defaults that mean nothing.
-DEFAULTS = ("weight", "step_loss_mask", "masked")
+# OpenAI and slime define some for assistant messages only; on others such are defaults that mean nothing.
+DEFAULTS = ("weight", "step_loss_mask", "loss_scale", "loss_weight", *OFF_SWITCHES)
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, value in on_switches() if key in DEFAULTS])
@@ -418,6 +455,70 @@ def test_switches_of_sharegpt_are_read(shown, key, value):
     (text,) = shown("chatml", {"conversations": conversation})
     assert text.count("[[") == 1
     assert text.endswith("[[d<|im_end|>]]")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("compute_loss", False), ("lossMask", 0), ("should_train", True), ("weights", [0, 1]), ("no_loss", True),
+     ("supervised", 0), ("token_weight", 0.5), ("ignore", True), ("exclude", True)],
+)  # fmt: skip
+def test_key_that_seems_to_be_a_switch_is_refused(shown, key, value):
+    for record in (
+        [user("a"), said("b", **{key: value})],
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: value}]},
+    ):
+        with pytest.raises(SampleError, match=rf"\[1\]\.{key}' is not read.* call it 'loss'"):
+            shown("chatml", record)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("ignore", False), ("trainer", "x"), ("training_id", "7"), ("glossy", True), ("mask_ratio", 0.5)]
+)
+def test_key_that_is_no_switch_is_left_alone(shown, key, value):
+    assert shown("chatml", [user("a"), said("b", **{key: value})]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+    assert shown("chatml", [user("a", compute_loss=False), said("b")]) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+
+
+@pytest.mark.parametrize("key", ["loss", "weight", "mask"])
+def test_switch_of_a_part_is_refused(shown, key):
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c", key: 0}]
+    with pytest.raises(SampleError, match=rf"messages\[1\]\.content\[1\]\.{key}' switches"):
+        shown("chatml", [user("a"), {"role": "assistant", "content": parts}])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss", 0), ("train", False), ("masked", True), ("step_loss_mask", [0]), ("loss_scale", [0, 1]),
+     ("is_train", [True, False])],
+)  # fmt: skip
+def test_switch_beside_the_messages_is_refused(made, read, shown, key, value):
+    record = {"messages": [user("a"), said("b")], key: value}
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    of_text = ({"prompt": "a", "completion": "b"}, {"prompt": "a", "responses": ["b", "c"]}, pair)
+    others = [] if isinstance(value, list) else [other | {key: value} for other in of_text]
+    for refused in (record, *others):
+        with pytest.raises(SampleError, match=rf"'{key}' of the record is not read.*data.fields={{{key}: null}}"):
+            shown("chatml", refused)
+    _, tokenizer, _ = made("chatml")
+    assert read(tokenizer, record, names=FieldNames(given={key: None}))[0].loss_mask.any()
+
+
+@pytest.mark.parametrize(("key", "value"), [("weight", 0.5), ("loss", 1.25), ("train", True), ("weight", 1)])
+def test_numbers_of_a_record_are_its_own(shown, key, value):
+    assert shown("chatml", {"messages": [user("a"), said("b")], key: value}) == [CHATML_ASKED + "[[b<|im_end|>]]"]
+
+
+def test_key_twice_in_a_message_is_named(shown, tmp_path, made):
+    _, tokenizer, _ = made("chatml")
+    path = tmp_path / "twice.jsonl"
+    for message, name in (
+        ('{"role": "assistant", "content": "b", "loss": 0, "loss": 1}', "messages"),
+        ('{"from": "gpt", "value": "b", "loss": 0, "loss": 1}', "conversations"),
+    ):
+        asked = '{"role": "user", "content": "a"}' if name == "messages" else '{"from": "human", "value": "a"}'
+        path.write_text(f'{{"{name}": [{asked}, {message}]}}\n')
+        with pytest.raises(SampleError, match=rf"'{name}\[1\]' has the key 'loss' twice; drop one"):
+            read_samples(path, tokenizer=tokenizer)
 
 
 # Rule 6: an empty thinking block that the template inserts.
@@ -488,6 +589,24 @@ def test_reasoning_that_the_template_drops_is_refused(shown, name, key):
 
 
 # Rule 8: tools, developers, nothing at all.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [("thought", "add", "reasoning_content"), ("reasoning_details", [{"text": "add"}], "reasoning_content"),
+     ("thinking_blocks", [{"thinking": "add"}], "reasoning_content"), ("refusal", "no", "content")],
+)  # fmt: skip
+def test_text_under_a_name_that_is_not_read_is_refused(shown, key, value, ours):
+    for name in ("chatml", "qwen3"):
+        with pytest.raises(SampleError, match=rf"messages\[1\]\.{key}' is not read, so that .* call it '{ours}'"):
+            shown(name, [user("a"), said("b", **{key: value})])
+    for harmless in ({key: None}, {key: value, "loss": 0}, {key: value[:0]}):
+        shown("chatml", [user("a"), said("b", **harmless), user("c"), said("d")])
+    if ours != "content":  # OpenRouter gives both
+        (text,) = shown("qwen3", [user("a"), said("b", reasoning="add", **{key: value})])
+        assert "add" in text
+    template = BY_NAME["chatml"].template.replace("m.content", f"m.content + (m.{key} | string if m.{key} else '')")
+    assert shown("chatml", [user("a"), said("b", **{key: value})], template=template)
 
 
 def test_result_of_a_call_in_raw_text_is_taken(shown):

@@ -368,6 +368,7 @@ def test_turns_are_scored_as_they_were_written(loaded, tmp_path, name, case):
 
 
 UNWRITTEN = {
+    "thought": ([user("a"), said("b", thought="c")], "'messages[1].thought' is not read, so that the model would"),
     "thinking": ([user("a"), said("b", reasoning="c")], "'messages[1]' has thinking apart from its content"),
     "an answer to text": (
         [user("a"), said("f()"), {"role": "tool", "content": "1"}, said("b")],

@@ -224,6 +224,22 @@ BAD = {
         {"completion_ids": [7, 8]},
         "field 'completion_ids' is not read, and without a mask the prompt is scored too; give 'loss_mask' or",
     ),
+    "prompt length": ({"prompt_length": 2}, "field 'prompt_length' is not read, and without a mask the prompt is"),
+    "weights": ({"weights": [0, 0, 1, 1]}, 'add {"loss_mask": "weights"} to data.fields'),
+    "weights beside labels": (
+        {"labels": [-100, 6, 7, 8], "loss_scale": [0, 2, 1, 1]},
+        "field 'loss_scale' is not read, though its name says that it is 'loss_mask'",
+    ),
+    "targets": ({"target_tokens": [6, 7, 8, 9]}, 'add {"labels": "target_tokens"} to data.fields'),
+    "positions": ({"position_ids": [0, 1, 0, 1]}, "field 'position_ids' says that the row holds several samples"),
+    "borders": ({"cu_seqlens": [0, 2, 4]}, "field 'cu_seqlens' says that the row holds several samples"),
+    "lengths of several": ({"seq_lengths": [2, 2]}, "field 'seq_lengths' says that the row holds several samples"),
+    "numbers": ({"segment_ids": [1, 1, 2, 2]}, "field 'segment_ids' says that the row holds several samples"),
+    "left out by slime": (
+        {"response_length": 2, "remove_sample": True},
+        "field 'remove_sample' is not read, though it says that the sample is left out; give a 'loss_mask' of zeros",
+    ),
+    "left out by NeMo-RL": ({"loss_mask": [0, 0, 1, 1], "sample_mask": 0}, "field 'sample_mask' is not read, though"),
     "response length": ({"response_len": 2}, 'add {"response_length": "response_len"} to data.fields'),
 }  # fmt: skip
 
@@ -298,6 +314,11 @@ def test_what_does_not_change_training_is_left_alone(tmp_path):
     row = {"tokens": [1, 2], "special_tokens_mask": [1, 0], "token_type_ids": [0, 0], "mask_ratio": 0.5}
     row |= {"blog_posts": ["a"], "mask_names": ["a"], "finish_reason": "length", "prompt_logprobs": [-1.0]}
     assert one(tmp_path, row) == ([1, 2], [1, 1], {})
+    padded = {"tokens": [0, 1, 2], "attention_mask": [0, 1, 1], "position_ids": [1, 0, 1], "segment_ids": [0, 1, 1]}
+    padded |= {"cu_seqlens": [0, 2], "seq_lengths": [2], "remove_sample": False, "sample_mask": 1}
+    assert one(tmp_path, padded) == ([1, 2], [1, 1], {})
+    of_prompt = {"tokens": [1, 2], "prompt_length": 1, "response_length": 1, "remove_sample": 1, "loss_mask": [0]}
+    assert one(tmp_path, of_prompt)[1] == [0, 0]
     # A mask of ours settles what others could say, and so does a mapping.
     assert one(tmp_path, {"tokens": [1, 2], "loss_mask": [0, 1], "token_mask": [1, 1]})[1] == [0, 1]
     row = {"tokens": [1, 2], "token_mask": [0, 1], "logprobs": [0, 0]}

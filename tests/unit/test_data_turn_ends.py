@@ -130,6 +130,12 @@ def test_a_template_that_ends_no_turn_is_warned_of_once(tmp_path, caplog):
     ]
 
 
+def test_what_a_template_writes_behind_a_cut_turn_is_not_the_models(tmp_path):
+    template = template_of("{{ 'Answer: ' + m.content + '\n\n' }}", opens("Answer: "))
+    text = scored(tmp_path, "b", template.replace("<|u|>", "Question: ").replace("<|e|>", "\n"), truncated=True)
+    assert text.endswith("[[b]]\n\n")
+
+
 def test_a_conversation_that_the_assistant_begins(tmp_path):
     template = template_of("{{ '<|a|>' + m.content + '<|e|>' }}", opens("<|a|>"))
     path = tmp_path / "data.jsonl"
