@@ -44,7 +44,7 @@ class RecordIndex(Protocol):
 
 
 def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
-    """Return files in the order given, globs, saved data sets and names on the hub expanded.
+    """Return files in the order given, with globs, saved data sets and names on the hub expanded.
 
     Raises:
         SampleError: a path names no file.
@@ -88,9 +88,7 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
 def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
     """Yield the records of a file, in bounded memory.
 
-    Raises:
-        SampleError: the file cannot be read.
-        ImportError: the file is a table and pyarrow is missing.
+    Raises SampleError if the file cannot be read, ImportError for a table without pyarrow.
     """
     if not is_table(path):
         return read_lines(path)
@@ -103,9 +101,7 @@ def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
 def index_files(paths: Sequence[str], names: FieldNames = OUR_NAMES) -> list[RecordIndex]:
     """Return random access to the records of files; tables share one cache.
 
-    Raises:
-        SampleError: a file cannot be read from the middle.
-        ImportError: a file is a table and pyarrow is missing.
+    Raises SampleError if a file cannot be read from the middle, ImportError for a table without pyarrow.
     """
     tables = [path for path in paths if is_table(path)]
     if not tables:

@@ -19,12 +19,12 @@ _RESPONSES = (
 )  # fmt: skip
 _IDS = {"input_ids": "tokens"} | dict.fromkeys(_PROMPTS, "prompt_tokens") | dict.fromkeys(_RESPONSES, "response_tokens")
 _LENGTHS = dict.fromkeys(("completion_length", "response_len", "response_lengths"), "response_length")
-# What their names say, with the field that they are.
+# Words in foreign names, with the field that each means.
 _MASK = re.compile(r"mask", re.IGNORECASE)
 _LABELS = re.compile(r"(^|_)(labels|label_ids)(_|$)", re.IGNORECASE)
 _LOGPROBS = re.compile(r"log_?probs?(_|$)|(^|_)logps?(_|$)", re.IGNORECASE)
 _WHOSE = (("teacher", "teacher"), ("ref", "ref_logprobs"), ("old", "old_logprobs"), ("prev", "old_logprobs"))
-# Names that say so of what is never scored.
+# Names with such words whose content is never scored.
 _HARMLESS = frozenset({"special_tokens_mask", "prompt_logprobs"})
 
 
@@ -43,12 +43,7 @@ def meaning_of(name: str) -> str | None:
 
 
 def mapping_of(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """Return how the names of a record without a mark could be given in ``data.fields``; empty if none is an id.
-
-    Args:
-        names: fields of the record.
-        known: fields that are read under these names.
-    """
+    """Return how ``names`` of a record without a mark could be given in ``data.fields``; empty if none is an id."""
     found: dict[str, str] = {}
     for name in names:
         meant = None if name in known else meaning_of(name)
@@ -80,14 +75,10 @@ def shown(mapping: Mapping[str, str | None]) -> str:
 
 
 def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mapping[str, str | None]) -> str | None:
-    """Return what is wrong with a row of token ids that has fields which change what is trained on and are not read.
+    """Return the fault of a row of token ids with unread fields that change what is trained on; None without one.
 
-    A field is no fault if the row has the field of ours that it seems to be, or ``data.fields`` names that one.
-
-    Args:
-        row: fields of the row.
-        read: fields that are read.
-        given: the file's names of fields, by our names.
+    An unread field is no fault if the row has the field of ours that it seems to be, or ``given`` (``data.fields``)
+    names that one.
     """
     has_mask = bool(row.keys() & {*MASKS, "response_length", "response_tokens"})
     for name in row:
@@ -117,7 +108,7 @@ def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mappin
 
 
 def _is_settled(name: str, meant: str, row: Mapping[str, Any]) -> bool:
-    """Return whether other fields of the row settle what this one could say."""
+    """Return whether other fields of the row already decide this one's content."""
     if name == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored; without padding it is even
         return len(np.unique(np.asarray(row[name], dtype=object).astype(str))) == 1
     return meant in ("loss_mask", "labels") and bool(row.keys() & {"loss_mask", "labels"})

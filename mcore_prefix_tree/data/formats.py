@@ -1,7 +1,7 @@
 """Formats of records: the field that marks each, and the examples that a record of it holds.
 
-A record has exactly one of the marks, so its fields alone decide its format. To add a format, write a function and
-register it in :data:`FORMATS`.
+A record has exactly one mark, which decides its format. To add a format, write a function and register it in
+:data:`FORMATS`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIds:
-    """Tokens, not checked yet.
-
-    Attributes:
-        ids: token ids of the sample.
-        loss_mask: weight of each token; None scores all.
-    """
+    """Unchecked token ids of a sample, and the weight of each token; a ``loss_mask`` of None scores all."""
 
     ids: Any
     loss_mask: Any = None
@@ -45,7 +40,6 @@ class Conversation:
     """Messages, not checked yet.
 
     Attributes:
-        messages: messages of the whole conversation.
         names: name of each message in the record, for errors.
         tools: tools that the model could call.
         prompt: number of messages at the start whose turns are not scored.
@@ -65,7 +59,7 @@ class Text:
 
     Attributes:
         prompt: text that is not scored.
-        completion: text behind the prompt.
+        completion: text after the prompt.
         rival: continuation that the completion is compared with: both are scored from the same token on.
         ended: whether the model ended the completion; otherwise it was cut.
     """
@@ -81,9 +75,8 @@ class Example:
     """One example of a record: a sample, or with turns expanded several.
 
     Attributes:
-        content: content to encode.
-        signals: signals of the example by name, beside those that the record has for all its examples.
-        part: name of the example within the record; "" if it is the whole record.
+        signals: signals of the example by name, in addition to those that the record has for all its examples.
+        part: name of the example within the record; "" if it is the entire record.
     """
 
     content: TokenIds | Conversation | Text
@@ -106,8 +99,8 @@ class Format:
     """A shape of records.
 
     Attributes:
-        others: fields that it reads beside its mark.
-        refused: fields that would change what is trained on, and why or what to do instead.
+        others: fields that it reads in addition to its mark.
+        refused: fields that would change what is trained on, and the reason or the way out.
         examples: function that returns the examples of a record, given its place; raises ChatError.
     """
 
@@ -183,7 +176,7 @@ def _completions(name: str) -> Callable[[Row, str], list[Example]]:
 
 def _preference(row: Row, source: str) -> list[Example]:
     if "chosen" not in row:
-        raise ChatError("field 'chosen' is missing beside 'rejected'")
+        raise ChatError("field 'rejected' needs field 'chosen', which is missing")
     chosen, rejected = row["chosen"], row["rejected"]
     if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
         raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
@@ -248,7 +241,7 @@ def _continued(
     if not any(_is_assistant(message) for message in completion):
         raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
     if before.messages and _is_assistant(before.messages[-1]) and _is_assistant(completion[0]):
-        raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would go on with; join the two")
+        raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two")
     return Conversation(
         messages=[*before.messages, *completion],
         names=[*before.names, *names],
@@ -284,7 +277,7 @@ FORMATS: Mapping[str, Format] = {
     "rejected": Format(others=("prompt", "chosen", "tools", *_STOPS), examples=_preference),
     "response_tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
 }
-# Fields of all formats, beside the signals.
+# Fields of all formats, in addition to the signals.
 COMMON = ("merge_key", "temperature", "exclude")
 # All that is read of a record, by its mark.
 READ = {mark: frozenset((mark, *one.others, *COMMON, *SIGNALS)) for mark, one in FORMATS.items()}
@@ -306,7 +299,7 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
     """Return the examples of a record of a mark's format; raises SampleError for a malformed one."""
     try:
         if mark not in TOKEN_MARKS and "loss_mask" in row:
-            raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from what is answered")
+            raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
         for name, why in FORMATS[mark].refused.items():
             value = row.get(name)
             if value is not None and (len(value) if hasattr(value, "__len__") else value):
@@ -317,12 +310,9 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
 
 
 def excluded_of(row: Row, source: str, mark: str | None = None) -> bool | list[bool]:
-    """Return whether a record, or of several completions each, must not count.
+    """Return whether a record is excluded, or a list with an entry per completion.
 
-    Args:
-        row: fields of the record.
-        source: place of the record.
-        mark: mark of the record's format; None where it is not known yet, and a list is not looked into.
+    ``mark`` is None if the record's format is not known yet; a list is then not examined.
 
     Raises:
         SampleError: the field is neither true, false, 1 or 0, nor a list of one of them for each completion.
@@ -343,20 +333,15 @@ def _is_true(value: Any, source: str) -> bool:
     return bool(value)
 
 
-# What is wrong with the data that an engine samples from.
+# Error for the data that an engine samples from.
 PROMPT_ALONE = (
-    "has a 'prompt' and nothing to train on; sample from it, and give 'responses', 'completion', or 'chosen' and "
-    "'rejected' beside it"
+    "has a 'prompt' and nothing to train on; sample from it, and add 'responses', 'completion', or 'chosen' and "
+    "'rejected'"
 )
 
 
 def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
-    """Return the one mark that a record has.
-
-    Args:
-        row: fields of the record.
-        source: place of the record.
-        names: the file's names of fields, by our names, for the message.
+    """Return the one mark that a record has; ``names`` has the file's names of fields, by our names.
 
     Raises:
         SampleError: the record has no mark, or several.

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: folders that ``save_to_disk`` wrote and names on the hub, as the Arrow files they are.
+"""Data sets of Hugging Face: folders written by ``save_to_disk`` and names on the hub, read as Arrow files.
 
 Nothing in them is executed, and a folder needs no package but pyarrow.
 """
@@ -31,8 +31,7 @@ def files_of_folder(folder: str) -> list[str]:
     """Return the Arrow files of a saved data set, in its order.
 
     Raises:
-        SampleError: the folder holds several splits, or its description cannot be read or names other files than its
-            own.
+        SampleError: the folder holds several splits, or its description cannot be read or names files elsewhere.
     """
     if not (Path(folder) / _STATE).is_file():
         splits = _read(folder, _SPLITS).get("splits")
@@ -48,7 +47,7 @@ def files_of_folder(folder: str) -> list[str]:
     files = [str(Path(folder) / str(name)) for name in names]
     for file in files:
         if not Path(file).is_file():
-            raise SampleError(f"{file}: is missing, and {_STATE} beside it names it; save the data set again")
+            raise SampleError(f"{file}: is missing, but {_STATE} in its folder names it; save the data set again")
     return files
 
 

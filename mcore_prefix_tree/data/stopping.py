@@ -27,10 +27,8 @@ _CUTS = frozenset(
 def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
     """Return whether a text was cut before the model ended it; one of ``STOP_KEYS`` that says so is enough.
 
-    Args:
-        given: message or record. ``finish_reason`` and ``stop_reason`` are text, SGLang's object with a ``type``, or
-            the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1. Null is the same as no key.
-        where: name of the message in its record with a dot, for errors.
+    In ``given``, a message or record, ``finish_reason`` and ``stop_reason`` are text, SGLang's object with a ``type``,
+    or the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1. Null is the same as no key.
 
     Raises:
         ChatError: a value has another type.
@@ -40,13 +38,9 @@ def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
 
 
 def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
-    """Return whether each completion of a record was cut.
+    """Return whether each of ``count`` completions of a record was cut.
 
-    Args:
-        given: record; each of ``STOP_KEYS`` and ``STOP_LISTS`` is a list with an entry for each completion, or the one
-            value of all of them.
-        count: number of completions.
-        name: field of the completions, for errors.
+    Each of ``STOP_KEYS`` and ``STOP_LISTS`` in ``given`` is a list with an entry per completion, or one value for all.
 
     Raises:
         ChatError: a list of another length, or a value of another type.
@@ -65,9 +59,9 @@ def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
 
 
 def with_end(completion: str, end: str, *, ended: bool) -> str:
-    """Return a completion with the text of the end token behind it once, or without it if the model did not write it.
+    """Return a completion with the end token's text after it once, or without it if the model did not write it.
 
-    A template that rendered the completion may have written the end token already, and whitespace behind it.
+    A template that rendered the completion may have written the end token already, and whitespace after it.
     """
     rendered = completion.rstrip()
     before = next((one.removesuffix(end) for one in (completion, rendered) if one.endswith(end)), completion)

@@ -26,7 +26,7 @@ def parse_tools(value: object) -> list[Tool]:
     list itself does. Each value is at most ``MAX_DEPTH`` levels deep.
 
     Raises:
-        ChatError: a tool is malformed; names the field, such as ``tools[3].name``.
+        ChatError: a tool is malformed; names the field, for example ``tools[3].name``.
     """
     if value is None:
         return []
@@ -77,15 +77,12 @@ def _schema(value: object, field: str) -> object:
 
 
 def parse_tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, ...]:
-    """Check the tool calls of a message.
+    """Check the tool calls of a message: a list, or None.
 
-    Args:
-        value: list of calls, or None.
-        field: name of the list in its record.
-        calls_seen: number of calls in the messages before, for the ids of calls without one.
+    ``calls_seen`` counts the calls in the messages before, for the ids of calls without one.
 
     Raises:
-        ChatError: a call is malformed.
+        ChatError: a call is malformed; names ``field``.
     """
     if value is None:
         return ()

@@ -26,9 +26,9 @@ Messages = Sequence[Mapping[str, Any]]
 class TurnEnds:
     """Finds the end of assistant turns in their tokens.
 
-    Three things say what stops the model: ``eos_token_id`` of the folder's generation config, the tokenizer's
-    end-of-sequence token, and the token with which the chat template ends an answer. If the template ends an answer
-    with no token, as GLM's does, the model stops with the token that opens the next message.
+    Three sources define the tokens that stop the model: ``eos_token_id`` of the folder's generation config, the
+    tokenizer's end-of-sequence token, and the token with which the chat template ends an answer. If the template ends
+    an answer with no token, as GLM's does, the model stops with the token that opens the next message.
     """
 
     def __init__(
@@ -44,12 +44,9 @@ class TurnEnds:
         """Read the generation config of a tokenizer's folder, if it has one, and render an answer.
 
         Args:
-            folder: tokenizer folder.
-            eos: the tokenizer's end-of-sequence token.
             special: ids of its control tokens.
             added: ids of all its added tokens, control tokens included.
             encode: function that returns the tokens of rendered messages; raises ChatError.
-            decode: function that returns the text of tokens.
 
         Raises:
             ValueError: the generation config is malformed.
@@ -75,10 +72,7 @@ class TurnEnds:
         self._has_warned = False
 
     def _answer_end(self, answer: list[int], later: list[int], stops: set[int]) -> tuple[list[int], int | None]:
-        """Return the tokens that end an answer, and the index of the one that stops the model, if there is one.
-
-        Some templates end a conversation with another token, which the history of ``later`` messages does not have.
-        """
+        """Return the tokens that end an answer, which ``later`` may lack, and the index of the one that stops."""
         start = self._tail(answer, 0, stops | self._added)
         ending = answer[start:]
         behind = later[len(later) - later[::-1].index(answer[start - 1]) :] if answer[start - 1] in later else []
@@ -93,11 +87,9 @@ class TurnEnds:
         return ending, None
 
     def stop(self, tokens: list[int], start: int) -> tuple[int, int] | None:
-        """Return where the text of a turn ends, and the index of the token that ends it; None without such a token.
+        """Return the end of a turn's text, and the index of the token that ends the turn; None without such a token.
 
-        Args:
-            tokens: tokens of the conversation up to the end of the turn.
-            start: index of the first token of the turn.
+        ``tokens`` are those of the conversation up to the end of the turn, which begins at ``start``.
         """
         text_end = len(tokens) - len(self._ending)
         at = text_end + (self._at or 0)
@@ -111,11 +103,9 @@ class TurnEnds:
         return min(text_end, at), at
 
     def opener(self, role: str, following: Sequence[int]) -> int | None:
-        """Return the token that opens a message and so stopped the model before it; None if there is no such token.
+        """Return the token that opens the next message, and so stopped the model; None without such a token.
 
-        Args:
-            role: role of the message behind the turn.
-            following: its first tokens, if they are known.
+        ``following`` holds the first tokens of that message, if they are known.
         """
         if self._is_ended or role == "assistant":
             return None

@@ -22,7 +22,7 @@ _SWITCHES = {
 }
 # Defined for assistant messages only, by OpenAI and slime: on other messages their defaults mean nothing.
 _ASSISTANT_ONLY = frozenset({"masked", "step_loss_mask", "weight"})
-# Other keys that would change what is trained on.
+# Other keys that would change the training content.
 _REFUSED = {
     "function_call": "give it as tool_calls",
     "mask": "say which messages are trained on with 'loss'",
@@ -36,7 +36,7 @@ INTERPRETED = frozenset({"role", "content", "tool_calls", "tool_call_id", *THINK
 
 
 def check_refused_keys(message: Mapping[str, Any], field: str) -> None:
-    """Raise ChatError for a key that changes what is trained on and is not supported."""
+    """Raise ChatError for a key that changes the training content and is not supported."""
     for name, way_out in _REFUSED.items():
         if message.get(name) is not None:
             raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not supported: {way_out}")

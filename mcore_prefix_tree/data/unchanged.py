@@ -23,10 +23,9 @@ class Unchanged:
         return cls(path, now.st_size, now.st_mtime_ns)
 
     def check(self, descriptor: int | None = None) -> None:
-        """Check that the file is the same. Every read does, which costs far more than this check.
+        """Check that the file is the same; every read does this.
 
-        Args:
-            descriptor: the open file, because the path may name another one by now.
+        ``descriptor`` is the open file, because the path may name another one by now.
 
         Raises:
             SampleError: the file has been written to, or replaced.
@@ -38,4 +37,4 @@ class Unchanged:
 
     def error(self) -> SampleError:
         """Return the error for a file that is not the same."""
-        return SampleError(f"{self.path}: has changed since the run began; leave the files alone while it runs")
+        return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")

@@ -1,4 +1,4 @@
-"""Places where two token sequences that have parted meet again, and where one repeats the other's text."""
+"""Places where two diverging token sequences meet again, and where one repeats the other's text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ RUN = 8
 _NEAR_RUN = 4
 # How far ahead a meeting is looked for: near first, because most differences are short.
 _WINDOWS = (64, 1024, 16384)
-# Tokens before a place that are decoded with what follows: some tokenizers write a space only between tokens.
+# Tokens before a place that are decoded with the next ones: some tokenizers write a space only between tokens.
 _CONTEXT = 8
 _BYTES = np.dtype(np.int32).itemsize
 
 
 def meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return how far two sequences go until their next :data:`RUN` tokens are equal, the least in sum; None if never.
+    """Return how far two sequences go until their next :data:`RUN` tokens are equal, the smallest sum; None if never.
 
-    Args:
-        left, right: sequences that differ in their first token.
+    The sequences ``left`` and ``right`` differ in their first token.
     """
     for size in _WINDOWS:
         met = _met(left[:size].tobytes(), right[:size].tobytes(), RUN)
@@ -67,7 +66,7 @@ def meeting_at_end(left: Tokens, right: Tokens) -> tuple[int, int] | None:
 
 
 def text_of(decode: Decode, tokens: Tokens, start: int, end: int) -> str | None:
-    """Return the text that ``tokens[start:end]`` adds to what is before it; None if it cannot be decoded."""
+    """Return the text that ``tokens[start:end]`` adds to the text before it; None if it cannot be decoded."""
     before = max(0, start - _CONTEXT)
     both, head = decode(tokens[before:end].tolist()), decode(tokens[before:start].tolist())
     if both is None or head is None:

@@ -7,16 +7,15 @@ from typing import Literal, NamedTuple
 from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens, text_of
 from mcore_prefix_tree.data.causes.words import Words
 
-# Tokens of one sequence and of another: where each differs, and where they meet again.
+# Tokens of two sequences: the place where each differs, and the place where they meet again.
 Span = tuple[int, int, int, int]
 CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
 
 
 class Difference(NamedTuple):
-    """Tokens ``start:end`` of a sample, and those that would be in their place if the cause were mended.
+    """Tokens ``start:end`` of a sample, and the tokens that would replace them if the cause were fixed.
 
     Attributes:
-        cause: name of the cause.
         detail: kind of the words of a prompt, or ``tools``; empty for other causes.
         words: words that differ; None without text.
         is_bound: whether the sequences were not seen to meet again: ``end`` is then the best case.

@@ -24,16 +24,15 @@ class Cause:
     """A cause, over all samples that have it.
 
     Attributes:
-        name: name of the cause.
         detail: kind of the words of a prompt, or ``tools``; empty for other causes.
-        samples: number of samples that part from another because of it.
-        physical_tokens: physical tokens of all samples with it mended.
-        fold_ratio: fold ratio of all samples with it mended.
-        is_bound: whether some samples are not seen to meet again, so that the ratio is the most that mending can give.
+        samples: number of samples that diverge from another because of it.
+        physical_tokens: physical tokens of all samples once it is fixed.
+        fold_ratio: fold ratio of all samples once it is fixed.
+        is_bound: whether some samples are not seen to meet again, so that the ratio is an upper bound.
         example: first of these differences.
         source: place of the sample that has it.
-        other: place of the sample that it parts from.
-        at: tokens that the two have in common.
+        other: place of the sample that it diverges from.
+        at: number of tokens that the two have in common.
     """
 
     name: CauseName
@@ -53,9 +52,8 @@ class Causes:
     """Causes, the costliest first.
 
     Attributes:
-        causes: the causes.
-        branches: whether samples part anywhere.
-        is_complete: whether all branches were looked at; ratios are the least that mending gives if not.
+        branches: whether samples diverge anywhere.
+        is_complete: whether all branches were examined; if not, the ratios are lower bounds of the gain.
     """
 
     causes: list[Cause]
@@ -66,12 +64,11 @@ class Causes:
 def find_causes(samples: Sequence[Sample], *, decode: Decode | None = None, sharing: Sharing = SHARE_ALL) -> Causes:
     """Find why samples share less than they should.
 
-    Branches that are meant, such as several answers to one prompt, have no cause.
+    Intended branches, for example several answers to one prompt, have no cause.
 
     Args:
-        samples: samples of all files.
         decode: function that returns the text of tokens, or None for tokens of another vocabulary; None if no tokenizer
-            is known, and then what differs stays unknown.
+            is known, and the differing words then stay unknown.
         sharing: common prefixes that are shared, for the ratios.
     """
     mismatches, is_complete = find_mismatches(samples, decode)

@@ -21,7 +21,7 @@ _FEW = 8
 
 
 def resend(origin: Sample, sample: Sample, at: int, decode: Decode | None) -> list[Difference]:
-    """Return the differences of a sample from one that it should begin with and parts from at a token.
+    """Return the differences of a sample from ``origin``, which it should begin with, after they part at ``at``.
 
     Nothing is returned if the rest of ``origin`` is not found in the sample.
     """
@@ -66,7 +66,7 @@ def same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode)
 
 
 def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> bool:
-    """Return whether what follows looks like the same text or like thinking, by a few tokens."""
+    """Return whether the next few tokens look like the same text or like thinking."""
     texts = (
         text_of(decode, one, left, min(left + _FEW, len(one))) or "",
         text_of(decode, other, right, min(right + _FEW, len(other))) or "",
@@ -111,7 +111,7 @@ def unmet(origin: Sample, sample: Sample, left: int, right: int, decode: Decode 
 
 
 def last_answer(sample: Sample) -> int:
-    """Return where the last unbroken run of scored tokens begins; the sample's end without one."""
+    """Return the start of the last unbroken run of scored tokens; the sample's end without one."""
     scored = sample.loss_mask != 0
     begins = np.flatnonzero(scored & ~np.append(False, scored[:-1]))
     return int(begins[-1]) if len(begins) else len(sample)

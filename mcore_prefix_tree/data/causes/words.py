@@ -1,4 +1,4 @@
-"""Words in which two texts differ, and what kind of words they are."""
+"""Words in which two texts differ, and the kind of these words."""
 
 from __future__ import annotations
 
