@@ -1,6 +1,6 @@
 """The compute capability of a CUDA device, as a constant for torch.compile.
 
-A file of its own, imported when there is a CUDA device: marking a function for torch.compile loads its compiler and
+A separate file, imported when there is a CUDA device: marking a function for torch.compile loads its compiler and
 Triton.
 """
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
-    """``DotProductAttention`` with arguments for the sizes of a head; the scale has an argument of its own."""
+    """``DotProductAttention`` with arguments for the sizes of a head and for the scale."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,6 +66,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(rows).flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return ``[n, b, heads * size]`` for ``[n, b, heads, size]``."""
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )

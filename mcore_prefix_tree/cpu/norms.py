@@ -21,8 +21,7 @@ class Norm:
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
         """Return the norm, with weights of ``config.params_dtype``.
 
-        Raises:
-            ValueError: the configuration sets another norm, or zero-centered weights.
+        Raises ValueError if the configuration sets another norm, or zero-centered weights.
         """
         if config.normalization not in _KINDS:
             raise ValueError(f"normalization={config.normalization!r} is not supported: use 'RMSNorm' or 'LayerNorm'")

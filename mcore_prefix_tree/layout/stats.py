@@ -108,7 +108,7 @@ class Chains:
     """The nodes of a layout grouped into segments, numbered in depth-first pre-order, for drawing.
 
     Attributes:
-        first_node: int64 ``[G]``, node at which each segment begins; it ends where the next begins.
+        first_node: int64 ``[G]``, node at which each segment begins; it ends before the next one.
         children: segments below each segment.
         samples: int64 ``[G]``, number of samples through its first node.
         physical_tokens: int64 ``[G]``, number of tokens of the segment and everything below it.

@@ -21,7 +21,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostRows:
-    """Rows of a trainer's micro-batch, on the host. Rows without tokens are left out.
+    """Rows of a trainer's micro-batch, on the host, without empty rows.
 
     Attributes:
         ids: int64 ``[T]``, token ids.
@@ -84,8 +84,7 @@ class HostRows:
     def make_layout(self, *, pad_to_multiple_of: int = 1) -> FlatLayout:
         """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
 
-        Raises:
-            ValueError: a token id is negative or does not fit into 32 bits; names the row.
+        Raises ValueError, naming the row, for a token id that is negative or does not fit into 32 bits.
         """
         named = zip(self.row.tolist(), self._tokens, strict=True)
         samples = [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]

@@ -17,9 +17,8 @@ def expand(values: torch.Tensor, place: torch.Tensor, *, dim: int = 0, padded: b
     """Return the value of each position's token, 0 for padding. The gradient of a token is the sum over its rows.
 
     Args:
-        values: tensor of size P along ``dim``.
+        values: tensor of size P along ``dim``, which has size T in the result.
         place: int64 ``[T]``, the token of each position, P for padding.
-        dim: dimension of the tokens, which has size T in the result.
         padded: whether there is any padding.
     """
     expanded: torch.Tensor = _Expand.apply(values, place, dim, padded)  # type: ignore[no-untyped-call]
@@ -31,6 +30,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, place: torch.Tensor, dim: int, padded: bool) -> torch.Tensor:
+        """Return ``[..., T, ...]`` for values ``[..., P, ...]`` and place ``[T]``."""
         ctx.save_for_backward(place)
         ctx.dim, ctx.shape = dim, values.shape
         if padded:
@@ -39,6 +39,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        """Return the gradient ``[..., P, ...]`` for ``[..., T, ...]``."""
         (place,) = ctx.saved_tensors
         shape = [size + 1 if dim == ctx.dim else size for dim, size in enumerate(ctx.shape)]
         total = grad.new_zeros(shape)

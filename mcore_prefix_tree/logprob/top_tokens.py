@@ -29,7 +29,7 @@ def top_logprobs(
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
         row: int64 ``[R]``, flat indices.
-        k: number of tokens, at most the whole vocabulary.
+        k: number of tokens, at most the vocabulary's size.
         temperature: ``[P]``, divisor of each row of logits; None means 1.
         vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
             None means no padding.
@@ -62,6 +62,7 @@ def top_logprobs(
 def _of_all_ranks(
     values: torch.Tensor, ids: torch.Tensor, k: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k likeliest values and ids of all ranks, ``[R, k]``, from those of each."""
     if group is None:
         return values, ids
     joined = []

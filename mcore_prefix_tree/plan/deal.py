@@ -22,11 +22,7 @@ class Dealt(NamedTuple):
 def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> Dealt:
     """Deal the most expensive unit first to the cheapest rank with room, then exchange units between ranks.
 
-    Args:
-        cost: cost of each unit.
-        ranks: number of ranks.
-        size: number of rows of each unit.
-        room: number of rows that each rank takes.
+    ``size`` is the number of rows of each unit, ``room`` the number of rows that each rank takes.
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     load, free, left = [0] * ranks, [room] * ranks, []
@@ -54,7 +50,7 @@ def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> 
 
 
 def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array, size: Int64Array) -> None:
-    """Exchange two units of a size between the heaviest rank and another while the heavier of the two gets lighter."""
+    """Swap equal units of the heaviest rank and another while the heavier gets lighter; int64 ``[units]`` each."""
     for _ in range(4 * len(ranks)):
         heavy = int(np.argmax(load))
         best: tuple[int, int, int, int] | None = None

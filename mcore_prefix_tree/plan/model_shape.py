@@ -68,7 +68,7 @@ class Experts:
     moe_layer_freq: int | Sequence[int] = 1
 
     def weights(self, hidden_size: int, ffn_hidden_size: int, matrices: int) -> int:
-        """Number of weights that a token multiplies in a layer, where an MLP has so many matrices."""
+        """Return the number of weights that a token multiplies in a layer whose MLP has ``matrices`` matrices."""
         width, latent = self.moe_ffn_hidden_size or ffn_hidden_size, self.moe_latent_size
         routed = matrices * (latent or hidden_size) * width * self.moe_router_topk
         routed += 2 * hidden_size * latent if latent else 0

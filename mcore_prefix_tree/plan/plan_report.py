@@ -21,12 +21,10 @@ class MicroBatchReport:
     """One micro-batch.
 
     Attributes:
-        samples: number of samples that it scores.
         tokens: unique tokens.
-        padding: tokens up to the size that the parallel layout or length buckets ask for.
+        padding: tokens up to the size that the parallel layout or length buckets require.
         pairs: visible (query, key) pairs.
-        scored: unique tokens that are scored; what samples of several micro-batches score together counts in one.
-        cost: predicted cost.
+        scored: unique scored tokens; those that samples of several micro-batches score together count in one.
     """
 
     samples: int
@@ -39,12 +37,12 @@ class MicroBatchReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A plan in numbers. Costs are in the unit of the cost model and leave padding aside.
+    """A plan in numbers. Costs are in the unit of the cost model and ignore padding.
 
     Attributes:
         ranks: micro-batches by data-parallel rank, then by micro-batch.
         logical_tokens: sum of the sample lengths.
-        unique_tokens: unique tokens of the whole step; what a single micro-batch without a budget would compute.
+        unique_tokens: unique tokens of the step; a single micro-batch without a budget would compute as many.
         repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
         padding: tokens of padding in all micro-batches.
         slowest: cost of the most expensive rank.
@@ -102,16 +100,7 @@ def report_plan(
     bubble: float = 0.0,
     sharing: Sharing = SHARE_ALL,
 ) -> PlanReport:
-    """Count a plan of samples, from :func:`plan_step` or from anywhere else.
-
-    Args:
-        samples: samples that were planned.
-        plan: plan of the samples.
-        cost_model: cost model to judge it by.
-        max_tokens: the budget, which the lower bound respects.
-        padding: padding of the micro-batches.
-        bubble, sharing: as in :func:`plan_step`.
-    """
+    """Count a plan of samples, from :func:`plan_step` or another planner; the lower bound respects ``max_tokens``."""
     order, shared = sort_samples(samples, sharing)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
     scored = first_scored(samples, order, shared)

@@ -30,14 +30,11 @@ def refine(
 ) -> Int64Array:
     """Return a better assignment, int64 ``[L]``, or the same.
 
-    Each move takes one leaf from the slowest rank to a bin of another, the pair for which the slower of the two ends up
-    fastest; it stops where no move helps.
+    Each move takes one leaf from the slowest rank to a bin of another, the pair that makes the slower of the two
+    fastest; it stops if no move helps.
 
     Args:
-        leaves: the L leaves.
-        cost_model: cost model of their tokens.
         bin_of: int64 ``[L]``, bin of each leaf; rank r has the bins from ``r * bins_per_rank`` on.
-        ranks, bins_per_rank: number of ranks, and of bins of each.
         max_tokens: largest number of tokens of a bin.
         enough: cost of a rank, in units, below which nothing more is moved.
     """

@@ -15,15 +15,13 @@ T = TypeVar("T")
 
 
 def upload(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a host array as a tensor on the device, without waiting for the work that the device still has to do.
+    """Return a host array ``[...]`` as a tensor on the device, without waiting for the device's pending work.
 
     A copy from pageable memory starts when all of that work is done, and the host waits with it; one from pinned memory
     takes its place in the stream. Torch's host allocator keeps pinned memory until the copy has been made.
 
-    Args:
-        array: array of any shape and any dtype that torch has; on the CPU the tensor shares its memory, if it is
-            contiguous. A tensor that is on the device is returned as it is.
-        device: device of the tensor.
+    Takes any dtype that torch has; on the CPU the tensor shares memory with a contiguous array. A tensor that is on the
+    device is returned as it is.
 
     Raises:
         ValueError: this machine has no such device.
@@ -40,10 +38,10 @@ def upload(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str) -
 
 
 def moved(value: T, device: torch.device | str) -> T:
-    """Return ``value`` with the tensors in its dataclasses, mappings and tuples on the device.
+    """Return ``value`` with the tensors ``[...]`` in its dataclasses, mappings and tuples on the device.
 
-    Whatever holds no tensor that has to move is returned as it is, not copied. Lists are long and of the host, and are
-    not searched.
+    A value without a tensor to move is returned as it is, not copied. Lists are long and of the host, and are not
+    searched.
     """
     if isinstance(value, torch.Tensor):
         return cast("T", upload(value, device))

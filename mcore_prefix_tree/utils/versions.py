@@ -1,4 +1,4 @@
-"""Versions of installed packages, and how to install what an extra of this package adds."""
+"""Versions of installed packages, and commands to install the extras of this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def version_of(package: str) -> str | None:
 
 
 def requirements_of(extra: str) -> list[str]:
-    """Return what an extra requires, such as ``pyarrow>=16``, from the metadata that pip installed with this package.
+    """Return an extra's requirements, for example ``pyarrow>=16``, from this package's installed metadata.
 
     Raises:
         PackageNotFoundError: this package is not installed; it is read from a path.
@@ -32,7 +32,7 @@ def requirements_of(extra: str) -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra adds.
+    """Return the command that installs an extra's requirements.
 
     It names the requirements, because this package comes from a clone or from a wheel, and is not on a package index.
     """

@@ -27,7 +27,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: build_trie([[1, 2]]), NO_SAMPLE.format("list")),  # type: ignore[list-item]
     (lambda: fold([SAMPLE], pad_to_multiple_of=2.5), "pad_to_multiple_of=2.5 must be an int"),  # type: ignore[arg-type]
     (lambda: fold([SAMPLE], padded_size="8"), "padded_size='8' must be an integer"),  # type: ignore[arg-type]
-    (lambda: fold([SAMPLE], trie=[1]), "trie is a list; give what build_trie returns"),  # type: ignore[arg-type]
+    (lambda: fold([SAMPLE], trie=[1]), "trie is a list; give the result of build_trie"),  # type: ignore[arg-type]
     (lambda: TreeMetadata.from_layout([SAMPLE]), "the layout is a list; give what mcore_pr"),  # type: ignore[arg-type]
     (lambda: TreeMetadata.from_layout(None), "the layout is a NoneType; give what mcore_pr"),  # type: ignore[arg-type]
     (lambda: read_samples(None), "the data paths are a NoneType; give the name of a file"),  # type: ignore[arg-type]

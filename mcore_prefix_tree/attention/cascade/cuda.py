@@ -1,7 +1,7 @@
-"""The varlen FlashAttention kernels of a GPU that the cascade can stand on. None of them is changed or patched.
+"""The varlen FlashAttention kernels of a GPU that the cascade can use. None of them is changed or patched.
 
-Each is called below its autograd function, where log-sum-exp comes out and goes in. The packages are imported when a
-kernel runs.
+Each is called below its autograd function, to pass log-sum-exp in and out. The packages are imported when a kernel
+runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _does_not_import(module: str) -> str | None:
 
 
 def _common_refusal(case: Case, oldest: tuple[int, int], newest: tuple[int, int]) -> str | None:
-    """Name what no kernel supports: another generation of GPU, another dtype, a head above 256; None if supported."""
+    """Name a case that no kernel supports: another GPU generation or dtype, a head above 256; None if supported."""
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not oldest <= case.capability <= newest:
@@ -79,6 +79,7 @@ class TorchFlash:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         grads = torch.ops.aten._flash_attention_backward(
             grad_out,
             *qkv,
@@ -119,6 +120,7 @@ class FlashAttention2:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
         grads = QKV(*map(torch.empty_like, qkv))
@@ -171,6 +173,7 @@ class FlashAttention3:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         from flash_attn_interface import _flash_attn_backward
 
         grads = QKV(*map(torch.empty_like, qkv))
@@ -195,15 +198,15 @@ class FlashAttention3:
 class TransformerEngine:
     """The fused attention (cuDNN's) that TransformerEngine's ``DotProductAttention`` runs, without that module.
 
-    The module itself returns no log-sum-exp, and its backward takes none. ``fused_attn_fwd`` and ``fused_attn_bwd``,
-    which it calls, do, and TransformerEngine's own context parallelism gives them merged ones, as the cascade does.
+    The module neither returns a log-sum-exp nor takes one in its backward. ``fused_attn_fwd`` and ``fused_attn_bwd``,
+    which it calls, do both, and TransformerEngine's context parallelism gives them merged ones, as the cascade does.
     """
 
     name: str = "TransformerEngine"
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """Refuse determinism on Hopper, where the deterministic backward of packed sequences is of no use."""
+        """Reject large heads, and determinism on Hopper: memory would grow with the square of the lengths."""
         reason = _is_missing("transformer_engine", 2, 17) or _common_refusal(case, (9, 0), (11, 0))
         if reason is None and max(case.head_dim, case.value_dim) > 128:
             return f"head_dim={max(case.head_dim, case.value_dim)} (at most 128)"
@@ -213,11 +216,7 @@ class TransformerEngine:
         return reason or _does_not_import("transformer_engine.pytorch.cpp_extensions")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """See :class:`VarlenKernel`.
-
-        Raises:
-            RuntimeError: cuDNN is so old that its statistics are not one number per query and head.
-        """
+        """See :class:`VarlenKernel`; raise RuntimeError if cuDNN returns other statistics than log-sum-exps."""
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
         out, (lse, *_) = fused_attn.fused_attn_fwd(
@@ -234,6 +233,7 @@ class TransformerEngine:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
         random_state = torch.zeros(2, dtype=torch.int64, device=grad_out.device)  # of dropout

@@ -1,4 +1,4 @@
-"""Tree attention in Triton kernels of our own: the back-end for NVIDIA GPUs that needs no further package.
+"""Tree attention in our own Triton kernels: the back-end for NVIDIA GPUs that needs no further package.
 
 Triton is imported when the first call runs, not before.
 """
@@ -31,7 +31,7 @@ def attention(
     Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
     With ``deterministic=False``, head dimensions up to 128 take a backward that does less work and adds up in any
     order. On a GPU, 16-bit kernels are compared with the reference on first use: another version of the compiler may
-    have made code for this chip that has run nowhere before.
+    have produced untested code for this chip.
 
     Raises:
         ParityError: the kernels are wrong on this machine.
@@ -45,7 +45,7 @@ def check(case: Case) -> None:
     if case.capability is not None and case.dtype in _CHECKED:
         check_parity("triton", attend_as_tabled, case)
         if case.needs_grad and case.heads > case.kv_heads:
-            # The comparison's forest is so small that groups are divided; a longer one keeps them whole.
+            # The comparison's forest is so small that groups are divided; a longer one does not divide them.
             check_parity("triton", _attend_whole_groups, case)
 
 
@@ -77,7 +77,7 @@ def attend_as_tabled(
     *,
     divides: bool = True,
 ) -> torch.Tensor:
-    """:func:`attention`, unchecked: launched as the table says for the case, or with whole groups of heads."""
+    """Run :func:`attention`, ``[P, H, D]``, unchecked, with the table's launch or with undivided groups of heads."""
     from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
     configs = configs_for(Case.of(query, key, value, options))
@@ -95,7 +95,7 @@ def attend(
     options: AttentionOptions,
     configs: Configs,
 ) -> torch.Tensor:
-    """:func:`attention`, unchecked: launched as ``configs`` say."""
+    """Run :func:`attention`, ``[P, H, D]``, unchecked, with the launches in ``configs``."""
     from mcore_prefix_tree.attention.triton_tree.ops import tree_attention
 
     plan = _plan(metadata, configs, options.window)
@@ -115,7 +115,7 @@ def attend(
 
 
 def refusal(case: Case) -> str | None:
-    """Return what the kernels do not support: other devices, other dtypes, other head dimensions."""
+    """Return the unsupported property of a case: the device, the dtype or the head dimensions."""
     reason = _machine_refusal(case)
     if reason is not None:
         return reason
@@ -143,7 +143,7 @@ def _machine_refusal(case: Case) -> str | None:
     return None if case.dtype in dtypes else f"dtype {case.dtype} (it takes {', '.join(map(str, dtypes))})"
 
 
-# What holds for the whole process, asked once: torch.compile can follow a look-up here, but neither question.
+# Properties of the process, determined once: torch.compile can trace a look-up here, but not the determination.
 _KNOWN: dict[str, bool] = {}
 
 
