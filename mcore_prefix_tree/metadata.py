@@ -1,7 +1,4 @@
-"""TreeMetadata: the shape of a folded micro-batch, for attention and rotary embeddings.
-
-Legend: P padded size, N nodes, G segments.
-"""
+"""TreeMetadata: a folded micro-batch's shape for attention and RoPE: P padded size, N nodes, G segments."""
 
 from __future__ import annotations
 

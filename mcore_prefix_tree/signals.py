@@ -127,13 +127,10 @@ class Signals:
 
 
 def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: str) -> Signals:
-    """Return a sample's signals with their numbers as read-only arrays, for ``loss_mask``, float32 ``[n]``.
+    """Return a sample's signals, checked, with read-only arrays, for ``loss_mask``, float32 ``[n]``.
 
     Fields per token are float32, or float64 if they were given as such; ``reward`` and ``advantage`` are a float or
-    float64.
-
-    Raises:
-        SampleError: a field is malformed; names ``source`` and the field.
+    float64. Raises SampleError for a malformed field, with ``source`` and the field.
     """
     scored = loss_mask != 0
     scored[:1] = False

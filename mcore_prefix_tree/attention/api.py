@@ -35,11 +35,7 @@ class Backend(Protocol):
         """Name the argument that is not supported, and say why; None if the case is supported."""
 
     def check(self, case: Case) -> None:
-        """Compare with the reference on this machine, once per kind of case; do nothing for torch's own code.
-
-        Raises:
-            ParityError: the kernels are wrong on this machine, or do not run.
-        """
+        """Compare non-torch kernels with the reference, once per kind of case; raise ParityError if they are wrong."""
 
     def plan(self, metadata: TreeMetadata, case: Case) -> object:
         """Return the tree data that :meth:`attention` reads in such a call, made on first use and kept in its cache.

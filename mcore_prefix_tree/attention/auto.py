@@ -35,9 +35,7 @@ class TreeShape:
     """Figures of a forest that determine the speed of a back-end.
 
     Attributes:
-        tokens: number of physical tokens.
         segments: number of non-empty runs of tokens without branching.
-        pairs: number of visible pairs.
         depth: largest number of nested branches with tokens outside their first child; 0 without branches: nothing is
             shared, or each sample continues the one before.
     """

@@ -33,11 +33,7 @@ class Case:
 
     Attributes:
         capability: compute capability of a CUDA device, for example ``(9, 0)``; None elsewhere.
-        dtype: dtype of query, key and value.
-        heads: H.
-        kv_heads: K.
-        head_dim: D, size of a head of query and key.
-        value_dim: W.
+        heads, kv_heads, head_dim, value_dim: H, K, D and W.
         needs_grad: whether backward will be called.
     """
 

@@ -1,8 +1,4 @@
-"""The compute capability of a CUDA device, as a constant for torch.compile.
-
-A separate file, imported when there is a CUDA device: marking a function for torch.compile loads its compiler and
-Triton.
-"""
+"""A CUDA device's compute capability as a constant for torch.compile, whose compiler this file loads."""
 
 from __future__ import annotations
 

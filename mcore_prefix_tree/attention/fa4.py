@@ -165,11 +165,7 @@ def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """Tree attention in one kernel, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``; checked on first use.
-
-    Raises:
-        ParityError: the kernel is wrong on this machine.
-    """
+    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``; raises ParityError if its check fails."""
     check(Case.of(query, key, value, options))
     return attend(query, key, value, metadata, options)
 

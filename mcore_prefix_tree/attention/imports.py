@@ -9,10 +9,7 @@ _FAULTS: dict[str, str | None] = {}
 
 
 def import_fault(module: str) -> str | None:
-    """Return why a module cannot be imported, in one line; None if it can.
-
-    A package compiled for another torch, or with missing dependencies, is installed according to its metadata.
-    """
+    """Return why a module cannot be imported though its package may be installed, in one line; None if it can."""
     if module not in _FAULTS:
         _FAULTS[module] = _fault(module)
     return _FAULTS[module]

@@ -71,13 +71,10 @@ class Question:
 
 
 def check_parity(name: str, attention: Attention, case: Case) -> None:
-    """Compare on first use of a (dtype, group of heads, head dims, options, with backward or not); later ones return.
+    """Compare on first use of a (dtype, group, head dims, options, backward or not); raise ParityError if wrong.
 
     It reads numbers back, so nothing is compared while torch.compile traces or a CUDA graph is captured; the next call
     outside of these makes up for it. ``attention``, a module-level function, keeps a record of completed checks.
-
-    Raises:
-        ParityError: the kernel is wrong.
     """
     if _can_compare():
         _check(name, attention, Question.of(case))

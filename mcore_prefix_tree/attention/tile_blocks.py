@@ -69,11 +69,9 @@ class BlockPlan:
     """The tiles of one micro-batch for one pair of block sizes.
 
     Attributes:
-        query_block: BM.
-        key_block: BN.
+        query_block, key_block: BM and BN.
         by_key: the query blocks of each of NK key blocks; a contiguous range each, unless there is a window.
         by_query: the key blocks of each of NQ query blocks.
-        visited: number of tiles.
         visible_pairs: (query, key) pairs that attention computes, padding included.
     """
 

@@ -4,10 +4,8 @@ Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into 
 on any device. This file answers those calls with the CPU. Megatron's files are not touched: the emulation replaces a
 short list of ``torch`` functions (and, in megatron-core, two names that are wrong without TransformerEngine and the
 optimizers that it found), each below with the megatron call site that needs it, and restores them on exit.
-``torch.cuda.is_available()`` is false, so that code which checks it takes its CPU path.
-
-This is a tool for tests and for the quickstart. On a machine with a GPU it refuses to start, or if forced hides the
-GPU.
+``torch.cuda.is_available()`` is false, so that code which checks it takes its CPU path. This is a tool for tests and
+the quickstart. On a machine with a GPU it refuses to start, or if forced hides the GPU.
 """
 
 from __future__ import annotations
@@ -214,13 +212,8 @@ def _without_transformer_engine() -> list[tuple[object, str, object]]:
 def cpu_emulation(*, force: bool = False) -> Iterator[None]:
     """Answer megatron-core's CUDA calls with the CPU inside the ``with`` block, and restore everything after it.
 
-    Entering it again inside itself is allowed and does nothing.
-
-    Args:
-        force: whether to emulate even though this machine has a GPU.
-
-    Raises:
-        RuntimeError: there is a GPU and ``force`` is false.
+    Entering it again inside itself does nothing. On a machine with a GPU it raises RuntimeError unless ``force`` is
+    true.
     """
     global _active
     if _active:

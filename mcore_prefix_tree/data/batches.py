@@ -44,7 +44,7 @@ class SampleOrder:
     The samples of one line stay together, because they share their prefix.
 
     Args:
-        groups: samples of each line, at least one sample in total: a list of lists, or streamed groups.
+        groups: samples of each line, not all empty: a list of lists, or streamed groups.
         order: ``shuffled`` draws the lines in a new order each epoch. ``folded`` deals neighbours in the trie to the
             same step, see :mod:`mcore_prefix_tree.data.folded_order`; it requires ``step`` and holds the samples in
             memory. ``file`` keeps the order of the files in every epoch.

@@ -44,12 +44,7 @@ class ChatTemplates:
     """
 
     def __init__(self, tokenizer: Any, folder: str, given: Mapping[str, Any]) -> None:
-        """Check the templates of a tokenizer and the variables given to them.
-
-        Raises:
-            ValueError: there is no template, its output changes from call to call, or ``given`` holds a name that is
-                not a template's variable.
-        """
+        """Check the templates of a tokenizer, their variables and that output is constant; raise ValueError if not."""
         variables = dict(given)
         templates = _templates_of(tokenizer, folder)
         _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & variables.keys()))
@@ -74,11 +69,7 @@ class ChatTemplates:
         add_generation_prompt: bool = False,
         **switches: bool,
     ) -> str:
-        """Return the text of a conversation; ``switches`` are variables of the template that the user has not set.
-
-        Raises:
-            ChatError: the conversation does not suit the template.
-        """
+        """Return a conversation's text with further template variables ``switches``; raise ChatError if unsuitable."""
         try:
             template = self._template(self._tokenizer.get_chat_template(None, tools))
             # The variables that apply_chat_template gives a template.

@@ -46,10 +46,7 @@ class RecordIndex(Protocol):
 def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
     """Return files in the order given, with globs, saved data sets and names on the hub expanded.
 
-    Raises:
-        SampleError: a path names no file.
-        ImportError: a data set is on the hub, and the datasets library is missing.
-        TypeError: a path is not a path.
+    Raises SampleError for a missing file, ImportError without the datasets library, TypeError for an invalid path.
     """
     if not isinstance(paths, str | os.PathLike | Iterable):
         raise TypeError(f"the data paths are a {type(paths).__name__}; {_GIVE}")
@@ -86,10 +83,7 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
 
 
 def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
-    """Yield the records of a file, in bounded memory.
-
-    Raises SampleError if the file cannot be read, ImportError for a table without pyarrow.
-    """
+    """Yield a file's records in bounded memory; raise SampleError if unreadable, ImportError without pyarrow."""
     if not is_table(path):
         return read_lines(path)
     require_pyarrow(path)
@@ -99,10 +93,7 @@ def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
 
 
 def index_files(paths: Sequence[str], names: FieldNames = OUR_NAMES) -> list[RecordIndex]:
-    """Return random access to the records of files; tables share one cache.
-
-    Raises SampleError if a file cannot be read from the middle, ImportError for a table without pyarrow.
-    """
+    """Return random access to files' records; raise SampleError for unseekable ones, ImportError without pyarrow."""
     tables = [path for path in paths if is_table(path)]
     if not tables:
         return [LineIndex(path) for path in paths]

@@ -31,12 +31,7 @@ def _by_itself(action: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks that read the same data and share the work of counting them.
-
-    Attributes:
-        gather: function that returns the value of each rank, on every rank.
-        on_main: function that runs an action on the main rank and returns its result on every rank.
-    """
+    """Ranks that share the work on the same data; ``on_main`` runs an action on one and returns its result on all."""
 
     rank: int = 0
     size: int = 1
@@ -58,13 +53,11 @@ class Digest:
 
 
 def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> None:
-    """Check that every rank holds the same samples; all ranks together, once after reading and after a resume.
+    """Check that every rank holds the same samples, after reading or a resume; raise SampleError on every rank if not.
 
-    Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds per million tokens. For
-    streamed files see :func:`check_same_files`; samples that one rank reads for all need no check.
-
-    Raises:
-        SampleError: ranks hold different samples; raised on every rank; names ranks, machines and files.
+    Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds per million tokens. The error
+    names ranks, machines and files. For streamed files see :func:`check_same_files`; samples that one rank reads need
+    no check.
     """
     if ranks.size == 1:
         return

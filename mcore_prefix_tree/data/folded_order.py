@@ -29,10 +29,7 @@ _LOOK_AHEAD = 16
 
 
 def trie_order(lines: Sequence[Sequence[Sample]]) -> Int64Array:
-    """Return the lines' indices, int64 ``[n]``, in depth-first order of the trie.
-
-    A line takes the place of its longest sample: the longest turn of a rollout begins with the others.
-    """
+    """Return the lines' indices, int64 ``[n]``, in depth-first order of the trie by each line's longest sample."""
     order, _ = sort_samples([max(line, key=len) for line in lines])
     return order
 

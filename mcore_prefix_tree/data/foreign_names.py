@@ -75,11 +75,7 @@ def shown(mapping: Mapping[str, str | None]) -> str:
 
 
 def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mapping[str, str | None]) -> str | None:
-    """Return the fault of a row of token ids with unread fields that change what is trained on; None without one.
-
-    An unread field is no fault if the row has the field of ours that it seems to be, or ``given`` (``data.fields``)
-    names that one.
-    """
+    """Return the fault of unread fields, not in ``given``, that change what a row of token ids trains; None without."""
     has_mask = bool(row.keys() & {*MASKS, "response_length", "response_tokens"})
     for name in row:
         meant = None if name in read else meaning_of(name)

@@ -1,8 +1,4 @@
-"""Formats of records: the field that marks each, and the examples that a record of it holds.
-
-A record has exactly one mark, which decides its format. To add a format, write a function and register it in
-:data:`FORMATS`.
-"""
+"""Formats of records, each with one mark: the field that decides it. Register new formats in :data:`FORMATS`."""
 
 from __future__ import annotations
 
@@ -37,14 +33,7 @@ class TokenIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages, not checked yet.
-
-    Attributes:
-        names: name of each message in the record, for errors.
-        tools: tools that the model could call.
-        prompt: number of messages at the start whose turns are not scored.
-        ended: whether the model ended the last assistant message; otherwise it was cut.
-    """
+    """Unchecked messages with names for errors; the first ``prompt`` ones are unscored; cut unless ``ended``."""
 
     messages: list[Any]
     names: list[str]
@@ -55,13 +44,9 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text and its continuation, without a chat format.
+    """A text and its continuation, without a chat format; cut unless ``ended``.
 
-    Attributes:
-        prompt: text that is not scored.
-        completion: text after the prompt.
-        rival: continuation that the completion is compared with: both are scored from the same token on.
-        ended: whether the model ended the completion; otherwise it was cut.
+    ``prompt`` is not scored; ``completion``, and a ``rival`` to compare it with, are scored from the same token on.
     """
 
     prompt: str
@@ -72,12 +57,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One example of a record: a sample, or with turns expanded several.
-
-    Attributes:
-        signals: signals of the example by name, in addition to those that the record has for all its examples.
-        part: name of the example within the record; "" if it is the entire record.
-    """
+    """One example of a record, its ``part`` ("" for the entire record), with signals that only it has."""
 
     content: TokenIds | Conversation | Text
     signals: Mapping[str, Any] = field(default_factory=dict)
@@ -96,13 +76,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A shape of records.
-
-    Attributes:
-        others: fields that it reads in addition to its mark.
-        refused: fields that would change what is trained on, and the reason or the way out.
-        examples: function that returns the examples of a record, given its place; raises ChatError.
-    """
+    """A shape of records: other fields than its mark, refused ones with the way out, and the maker of its examples."""
 
     others: tuple[str, ...]
     examples: Callable[[Row, str], list[Example]]
@@ -310,12 +284,9 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
 
 
 def excluded_of(row: Row, source: str, mark: str | None = None) -> bool | list[bool]:
-    """Return whether a record is excluded, or a list with an entry per completion.
+    """Return whether a record is excluded, or a list with an entry per completion; raise SampleError for other values.
 
     ``mark`` is None if the record's format is not known yet; a list is then not examined.
-
-    Raises:
-        SampleError: the field is neither true, false, 1 or 0, nor a list of one of them for each completion.
     """
     value = row.get("exclude", False)
     many = row[mark] if mark in _LISTS else None
@@ -341,11 +312,7 @@ PROMPT_ALONE = (
 
 
 def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
-    """Return the one mark that a record has; ``names`` has the file's names of fields, by our names.
-
-    Raises:
-        SampleError: the record has no mark, or several.
-    """
+    """Return the one mark that a record has; raise SampleError, with the file's ``names``, for none or several."""
     found = [mark for mark in FORMATS if mark in row]
     if len(found) == 1:
         (mark,) = found

@@ -27,7 +27,6 @@ def whole_groups(
             or ``pair`` is an error.
         step: number of samples per step, over all ranks, if steps count samples: then all groups must have the same
             size, a divisor of it, so that no order cuts one. None if steps count groups, of any sizes.
-        setting: setting that needs the field, for messages.
 
     Raises:
         SampleError: a sample lacks the field; separate lines of a group have other prompts; a step would cut a group; a
@@ -59,10 +58,7 @@ def streamed_whole_groups(
     step: int | None,
     setting: str,
 ) -> StreamedGroups:
-    """Return the groups, rollouts or pairs of files larger than memory; otherwise as :func:`whole_groups`.
-
-    ``stream`` makes :class:`StreamedGroups` of the files with a ``key``.
-    """
+    """As :func:`whole_groups`, for files larger than memory: ``stream`` makes StreamedGroups with a ``key``."""
     groups = stream(key=partial(_key, by=by, setting=setting), check_apart=partial(_check_apart, by=by))
     _check_sizes(groups, groups.sizes, by, step)
     return groups
@@ -76,13 +72,11 @@ def _key(sample: Sample, *, by: GroupedBy, setting: str) -> Hashable:
 
 
 def _check_apart(samples: Sequence[Sample], *, by: GroupedBy) -> None:
-    """Check that a group of separate lines is one group, and not two that were given the same id.
-
-    Two groups show if a turn of a rollout appears twice: ids that restart in each file or epoch. Otherwise it is one
-    group if all samples begin with its prompt, the shortest unscored beginning. Samples of subagents have other
-    prompts: then each sample has to name its rollout and, among several, its turn, and the lines must not fall into two
-    parts, one after the other, that have neither a rollout nor a prompt in common. Pairs are recognised by their size.
-    """
+    """Check that separate lines with one id are one group, and not two groups of two files or epochs."""
+    # Two groups show if a turn of a rollout appears twice: ids that restart in each file or epoch. Otherwise it is one
+    # group if all samples begin with its prompt, the shortest unscored beginning. Samples of subagents have other
+    # prompts: then each has to name its rollout and, among several, its turn, and the lines must not fall into two
+    # successive parts that share neither a rollout nor a prompt. Pairs are recognised by their size.
     if by == "pair":
         return
     name = repr(getattr(samples[0].signals, by))

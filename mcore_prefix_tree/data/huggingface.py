@@ -26,14 +26,11 @@ from mcore_prefix_tree.utils.inputs import check_files_of, is_utf8
 
 
 class HuggingFaceChatTokenizer:
-    """Encodes with ``apply_chat_template`` of a local folder.
+    """Encodes with ``apply_chat_template`` of a local folder; rejects the templates that ChatTemplates rejects.
 
     A turn is one assistant message: the template renders the history with its generation prompt (the model's input) and
     the history with the message (its continuation). Text that the template writes after the token that stopped the
     model is not part of the turn; see :class:`~mcore_prefix_tree.data.turn_ends.TurnEnds`.
-
-    A template that reads the clock or draws at random is rejected: a line would get other tokens on another rank or
-    another day. ``chat_template_kwargs`` can set the date.
     """
 
     def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -221,11 +218,7 @@ class HuggingFaceChatTokenizer:
         return ids_of
 
     def _written_behind(self, prompt: list[int], text: str, joined: list[int]) -> list[int] | None:
-        """Return the token ids of ``text`` as the model wrote it after a prompt, or None if the tokenizer has none.
-
-        Some tokenizers put a space before a text, except after a text that it is not joined with. The ids are right if
-        they decode as ``joined`` does, the ids of prompt and text as one text.
-        """
+        """Return the token ids of ``text`` as the model wrote it after a prompt, or None if the tokenizer has none."""
         if self._separator is not None and self._separator.match(text):
             return self._token_ids([text])[0]  # no token is put before an added one
         kept = 0

@@ -178,11 +178,7 @@ def is_gzip(path: str) -> bool:
 
 
 class LineIndex:
-    """Random access to the lines of a plain file, blank ones included. Only their offsets are held.
-
-    Raises:
-        SampleError: the file cannot be read, or not from the middle.
-    """
+    """Random access to a plain file's lines by their offsets; raises SampleError if the file is not seekable."""
 
     def __init__(self, path: str) -> None:
         if path == STDIN or is_gzip(path):

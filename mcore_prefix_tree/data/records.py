@@ -91,12 +91,9 @@ def samples_of_record(
     seen: set[str] | None = None,
     left_out: Skipped | None = None,
 ) -> list[Sample]:
-    """Return the samples of one record; none for a blank line, or one that is excluded.
+    """Return a record's samples, none for a blank or excluded one; raise SampleError for bad data without ``skipped``.
 
-    Args:
-        skipped: counter of bad data; None raises SampleError instead.
-        seen: set that takes the names of ``options.names`` that the record has.
-        left_out: counter of excluded records.
+    ``left_out`` counts excluded records, and ``seen`` takes the names of ``options.names`` that the record has.
     """
     kind: Kind = "unreadable"
     try:

@@ -50,10 +50,7 @@ def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | No
 
 
 def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals]:
-    """Return the signals of each turn of a conversation, as parts of one rollout.
-
-    Turns count from 0, or from the record's ``turn`` if other records have the rollout's other turns.
-    """
+    """Return the signals of each turn of a conversation, parts of one rollout from 0 or the record's ``turn`` on."""
     signals = signals_of_conversation(row, source) or Signals()
     check_turn(signals.turn, source)
     first = signals.turn or 0

@@ -130,13 +130,8 @@ class Source:
     ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
         """Return all samples of other files, held in memory and read as these are, and the skipped ones.
 
-        Args:
-            by: units that stay together; None for lines.
-            check: check of complete groups, as for :meth:`read`.
-            setting: setting that names the files, for messages.
-
-        Raises:
-            SampleError: see :meth:`read`; or the files have no samples.
+        Units ``by``, lines for None, stay together. Raises as :meth:`read`, or SampleError, with ``setting``, without
+        samples.
         """
         pairs = EqualPairs(ranks=self.ranks)
         noting = pairs.noting(check) if by == "pair" else check

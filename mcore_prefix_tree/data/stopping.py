@@ -25,25 +25,19 @@ _CUTS = frozenset(
 
 
 def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
-    """Return whether a text was cut before the model ended it; one of ``STOP_KEYS`` that says so is enough.
+    """Return whether one of ``STOP_KEYS`` says that a text was cut; raise ChatError if one has another type.
 
     In ``given``, a message or record, ``finish_reason`` and ``stop_reason`` are text, SGLang's object with a ``type``,
     or the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1. Null is the same as no key.
-
-    Raises:
-        ChatError: a value has another type.
     """
     cut = [_is_cut(given.get(name), name, f"{where}{name}") for name in STOP_KEYS]  # each is checked
     return any(cut)
 
 
 def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
-    """Return whether each of ``count`` completions of a record was cut.
+    """Return whether each of ``count`` completions was cut; raise ChatError for a value of another length or type.
 
     Each of ``STOP_KEYS`` and ``STOP_LISTS`` in ``given`` is a list with an entry per completion, or one value for all.
-
-    Raises:
-        ChatError: a list of another length, or a value of another type.
     """
     cut = [False] * count
     for key in (*STOP_KEYS, *STOP_LISTS):
@@ -59,10 +53,7 @@ def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
 
 
 def with_end(completion: str, end: str, *, ended: bool) -> str:
-    """Return a completion with the end token's text after it once, or without it if the model did not write it.
-
-    A template that rendered the completion may have written the end token already, and whitespace after it.
-    """
+    """Return a completion followed by ``end`` once if the model ``ended``, else without it and whitespace after it."""
     rendered = completion.rstrip()
     before = next((one.removesuffix(end) for one in (completion, rendered) if one.endswith(end)), completion)
     return f"{before}{end}" if ended else before

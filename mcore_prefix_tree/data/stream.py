@@ -155,12 +155,9 @@ class StreamedGroups(Sequence[list[Sample]]):
     def _faults_of_parts(
         self, everyone: Sequence[_Found], borders: Sequence[int], group_of: Int64Array, is_apart: npt.NDArray[np.bool_]
     ) -> tuple[str, npt.NDArray[np.bool_]]:
-        """Return the first fault that a rank found in a complete group, or "", and the groups that need a second check.
-
-        A group checked while its records were read was complete, unless it continues at another rank or in separate
-        records (``is_apart``, bool ``[G]``). A rank that found a fault in a part of a group has not examined later
-        groups.
-        """
+        """Return the first fault in a complete group, or "", and, bool ``[G]``, the groups to check once more."""
+        # A group checked while its records were read was complete, unless it continues at another rank or in separate
+        # records. A rank that found a fault in a part of a group has not examined later groups.
         filled = np.flatnonzero(self._record_sizes)
         first, end = np.searchsorted(filled, borders[:-1]), np.searchsorted(filled, borders[1:])
         again = is_apart.copy()

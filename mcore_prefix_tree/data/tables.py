@@ -158,11 +158,7 @@ class RecentChunks:
 
 
 class RowIndex:
-    """Random access to the rows of a table, through chunks that all tables of the process share.
-
-    Raises:
-        SampleError: the file cannot be read, or has neither tokens nor messages.
-    """
+    """Random access to a table's rows, through chunks shared by all tables; raises SampleError if it is unreadable."""
 
     def __init__(self, path: str, recent: RecentChunks, names: FieldNames = OUR_NAMES) -> None:
         self._path, self._recent, self._names = path, recent, names

@@ -1,8 +1,4 @@
-"""Rows of token ids: masks, labels, padding, and fields with one entry per token of the response.
-
-Trainers write them in several shapes. Here each becomes the ids of a sample, the weight of each token, and signals with
-an entry for each token.
-"""
+"""Rows of token ids, masks, labels and padding in trainers' shapes, read as ids, weights and signals per token."""
 
 from __future__ import annotations
 

@@ -26,11 +26,7 @@ def code_of(folder: str) -> str | None:
 
 
 def check_ids(tokenizer: Any, folder: str) -> None:
-    """Check that every token's id fits the type of token ids, also as the files have it: the library renumbers some.
-
-    Raises:
-        ValueError: one does not; names the token and the folder.
-    """
+    """Check that every token's id, also as the files have it, fits its type; raise ValueError with token and folder."""
     ids: dict[Any, Any] = dict(tokenizer.get_vocab())
     listed = _content(folder, "tokenizer.json").get("added_tokens")
     ids |= {one.get("content"): one.get("id") for one in listed or () if isinstance(one, dict)}
@@ -59,12 +55,9 @@ def _content(folder: str, name: str) -> dict[str, Any]:
 
 
 def check_encodes_text(tokenizer: Any, folder: str) -> None:
-    """Check that some text becomes tokens other than control tokens and the unknown one.
+    """Raise ValueError, naming the folder, if every text becomes only control tokens and the unknown one.
 
     A folder whose vocabulary is empty, or lost its merges or its pieces, loads, but encodes no text.
-
-    Raises:
-        ValueError: no text does; names the folder.
     """
     added = tokenizer.added_tokens_decoder
     silent = {token_id for token_id, token in added.items() if token.special} | _unknown(tokenizer)

@@ -60,11 +60,7 @@ def load_tokenizer(
 
 
 def check_tokenizer_named(name_or_path: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-    """Check the arguments of :func:`load_tokenizer` without loading the tokenizer.
-
-    Raises:
-        ValueError: the name is neither, or ``chat_template_kwargs`` are not a template's.
-    """
+    """Check the arguments of :func:`load_tokenizer` without loading; raise ValueError as it does."""
     if os.path.isdir(name_or_path):
         return
     if name_or_path not in FILES:

@@ -77,13 +77,7 @@ def _schema(value: object, field: str) -> object:
 
 
 def parse_tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, ...]:
-    """Check the tool calls of a message: a list, or None.
-
-    ``calls_seen`` counts the calls in the messages before, for the ids of calls without one.
-
-    Raises:
-        ChatError: a call is malformed; names ``field``.
-    """
+    """Check a message's tool calls, if any, after ``calls_seen`` others; raise ChatError with ``field``."""
     if value is None:
         return ()
     if not isinstance(value, list):

@@ -41,15 +41,10 @@ class TurnEnds:
         encode: Callable[[Messages], list[int]],
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        """Read the generation config of a tokenizer's folder, if it has one, and render an answer.
+        """Read a tokenizer folder's generation config, if any, and render an answer; raise ValueError if malformed.
 
-        Args:
-            special: ids of its control tokens.
-            added: ids of all its added tokens, control tokens included.
-            encode: function that returns the tokens of rendered messages; raises ChatError.
-
-        Raises:
-            ValueError: the generation config is malformed.
+        ``added`` has the ids of all added tokens, ``special`` those of control tokens among them; ``encode`` raises
+        ChatError.
         """
         self._folder, self._special, self._added = folder, special, added
         self._encode, self._decode = encode, decode
@@ -87,10 +82,7 @@ class TurnEnds:
         return ending, None
 
     def stop(self, tokens: list[int], start: int) -> tuple[int, int] | None:
-        """Return the end of a turn's text, and the index of the token that ends the turn; None without such a token.
-
-        ``tokens`` are those of the conversation up to the end of the turn, which begins at ``start``.
-        """
+        """Return the end of a turn's text, from ``start`` to the end of ``tokens``, and its end token's index."""
         text_end = len(tokens) - len(self._ending)
         at = text_end + (self._at or 0)
         if self._at is None or text_end < start or tokens[text_end:] != self._ending:
@@ -103,10 +95,7 @@ class TurnEnds:
         return min(text_end, at), at
 
     def opener(self, role: str, following: Sequence[int]) -> int | None:
-        """Return the token that opens the next message, and so stopped the model; None without such a token.
-
-        ``following`` holds the first tokens of that message, if they are known.
-        """
+        """Return the token that opens the message after a turn, given known ``following`` tokens; None without one."""
         if self._is_ended or role == "assistant":
             return None
         token = following[0] if following else self._opener(role)
@@ -148,11 +137,7 @@ class TurnEnds:
 
 
 def declared_stops(folder: str) -> frozenset[int]:
-    """Return ``eos_token_id`` of a folder's generation config; empty without one.
-
-    Raises:
-        ValueError: the file is not JSON, or the entry is neither an integer nor a list of integers.
-    """
+    """Return ``eos_token_id`` of a folder's generation config, or nothing; raise ValueError if it is malformed."""
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return frozenset()

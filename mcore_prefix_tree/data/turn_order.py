@@ -21,10 +21,7 @@ def goes_on(before: Turn | None, turn: Turn | None) -> bool:
 
 
 def with_later_turns(lines: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-    """Join neighbouring lines that hold one turn after another of a rollout, for example the output of ``score``.
-
-    They share their prefix, as the turns of one line do, and stay together in a shuffled order.
-    """
+    """Join neighbouring lines that hold successive turns of a rollout, for example from ``score``."""
     joined: list[list[Sample]] = []
     last = None
     for line in lines:

@@ -23,14 +23,7 @@ class Unchanged:
         return cls(path, now.st_size, now.st_mtime_ns)
 
     def check(self, descriptor: int | None = None) -> None:
-        """Check that the file is the same; every read does this.
-
-        ``descriptor`` is the open file, because the path may name another one by now.
-
-        Raises:
-            SampleError: the file has been written to, or replaced.
-            OSError: the file does not exist any more.
-        """
+        """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
         now = os.stat(self.path if descriptor is None else descriptor)
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             raise self.error()

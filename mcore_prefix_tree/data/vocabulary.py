@@ -23,8 +23,7 @@ class Vocabulary:
         special: ids of control tokens, which stand for no text.
         verbatim: ids whose piece is its text, in any spelling (added tokens).
         dummy_space: places of spaces that the tokenizer adds to the text.
-        bos: id of the token that begins a text; None without one.
-        eos: id of the token that ends a turn; None without one.
+        bos, eos: ids of the token that begins a text, and of the one that ends a turn; None without one.
         merges: pairs of pieces that byte-pair encoding joins, in order, unless the pieces determine them.
     """
 

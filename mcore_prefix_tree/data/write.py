@@ -36,19 +36,11 @@ class RowWriter(Protocol):
     """
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write more rows.
-
-        Raises:
-            SampleError: a value of a table has another type than others of its column; names its ``source``.
-            OSError: no room is left.
-        """
+        """Write more rows; raise SampleError, with a ``source``, for mixed types in a column, OSError without room."""
 
 
 def row_of(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
-    """Return all fields of a sample, by the file's names, and those that it carries as they are.
-
-    ``source`` is for people and is not read back; one that the data had already is kept.
-    """
+    """Return all fields of a sample, by the file's names, and those that it carries; a carried ``source`` is kept."""
     key = sample.merge_key
     row: dict[str, Any] = {"tokens": sample.tokens, "loss_mask": sample.loss_mask}
     if isinstance(key, Tempered):
@@ -114,12 +106,7 @@ def check_rows_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> No
 
 @contextmanager
 def rows_file(path: str | Path) -> Iterator[RowWriter]:
-    """Write rows to a file; its name sets the format (``.parquet``, ``.arrow``, ``.feather``, or JSON Lines).
-
-    Raises:
-        SampleError: a table cannot hold the rows.
-        OSError: the file cannot be written.
-    """
+    """Write rows to a file of the format in its name; raise SampleError for unsuitable rows, OSError if it fails."""
     if is_table(str(path)):
         require_pyarrow(str(path))
         from mcore_prefix_tree.data.write_tables import TableSpool
@@ -135,11 +122,7 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield a path to write to; the file takes its name once it is complete, and disappears after an error.
-
-    Raises:
-        OSError: the file cannot be written; names it.
-    """
+    """Yield a path to write to, renamed when it is complete and removed after an error; raise OSError with its name."""
     target = Path(path).resolve()  # the target of a link, so that the link stays one
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:

@@ -8,16 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Sizes that micro-batches are rounded up to.
+    """Sizes that micro-batches are rounded up to; construction raises ValueError for invalid buckets.
 
     Attributes:
         multiple: divisor of the size: the number of tensor-parallel ranks if they share the sequence, else 1.
-        buckets: the only sizes, increasing, if something downstream is compiled or captured once per size. Empty rounds
-            up to ``multiple`` and no further.
-
-    Raises:
-        ValueError: raised on construction, if a bucket is not a positive multiple or they do not increase. The caller
-            adds the name of the setting.
+        buckets: the only sizes, increasing multiples, if something downstream is compiled or captured once per size.
+            Empty rounds up to ``multiple`` and no further.
     """
 
     multiple: int = 1

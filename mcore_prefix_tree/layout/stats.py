@@ -1,7 +1,4 @@
-"""Counts and ratios of a layout, and the shape of each of its trees.
-
-Legend: N nodes, G segments (maximal chains of nodes without branching), S samples.
-"""
+"""Counts and ratios of a layout of S samples in N nodes, and its trees' G segments (chains without branching)."""
 
 from __future__ import annotations
 
@@ -109,7 +106,6 @@ class Chains:
 
     Attributes:
         first_node: int64 ``[G]``, node at which each segment begins; it ends before the next one.
-        children: segments below each segment.
         samples: int64 ``[G]``, number of samples through its first node.
         physical_tokens: int64 ``[G]``, number of tokens of the segment and everything below it.
         segment_of_node: int64 ``[N]``, segment of each node.

@@ -28,8 +28,8 @@ def head_block_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of a loss that sums over blocks of rows and reads each block completely.
 
-    Memory and use are those of :func:`~mcore_prefix_tree.logprob.head_losses.head_weighted_sum`; ``head_chunk_rows``
-    has no effect, because the blocks are given.
+    Memory, use and errors are those of :func:`~mcore_prefix_tree.logprob.head_losses.head_weighted_sum`;
+    ``head_chunk_rows`` has no effect, because the blocks are given.
 
     Args:
         hidden, weight, head: ``[R, h]``, ``[Vl, h]``, as in :func:`~mcore_prefix_tree.logprob.head.head_logprobs`; of
@@ -42,9 +42,6 @@ def head_block_losses(
     Returns:
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the values of all blocks' terms,
         one block after the other, without gradients.
-
-    Raises:
-        ValueError: same cases as in :func:`~mcore_prefix_tree.logprob.head_losses.head_weighted_sum`.
     """
     with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor] = _HeadBlockLosses.apply(  # type: ignore[no-untyped-call]

@@ -50,11 +50,10 @@ class Edges:
         token_id: int64 tensor ``[E]``, id of that token in the vocabulary.
         row: int64 tensor ``[R]``, every predictor once, ascending.
         row_of_edge: int64 tensor ``[E]``: ``predictor == row[row_of_edge]``.
-        host_row: ``row`` on the host.
+        host_row, host_settled_by: ``row`` and ``settled_by`` on the host.
         first_edge: int64 ``[R + 1]`` on the host, row r predicts edges ``first_edge[r]:first_edge[r + 1]``.
         settled_by: int64 tensor ``[R]``, the last row that is scored together with this one: once its log-probabilities
             are known, so are all others that a loss of samples reads with this row's.
-        host_settled_by: ``settled_by`` on the host.
         padded_size: P.
     """
 
@@ -106,14 +105,10 @@ class Edges:
         padded_size: int,
         device: torch.device | str = "cpu",
     ) -> Edges:
-        """Return an edge for each of k candidate tokens of each of R questions, question by question.
+        """Return an edge for each of k tokens of each of R questions, in order; no two rows are scored together.
 
-        No two rows are scored together.
-
-        Args:
-            predictor: int64 ``[R]``, flat indices of the tokens that the questions are about, ascending; some may be
-                the same.
-            token_ids: ``[R, k]``.
+        ``predictor``, int64 ``[R]``, has the ascending flat indices that the questions are about, with repeats;
+        ``token_ids`` is ``[R, k]``.
         """
         k = token_ids.shape[1]
         row, first, row_of_question = np.unique(predictor, return_index=True, return_inverse=True)
@@ -133,8 +128,7 @@ class Edges:
     def scored_together(self, predictor: npt.NDArray[np.int64], term: npt.NDArray[np.int64]) -> Edges:
         """Return these edges for a loss whose terms read more than one sample each.
 
-        ``predictor``, int64 ``[K]``, has the flat indices that terms read; ``term``, int64 ``[K]``, the number of each
-        term.
+        ``predictor`` and ``term``, int64 ``[K]``, have the flat indices that terms read, and the number of each term.
         """
         row = np.searchsorted(self.host_row, predictor)
         last = np.zeros(term.max(initial=-1) + 1, dtype=np.int64)

@@ -7,8 +7,7 @@ stored logits. :mod:`mcore_prefix_tree.logprob.head_losses` does without the fou
 The gradients of both outputs are in :mod:`mcore_prefix_tree.logprob.edges`; those of hidden states and weight follow
 from ``logits = hidden @ weight.T``.
 
-Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
-vocabulary on this rank.
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl local columns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The logits of a chunk of rows at a time, and the gradients that they are turned into.
 
-Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
-vocabulary on this rank.
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl local columns.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
     """Cut R rows into ascending chunks of at most C, so that few rows are scored together with one of a later chunk.
 
     Such a row is projected twice, one product more than the three of others. A border that spares fewer of them than a
-    fourth of the rows by which it makes its chunk smaller is not worth the chunks that follow from it.
-
-    The chunks depend only on ``settled_by``, int64 ``[R]`` of :class:`Edges`, and C: rows of a product of another
-    height may have other bits, and a policy's old log-probabilities must equal those of the step that they are compared
-    with.
+    fourth of the rows by which it makes its chunk smaller is not worth the chunks that follow from it. The chunks
+    depend only on ``settled_by``, int64 ``[R]`` of :class:`Edges`, and C: rows of a product of another height may have
+    other bits, and a policy's old log-probabilities must equal those of the step that they are compared with.
     """
     rows = len(settled_by)
     # How many rows before a border are settled behind it.
@@ -82,8 +79,7 @@ class Head:
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
         head_chunk_rows: C; :func:`default_chunk_rows` if None.
         weight_grad: receiver of the weight's gradient; None leaves it to autograd.
-        vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
-            None means no padding.
+        vocab_size: id from which columns are padding, which has no probability; None means no padding.
     """
 
     edges: Edges
@@ -158,11 +154,9 @@ class Chunks:
 
 
 class Grads:
-    """Gradients of hidden states ``[R, h]`` and weight ``[Vl, h]``, from those of the logits one chunk at a time.
+    """Gradients of hidden ``[R, h]`` and weight ``[Vl, h]``, or added to ``weight_grad``, from one chunk at a time.
 
-    Args:
-        weight_grad: ``[Vl, h]``, tensor to add the weight's gradient to.
-        gathered: whether chunks have rows in any order, and may repeat a row.
+    If ``gathered``, chunks have rows in any order, and may repeat a row.
     """
 
     def __init__(

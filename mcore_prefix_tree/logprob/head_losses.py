@@ -10,8 +10,7 @@ Three products of ``[R, h]`` and ``[Vl, h]``, as with stored logits, and backwar
 - :func:`head_logit_losses`, a sum of terms that each read all logits of one row, for example a divergence from a
   teacher's.
 
-Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
-vocabulary on this rank.
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl local columns.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def head_edge_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the gradient of a known loss, in three products if one chunk has all rows that a term reads.
 
-    Memory and use are those of :func:`head_weighted_sum`.
+    Memory, use and errors are those of :func:`head_weighted_sum`.
 
     Args:
         hidden, weight, head: ``[R, h]``, ``[Vl, h]``, as in :func:`head_logprobs`.
@@ -95,9 +94,6 @@ def head_edge_loss(
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the log-probabilities ``[E]``
         and the entropies ``[R]`` or None to compute that value from, fp32 or better, without gradients and equal on all
         ranks of the group.
-
-    Raises:
-        ValueError: same cases as in :func:`head_weighted_sum`.
     """
 
     def row_grads(logprob: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -118,20 +114,16 @@ def head_logit_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of a loss that sums over rows and reads each row completely.
 
-    Memory and use are those of :func:`head_weighted_sum`.
+    Memory, use and errors are those of :func:`head_weighted_sum`.
 
     Args:
-        hidden, weight, head: ``[R, h]``, ``[Vl, h]``, as in :func:`head_logprobs`; of the edges, only the rows are
-            read.
+        hidden, weight, head: ``[R, h]``, ``[Vl, h]``, as in :func:`head_logprobs`; only the rows of the edges are read.
         loss: function called once per chunk, with and without gradients. The logits are in fp32 or wider and divided by
             the temperature; each rank of the group has its columns, and ranks call it together.
 
     Returns:
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the values ``[R]``, without
         gradients.
-
-    Raises:
-        ValueError: same cases as in :func:`head_weighted_sum`.
     """
     with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor] = _HeadLogitLosses.apply(  # type: ignore[no-untyped-call]

@@ -6,10 +6,9 @@ import torch
 
 
 def log1mexp(values: torch.Tensor) -> torch.Tensor:
-    """Return ``log(1 - exp(x))`` for x < 0, ``[...]``, without cancellation.
+    """Return ``log(1 - exp(x))``, ``[...]`` (Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012).
 
-    Source: Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012. At 0 and above (a certain token, or rounding),
-    the result is that of the last number below 0.
+    At 0 and above (a certain token, or rounding), the result is that of the last number below 0.
     """
     below = values.clamp(max=-torch.finfo(values.dtype).tiny)
     near = below > -0.6931471805599453

@@ -99,12 +99,9 @@ def over_ranks(sums: RowSums, group: dist.ProcessGroup | None) -> RowSums:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeGrads:
-    """Gradients of some edges' log-probabilities, ``[E]``, and the place of each edge's token on this rank.
+    """Gradients of some edges' log-probabilities, ``[E]``; 0, at any column, for tokens on another rank.
 
-    Attributes:
-        row: int64, the row of each edge in the block.
-        column: int64, column of its token; any value if that is on another rank.
-        grad: the gradient; 0 if the token is on another rank.
+    ``row`` and ``column``, int64 ``[E]``, are the places of each edge's token in the block.
     """
 
     row: torch.Tensor

@@ -1,7 +1,4 @@
-"""The likeliest next tokens, from vocabulary-parallel logits; for a teacher to be distilled from.
-
-Legend: P padded tokens, R rows, k tokens of each, Vl columns of the vocabulary on this rank.
-"""
+"""The k likeliest next tokens at R rows of logits ``[P, Vl]``, for a teacher to be distilled from."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ def top_logprobs(
         row: int64 ``[R]``, flat indices.
         k: number of tokens, at most the vocabulary's size.
         temperature: ``[P]``, divisor of each row of logits; None means 1.
-        vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
-            None means no padding.
+        vocab_size: id from which columns are padding, which has no probability; None means no padding.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split evenly, None if it is not.
 

@@ -1,8 +1,4 @@
-"""Columns of logits that stand for no token: they fill a vocabulary up to a multiple of the tensor-parallel ranks.
-
-How many there are depends on the parallel layout, so they have no probability: log-probabilities, entropies and
-gradients are those of a vocabulary without them.
-"""
+"""Columns of logits that pad the vocabulary to the tensor-parallel ranks: they have no probability or gradient."""
 
 from __future__ import annotations
 

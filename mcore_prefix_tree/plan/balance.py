@@ -35,11 +35,7 @@ _GOOD_ENOUGH = 10  # thousandths above the lower bound
 def balance(
     leaves: Leaves, cost_model: CostModel, *, dp_size: int, micro_batches: int, max_tokens: int, bubble: float = 0.0
 ) -> list[RankBins]:
-    """Return the best assignment found of a step's leaves to D ranks of K micro-batches.
-
-    ``fewest_runs`` of the leaves under ``max_tokens`` must need no more than D * K. ``bubble`` is that of
-    :func:`~mcore_prefix_tree.plan.forest_plan.plan_step`.
-    """
+    """Return the best assignment found of leaves to D ranks of K micro-batches, enough for ``fewest_runs``."""
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
     least = least_makespan(
         trie, cost_model, dp_size=dp_size, micro_batches=micro_batches, max_tokens=max_tokens, scored=leaves.scored

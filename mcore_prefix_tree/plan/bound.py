@@ -34,11 +34,7 @@ class Parts(NamedTuple):
 
 
 def work_ratios(expected: ExpectedSpeedup, folded: Counts, unfolded: Counts, *, fused_head: bool) -> Parts:
-    """Return the largest factor by which the seconds of each part can shrink.
-
-    ``folded`` and ``unfolded`` count the same step; a ``fused_head`` projects only positions that predict a scored
-    token.
-    """
+    """Return the largest factor by which each part's seconds can shrink; a ``fused_head`` projects scored positions."""
     body, attention, head = (ratio for ratio, _ in expected.parts.values())
     scored = unfolded.predictors / folded.predictors if folded.predictors else 1.0
     return Parts(body=body, attention=max(attention, body), head=head if fused_head else max(head, scored), rest=1.0)
@@ -46,13 +42,7 @@ def work_ratios(expected: ExpectedSpeedup, folded: Counts, unfolded: Counts, *, 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Bound of a measured speed-up.
-
-    Attributes:
-        unfolded_seconds: time of the step in the fastest unfolded way.
-        least: the least seconds of each part in any unfolded way with the kernels of the folded step.
-        ratios: the largest factor by which each part can shrink, from :func:`work_ratios`.
-    """
+    """Bound of a measured speed-up: the fastest unfolded step, each part's least unfolded seconds and largest ratio."""
 
     unfolded_seconds: float
     least: Parts

@@ -1,7 +1,4 @@
-"""Samples that must share a micro-batch, for example the two sides of a preference pair.
-
-Legend: S samples, C clusters of such samples; an unconstrained sample is a cluster of one.
-"""
+"""S samples in C clusters that must each share a micro-batch, for example the sides of a preference pair."""
 
 from __future__ import annotations
 

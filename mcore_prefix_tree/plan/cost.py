@@ -25,13 +25,7 @@ UNITS_PER_TOKEN = 1024
 
 
 class Measured(NamedTuple):
-    """One timed forward and backward.
-
-    Attributes:
-        tokens: physical tokens computed, padding included.
-        pairs: visible (query, key) pairs.
-        scored: unique tokens that the vocabulary head computed; 0 if it computes all of them.
-    """
+    """One timed forward and backward, with padding among ``tokens``; ``scored`` is 0 if the head computes all."""
 
     tokens: float
     pairs: float
@@ -40,12 +34,7 @@ class Measured(NamedTuple):
 
 
 def read_measured(path: str) -> list[Measured]:
-    """Return the measurements in a file that ``mcore-prefix-tree calibrate`` wrote.
-
-    Raises:
-        ValueError: the file is not one; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Return the measurements in a file of ``mcore-prefix-tree calibrate``; raise ValueError for another file."""
     try:
         found = json.loads(read_text(path))["measured"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -145,8 +134,7 @@ class CostModel:
     def units_of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return :meth:`of_path` for lengths ``[n]`` in integer units of ``token / UNITS_PER_TOKEN``, int64 ``[n]``.
 
-        Sums of integers are the same on every machine; sums of floats depend on the processor's vector width, and ranks
-        on unlike machines have to make the same plan.
+        Unlike those of floats, sums of integers, and so the plans, are the same on ranks with unlike processors.
         """
         return np.rint(self.of_path(length) * (UNITS_PER_TOKEN / self.token)).astype(np.int64)
 

@@ -20,10 +20,7 @@ class Dealt(NamedTuple):
 
 
 def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> Dealt:
-    """Deal the most expensive unit first to the cheapest rank with room, then exchange units between ranks.
-
-    ``size`` is the number of rows of each unit, ``room`` the number of rows that each rank takes.
-    """
+    """Deal the costliest unit first to the cheapest rank with ``room`` for its rows, then exchange units."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     load, free, left = [0] * ranks, [room] * ranks, []
     with_room = [(0, rank) for rank in range(ranks)]  # a heap

@@ -113,8 +113,7 @@ class Work(NamedTuple):
 def pair_flops(heads: int, query: int, value: int) -> Flops:
     """Return the FLOPs of a visible pair in one layer, by the head sizes of queries and keys and of values.
 
-    Two products forward and five backward, including the scores again: 2.5 times as many if the sizes are equal (Dao,
-    FlashAttention-2, section 4.1).
+    Two products forward and five backward: 2.5 times as many if sizes are equal (Dao, FlashAttention-2, section 4.1).
     """
     return Flops(forward=2.0 * heads * (query + value), backward=2.0 * heads * (3 * query + 2 * value))
 
@@ -141,10 +140,7 @@ class ExpectedSpeedup:
 
     @property
     def parts(self) -> dict[str, tuple[float, float]]:
-        """Return ratio and share of the folded FLOPs, for body, attention and head; the products sum to the estimate.
-
-        Forward and backward of a part have one ratio, because each is a multiple of the same counts.
-        """
+        """Ratio and share of the folded FLOPs of body, attention and head; the products sum to the estimate."""
         whole = self.folded.whole.total
         return {
             name: (_ratio(unfolded.total, folded.total), folded.total / whole if whole else 0.0)

@@ -1,7 +1,4 @@
-"""A lower bound of the slowest rank's cost, over all assignments of the samples, not only runs of an order.
-
-Legend: N nodes.
-"""
+"""A lower bound of the slowest rank's cost over all assignments, not only runs, of a trie with N nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ def least_makespan(
     one rank.
 
     Args:
-        micro_batches: number of micro-batches of every rank; each costs ``cost_model.micro_batch``.
         max_tokens: largest number of physical tokens of a micro-batch, at least those of the longest sample; None for
             any number.
         scored: int64 ``[S]``, scored tokens of each sample in the trie's order of them: see ``plan.pack.first_scored``;

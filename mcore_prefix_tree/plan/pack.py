@@ -48,10 +48,7 @@ class Leaves:
 
     @classmethod
     def of_samples(cls, shared: Int64Array, lengths: Int64Array, scored: Int64Array | None = None) -> Leaves:
-        """Return the leaves among samples in depth-first order; arguments, int64 ``[S]``, as in ``trie_from_order``.
-
-        ``scored`` is that of each sample; None if scoring costs nothing.
-        """
+        """Return the leaves among samples, as in ``trie_from_order``, int64 ``[S]``; ``scored`` None if it is free."""
         scored = np.zeros(len(shared), dtype=np.int64) if scored is None else scored
         continues = np.append(shared, 0)[1:] == lengths
         last = np.flatnonzero(~continues)
@@ -125,8 +122,7 @@ class Atoms:
     Attributes:
         context: int64 ``[A]``, tokens of the path that each has in common with the atom before.
         narrowest: int64 ``[A]``, tokens that all leaves of the atom have in common.
-        tokens: int64 ``[A]``, tokens of each atom by itself.
-        units: int64 ``[A]``, cost of each atom by itself.
+        tokens, units: int64 ``[A]``, tokens and cost of each atom by itself.
     """
 
     runs: list[Run]

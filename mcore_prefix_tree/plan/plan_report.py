@@ -18,14 +18,7 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_o
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchReport:
-    """One micro-batch.
-
-    Attributes:
-        tokens: unique tokens.
-        padding: tokens up to the size that the parallel layout or length buckets require.
-        pairs: visible (query, key) pairs.
-        scored: unique scored tokens; those that samples of several micro-batches score together count in one.
-    """
+    """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one."""
 
     samples: int
     tokens: int
@@ -44,9 +37,7 @@ class PlanReport:
         logical_tokens: sum of the sample lengths.
         unique_tokens: unique tokens of the step; a single micro-batch without a budget would compute as many.
         repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
-        padding: tokens of padding in all micro-batches.
-        slowest: cost of the most expensive rank.
-        mean: cost of a rank on average.
+        slowest, mean: cost of the most expensive rank and of the average one.
         lower_bound: lower bound of the slowest rank's cost, over all plans.
         bubble: pipeline bubble that the ranks' costs count, see :func:`plan_step`.
     """

@@ -24,11 +24,7 @@ class Ahead(Generic[K, T]):
         self._next: tuple[K, Future[T]] | None = None
 
     def take(self, step: K, *, then: K | None) -> T:
-        """Return a step, begun by the call before or else made now, and begin ``then``, if it names a step.
-
-        Raises:
-            Exception: any exception that ``make`` raised for this step.
-        """
+        """Return a step, begun by the last call or made now, or raise ``make``'s exception; begin the step ``then``."""
         made = self._made(step)
         self._next = None if then is None else (then, self._thread.submit(self._make, then))
         return made

@@ -1,7 +1,4 @@
-"""Moves of leaves from the slowest rank to others, as long as that makes it faster.
-
-Legend: L leaves, B bins.
-"""
+"""Moves of L leaves among B bins, from the slowest rank to others, as long as that makes it faster."""
 
 from __future__ import annotations
 
@@ -31,12 +28,8 @@ def refine(
     """Return a better assignment, int64 ``[L]``, or the same.
 
     Each move takes one leaf from the slowest rank to a bin of another, the pair that makes the slower of the two
-    fastest; it stops if no move helps.
-
-    Args:
-        bin_of: int64 ``[L]``, bin of each leaf; rank r has the bins from ``r * bins_per_rank`` on.
-        max_tokens: largest number of tokens of a bin.
-        enough: cost of a rank, in units, below which nothing more is moved.
+    fastest, until none helps or a rank costs less than ``enough`` units. ``bin_of``, int64 ``[L]``, is the bin of each
+    leaf; rank r has the bins from ``r * bins_per_rank`` on.
     """
     bins = ranks * bins_per_rank
     rank_of = np.arange(bins) // bins_per_rank

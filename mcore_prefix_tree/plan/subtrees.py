@@ -43,11 +43,9 @@ class SubtreePlacer:
 
         A complete tree is placed in the bin to which it adds least, of several such in that of the fullest rank. One
         that fits nowhere is cut: the bin with the most room takes as many of its first leaves as it can hold, and the
-        rest is a tree to place like the others.
+        rest is a tree to place like the others. Bins are those of :func:`~mcore_prefix_tree.plan.refine.refine`.
 
         Args:
-            ranks, bins_per_rank: number of ranks, and of bins of each; rank r has the bins from ``r * bins_per_rank``
-                on.
             max_units: largest cost of a rank, in units.
             max_tokens: largest number of tokens of a bin.
             by_size: whether the most expensive tree comes first. Otherwise trees that exceed every bin come first, then

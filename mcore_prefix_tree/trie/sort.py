@@ -1,7 +1,4 @@
-"""Depth-first order by sorting: the samples of a subtree are neighbours, and neighbours share the longest prefixes.
-
-Legend: S samples.
-"""
+"""Depth-first order of S samples by sorting: neighbours are in one subtree and share the longest prefixes."""
 
 from __future__ import annotations
 

@@ -114,10 +114,7 @@ def spell(sentence: str, spellings: Mapping[str, str]) -> str:
 
 @contextmanager
 def naming_memory(describe: Callable[[], str]) -> Iterator[None]:
-    """Raise OutOfMemoryError for an allocation that fails, of the host or of a device.
-
-    ``describe`` returns the failed activity and the way out.
-    """
+    """Raise OutOfMemoryError for a failed allocation, with the activity and the way out from ``describe``."""
     try:
         yield
     except OutOfMemoryError:
@@ -184,10 +181,10 @@ def _may_not_grow(error: OSError) -> bool:
 
 
 def tell(sentence: str | None) -> None:
-    """Report why this process is about to exit: under torchrun, one rank of a machine reports for all.
+    """Report why this process is about to exit, unless ``sentence`` is None: under torchrun, one rank per machine does.
 
     torchrun ends every rank as soon as one exits, so the others wait for that. A rank that is not ended had another
-    error, and reports it. ``sentence`` is None if everything is reported already.
+    error.
     """
     if not speaks_first():
         # It waits to be ended, but a trainer's handler would only record the signal.
@@ -202,10 +199,7 @@ def tell(sentence: str | None) -> None:
 
 
 def speaks_first() -> bool:
-    """Return whether this rank reports for its machine: the first that asks.
-
-    torchrun gives each start of its workers a separate folder. Without that folder local rank 0 reports.
-    """
+    """Return whether this rank reports for its machine: the first in torchrun's folder, or local rank 0 without it."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun is to keep no logs
     if file:
         try:

@@ -33,11 +33,7 @@ _NO_MODEL = (".jsonl", ".gz", ".parquet", ".arrow", ".feather", ".png", ".svg")
 
 
 def local_path(path: str) -> str:
-    """Return a path that a setting gives, with the home folder in place of ``~``.
-
-    Raises:
-        ValueError: the path is a URL, or begins with ``~`` and a user that this machine does not have.
-    """
+    """Return a setting's path with ``~`` expanded; raise ValueError for a URL or an unknown user."""
     if _URL.match(path):
         raise ValueError(f"{path} is a URL, and only local files are read and written; give the path of a mounted copy")
     found = os.path.expanduser(path)
@@ -76,11 +72,7 @@ def open_input(path: PathLike) -> BinaryIO:
 
 
 def open_regular(path: PathLike) -> BinaryIO:
-    """Open a file of a folder that a program wrote, for example a checkpoint.
-
-    Raises:
-        OSError: the path is missing, or names no regular file: a pipe would block, and a device has no end.
-    """
+    """Open a file that a program wrote, for example a checkpoint; raise OSError unless it is a regular file."""
     # Without waiting for whoever writes to a pipe; a regular file does not notice.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -101,11 +93,7 @@ def read_regular(path: PathLike) -> bytes:
 
 
 def check_files_of(folder: PathLike) -> None:
-    """Check that a folder holds regular files and folders, before a library opens them.
-
-    Raises:
-        OSError: the folder cannot be listed, or an entry is a pipe, a socket or a device; names it.
-    """
+    """Raise OSError, with the name, if a folder has entries that are neither files nor folders, or is unreadable."""
     for entry in os.scandir(folder):
         if not (entry.is_file() or entry.is_dir() or _leads_nowhere(entry)):
             raise _not_regular(entry.path)
@@ -120,12 +108,7 @@ def _not_regular(path: PathLike) -> OSError:
 
 
 def read_text(path: PathLike) -> str:
-    """Return the content of a small file in UTF-8, for example a recipe.
-
-    Raises:
-        OSError: see :func:`open_input`.
-        ValueError: the file is not UTF-8, or larger than :data:`TEXT_BYTES`.
-    """
+    """Return a small UTF-8 file's content; raise OSError as :func:`open_input`, ValueError for others or large ones."""
     with open_input(path) as stream:
         content = stream.read(TEXT_BYTES + 1)
     if len(content) > TEXT_BYTES:

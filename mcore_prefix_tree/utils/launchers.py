@@ -36,11 +36,7 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables in ``environment``, unless they are set, to the values of another launcher's.
 
     Sets ``LOCAL_WORLD_SIZE`` if the launcher has it, and a missing ``MASTER_PORT`` to torchrun's default. A launcher of
-    one process is ignored.
-
-    Raises:
-        ValueError: the variables contradict each other or are incomplete, or ``MASTER_ADDR``, which only the user
-            knows, is missing.
+    one process is ignored. Raises ValueError for incomplete or contradictory variables, or without ``MASTER_ADDR``.
     """
     if RANK not in environment:
         _adopt(environment)
@@ -111,16 +107,10 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
 
 
 def check_gpus(environment: Mapping[str, str], seen: int) -> None:
-    """Reject ranks that cannot each have the GPU of their ``LOCAL_RANK``, which is the one that Megatron-LM takes.
+    """Raise ValueError unless each rank can have the GPU of its ``LOCAL_RANK``, as Megatron-LM does, among ``seen``.
 
-    All ranks of a machine are rejected, if its launcher reports their number: any other would wait for ever.
-
-    Args:
-        environment: environment variables of the process, as :func:`adopt_ranks` leaves it.
-        seen: number of GPUs that the process can use.
-
-    Raises:
-        ValueError: this machine has fewer GPUs than ranks.
+    All ranks of a machine are rejected, if its launcher reports their number: any other would wait for ever. The
+    ``environment`` is as :func:`adopt_ranks` leaves it.
     """
     ranks = max(int(environment.get(LOCAL_SIZE, "1")), int(environment.get(LOCAL_RANK, "0")) + 1)
     if ranks > seen:

@@ -15,10 +15,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak in addition to the memory held when it was made.
-
-    On the CPU it reads the high-water mark of the resident set, which only Linux lets a process reset.
-    """
+    """Peak in addition to the memory held when it was made; on the CPU, Linux's high-water mark of the resident set."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()

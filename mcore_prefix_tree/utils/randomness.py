@@ -1,7 +1,4 @@
-"""Random draws in a model's forward pass. Folding cannot repeat them: samples that share a token would share its draw.
-
-Two looks find them: at the rates that a model's modules have, before it runs, and at torch's generator, while it runs.
-"""
+"""Random draws in a model's forward, found by its modules' rates and torch's generator: folding cannot repeat them."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ SHARED = "samples that share a token would share its random draw"
 def random_part(model: torch.nn.Module) -> str | None:
     """Return a sentence about the modules of a model that draw random numbers as it is now, or None without any.
 
-    A module in evaluation mode draws nothing. Neither does a rate of 0 or 1, or an adapter that PEFT has switched off.
-    It takes about a microsecond for each module.
+    Evaluation mode, a rate of 0 or 1 and an adapter that PEFT has switched off draw nothing. Takes about 1 us per
+    module.
     """
     found = list(_rates(model))
     if not found:
@@ -118,10 +115,7 @@ class Draws:
         self._before = self._state()
 
     def any(self, *, coins: int) -> bool:
-        """Return whether there were any, other than up to ``coins`` draws of a single number.
-
-        Stochastic depth draws one for each layer, also at a rate of 0, which decides nothing.
-        """
+        """Return whether there were any except ``coins`` single numbers, which stochastic depth draws at any rate."""
         if self._generator is None or torch.equal(self._before, now := self._state()):
             return False
         if self._generator.device.type != "cpu":

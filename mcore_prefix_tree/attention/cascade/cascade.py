@@ -75,11 +75,9 @@ def attention(
 ) -> torch.Tensor:
     """Tree attention through the fastest varlen kernel there is, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
 
-    Saves query, key, value, the result and one fp32 number per query and head for backward. A kernel of a GPU is
-    compared with the reference on first use: the meaning of its statistics is not part of its public interface.
-
-    Raises:
-        ParityError: the kernel is wrong on this machine, or its statistics mean something else.
+    Saves query, key, value, the result and one fp32 number per query and head for backward. A GPU's kernel is compared
+    with the reference on first use, because its statistics are not part of its public interface, and raises ParityError
+    if wrong.
     """
     return attention_through(_checked(Case.of(query, key, value, options)), query, key, value, metadata, options)
 

@@ -1,8 +1,4 @@
-"""The varlen FlashAttention kernels of a GPU that the cascade can use. None of them is changed or patched.
-
-Each is called below its autograd function, to pass log-sum-exp in and out. The packages are imported when a kernel
-runs.
-"""
+"""Unmodified varlen FlashAttention kernels of a GPU, called below their autograd functions for log-sum-exp."""
 
 from __future__ import annotations
 

@@ -34,12 +34,7 @@ class Result(NamedTuple):
 
 
 class VarlenKernel(Hashable, Protocol):
-    """One varlen attention.
-
-    Attributes:
-        name: name of the kernel in messages.
-        head_dim_multiple: divisor of D and W, which then have to be equal; None if any two will do.
-    """
+    """One varlen attention; D and W must be equal multiples of ``head_dim_multiple``, unless it is None."""
 
     name: str
     head_dim_multiple: int | None

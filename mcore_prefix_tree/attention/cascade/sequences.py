@@ -1,9 +1,7 @@
-"""The calls of an ordinary varlen attention whose pairs together are the visible pairs.
+"""Calls of an ordinary varlen attention whose pairs, on T tokens without padding, are the visible pairs.
 
 One causal call takes all runs, one full call all branches of the same nesting depth, whose queries are disjoint (see
-:mod:`mcore_prefix_tree.attention.spans`).
-
-Legend: T tokens, padding apart; N sequences of a call.
+:mod:`mcore_prefix_tree.attention.spans`), as N sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tree attention in our own Triton kernels: the back-end for NVIDIA GPUs that needs no further package.
-
-Triton is imported when the first call runs, not before.
-"""
+"""Tree attention in our own Triton kernels for NVIDIA GPUs; the first call imports Triton."""
 
 from __future__ import annotations
 
@@ -26,15 +23,12 @@ MAX_HEAD_DIM = 256
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
+    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``, in Triton kernels.
 
     Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
     With ``deterministic=False``, head dimensions up to 128 take a backward that does less work and adds up in any
-    order. On a GPU, 16-bit kernels are compared with the reference on first use: another version of the compiler may
-    have produced untested code for this chip.
-
-    Raises:
-        ParityError: the kernels are wrong on this machine.
+    order. On a GPU, 16-bit kernels are compared with the reference on first use, and wrong ones raise ParityError:
+    another version of the compiler may have produced untested code for this chip.
     """
     check(Case.of(query, key, value, options))
     return attend_as_tabled(query, key, value, metadata, options)

@@ -16,13 +16,7 @@ from mcore_prefix_tree.attention.backend_options import Case
 
 
 class Launch(NamedTuple):
-    """Launch of a kernel. The block sizes divide ``schedule.ROUND``.
-
-    Attributes:
-        query_block, key_block: rows of a tile.
-        stages: number of stages of the pipeline that loads tiles.
-        widest: largest number of columns of a tile, a power of two. Narrower tiles leave more registers.
-    """
+    """Launch of a kernel; block sizes divide ``schedule.ROUND``, and tiles have at most ``widest`` (2^n) columns."""
 
     query_block: int
     key_block: int
@@ -73,10 +67,9 @@ class Configs:
 
 
 def part(width: int, widest: int = 256) -> int:
-    """Return the width of the parts, each a tile, in which a kernel takes a head dimension: a power of two.
+    """Return the width of the parts, each a tile, in which a kernel takes a head dimension: 2^n, 16 to ``widest``.
 
-    A part has at least the 16 columns of a matrix product and at most ``widest``. Three parts of 64 hold widths up to
-    192, for example that of multi-head latent attention; one of 256 would be a third more work.
+    Three parts of 64 hold widths up to 192, for example multi-head latent attention's; one of 256 is a third more work.
     """
     return min(widest, 64 if 128 < width <= 192 else max(16, 1 << (width - 1).bit_length()))
 

@@ -1,7 +1,6 @@
 """Launching the kernels on tensors.
 
-Legend: P padded tokens, R the same rounded up to full blocks, H query heads, K key/value heads, D head_dim, W value
-head_dim.
+Legend: P padded tokens, R P in full blocks, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
 
 from __future__ import annotations
@@ -293,13 +292,8 @@ def processors(device: torch.device) -> int:
 def splits_for(programs: int, group: int, *, processors: int, warps: int, bytes_undivided: int) -> int:
     """Return the number of programs that share a group's query heads, so that few key heads still fill the device.
 
-    It depends on the padded size and the machine, not on the tree.
-
-    Args:
-        programs: number of programs if no group is divided.
-        group: query heads of a key head.
-        bytes_undivided: bytes of the fp32 sums of dK and dV with one program each. All splits together take at most
-            :data:`PARTIAL_BYTES`.
+    It depends on the padded size and the machine, not on the tree. ``programs`` are those of undivided groups, and all
+    splits' fp32 sums of dK and dV, ``bytes_undivided`` each, take at most :data:`PARTIAL_BYTES`.
     """
     wanted = _PROGRAMS_AT_A_TIME * processors * max(1, _WARPS_AT_A_TIME // warps)
     splits = 1

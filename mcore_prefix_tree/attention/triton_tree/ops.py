@@ -1,7 +1,6 @@
 """The kernels as PyTorch operators, so that they can be traced, recomputed and differentiated.
 
-Legend: P padded tokens, R the same rounded up to full blocks, H query heads, K key/value heads, D head_dim, W value
-head_dim.
+Legend: P padded tokens, R P in full blocks, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
 
 from __future__ import annotations

@@ -22,10 +22,7 @@ _BYTES = np.dtype(np.int32).itemsize
 
 
 def meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return how far two sequences go until their next :data:`RUN` tokens are equal, the smallest sum; None if never.
-
-    The sequences ``left`` and ``right`` differ in their first token.
-    """
+    """Return how far two sequences, which differ at once, go until :data:`RUN` tokens are equal; None if never."""
     for size in _WINDOWS:
         met = _met(left[:size].tobytes(), right[:size].tobytes(), RUN)
         if met is not None or size >= max(len(left), len(right)):

@@ -13,13 +13,7 @@ CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten"
 
 
 class Difference(NamedTuple):
-    """Tokens ``start:end`` of a sample, and the tokens that would replace them if the cause were fixed.
-
-    Attributes:
-        detail: kind of the words of a prompt, or ``tools``; empty for other causes.
-        words: words that differ; None without text.
-        is_bound: whether the sequences were not seen to meet again: ``end`` is then the best case.
-    """
+    """Tokens ``start:end`` of a sample that a fix would replace; no meeting was seen after ``end`` if ``is_bound``."""
 
     start: int
     end: int

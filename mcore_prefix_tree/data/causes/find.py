@@ -70,10 +70,7 @@ class _Search:
 
 
 def find_mismatches(samples: Sequence[Sample], decode: Decode | None = None) -> tuple[list[Mismatch], bool]:
-    """Return the mismatches, and whether all branches were examined; the costliest are examined first.
-
-    ``decode`` is None if no tokenizer is known.
-    """
+    """Return the mismatches, the costliest first, and whether all branches were examined; ``decode`` may be None."""
     search = _Search(samples)
     if decode is not None:
         known = decode

@@ -21,10 +21,7 @@ _FEW = 8
 
 
 def resend(origin: Sample, sample: Sample, at: int, decode: Decode | None) -> list[Difference]:
-    """Return the differences of a sample from ``origin``, which it should begin with, after they part at ``at``.
-
-    Nothing is returned if the rest of ``origin`` is not found in the sample.
-    """
+    """Return the differences of a sample from ``origin`` after ``at``; none if the rest of ``origin`` is not found."""
     one, other = origin.tokens, sample.tokens
     left, right = at, at
     found: list[Difference] = []
