@@ -7,5 +7,5 @@ import torch
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability, such as ``(9, 0)``."""
+    """Return the compute capability, for example ``(9, 0)``."""
     return torch.cuda.get_device_capability(device)

@@ -132,7 +132,7 @@ def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None
     same_as_odd = [rank for rank, one in enumerate(digests) if (one.what, one.crc) == (odd.what, odd.crc)]
     theirs, ours = name_ranks(same_as_odd, hosts), name_ranks([0], hosts)
     if odd.what != first.what:
-        difference = f"{theirs} read {odd.what} where {ours} read {first.what}"
+        difference = f"{theirs} read {odd.what}, but {ours} read {first.what}"
     else:
         difference = f"{theirs} and {ours} each read {odd.what}, but not the same ones"
     raise SampleError(

@@ -58,7 +58,7 @@ def streamed_whole_groups(
     step: int | None,
     setting: str,
 ) -> StreamedGroups:
-    """As :func:`whole_groups`, for files larger than memory: ``stream`` makes StreamedGroups with a ``key``."""
+    """Return :func:`whole_groups` of files larger than memory; ``stream`` makes StreamedGroups with a ``key``."""
     groups = stream(key=partial(_key, by=by, setting=setting), check_apart=partial(_check_apart, by=by))
     _check_sizes(groups, groups.sizes, by, step)
     return groups

@@ -80,7 +80,7 @@ class HuggingFaceChatTokenizer:
         for number, text in enumerate(texts):
             index, whole = text.index, encoded[len(texts) + number]
             if whole[: len(given[number])] != given[number] and text.answered.startswith(text.prompt):
-                # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
+                # The tokenizer joins the prompt's last characters with the answer's first, as in two line breaks. The
                 # model was given the one and wrote the other.
                 behind = self._written_behind(given[number], text.answered[len(text.prompt) :], whole)
                 if behind is None:

@@ -28,7 +28,7 @@ from jinja2.utils import Namespace, pass_context
 # Cost of a list element, a loop iteration or a call, in characters: about its memory.
 STEP = 64
 SMALLEST_BUDGET = 1 << 26
-# Limit for one operation after another that costs little and takes long, such as a search in a long list.
+# Limit for one operation after another that costs little and takes long, for example a search in a long list.
 SECONDS = 10.0
 
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\d+|\*)?(?:\.(\d+|\*))?")

@@ -15,7 +15,7 @@ from mcore_prefix_tree.signals import PER_TOKEN
 
 # Marks of rows of token ids.
 TOKEN_MARKS = ("tokens", "response_tokens")
-# Masks that bound what is scored, by the names that Hugging Face, TRL and verl give them: all of them must score it.
+# Masks that bound the scored tokens, by the names that Hugging Face, TRL and verl give them: all of them must score it.
 _BOUNDS = ("response_mask", "completion_mask", "assistant_masks")
 # Fields that say which tokens are scored.
 MASKS = ("loss_mask", "labels", *_BOUNDS)

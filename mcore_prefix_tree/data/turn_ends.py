@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 # A conversation that every chat template takes.
 QUESTION: dict[str, Any] = {"role": "user", "content": "a"}
-_ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are none beside one
+_ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are not recognised next to one
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "c", "arguments": {}}}
 CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
@@ -86,7 +86,7 @@ class TurnEnds:
         text_end = len(tokens) - len(self._ending)
         at = text_end + (self._at or 0)
         if self._at is None or text_end < start or tokens[text_end:] != self._ending:
-            # A turn of another kind may end otherwise, such as a call; and text may end with the token itself.
+            # A turn of another kind, for example a call, may end differently; and text may end with the token itself.
             text_end = at = self._tail(tokens, start, frozenset()) - 1
             if at < start or tokens[at] not in (self._stops | self._special if self._is_ended else self._stops):
                 return None

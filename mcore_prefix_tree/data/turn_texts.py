@@ -15,7 +15,7 @@ from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.turn_ends import CALLING, QUESTION
 from mcore_prefix_tree.data.turns import THINKING
 
-# An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
+# An empty block of thinking, for example <think></think> or [THINK][/THINK], with whitespace in and around it.
 _EMPTY_THINKING = re.compile(
     r"\s*(?P<opens>[<\[◁]\|?)(?P<tag>[\w:]*(?:think|thought|reason)\w*)(?P<closes>\|?[>\]▷])\s*"
     r"(?P=opens)/(?P=tag)(?P=closes)\s*",

@@ -1,4 +1,4 @@
-"""Deal units, such as micro-batches or groups of rollouts, to ranks that take an equal number of rows each."""
+"""Deal units, for example micro-batches or groups of rollouts, to ranks that take an equal number of rows each."""
 
 from __future__ import annotations
 

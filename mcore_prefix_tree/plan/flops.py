@@ -135,7 +135,7 @@ class ExpectedSpeedup:
 
     @property
     def forward_ratio(self) -> float:
-        """Estimate of a forward pass without a backward, such as scoring."""
+        """Estimate of a forward pass without a backward, for example of scoring."""
         return _ratio(self.unfolded.whole.forward, self.folded.whole.forward)
 
     @property

@@ -95,7 +95,7 @@ def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except USER_ERRORS as error:
-        if len(error.args) == 1:  # others, such as the operating system's, name no setting
+        if len(error.args) == 1:  # others, for example the operating system's, name no setting
             error.args = (spell(str(error.args[0]), spellings),)
         raise
 
@@ -174,7 +174,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 def _may_not_grow(error: OSError) -> bool:
-    """Return whether a limit of this process kept a file from growing, such as the one that tempfile tries."""
+    """Return whether a limit of this process kept a file from growing, for example tempfile's."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     is_limited = limit != resource.RLIM_INFINITY
     return is_limited and (error.errno == errno.EFBIG or (limit < _TRIED and _NO_FOLDER in str(error)))

@@ -108,7 +108,7 @@ def _not_regular(path: PathLike) -> OSError:
 
 
 def read_text(path: PathLike) -> str:
-    """Return a small UTF-8 file's content; raise OSError as :func:`open_input`, ValueError for others or large ones."""
+    """Return a small file's text; raise OSError as :func:`open_input`, ValueError if it is not UTF-8 or too large."""
     with open_input(path) as stream:
         content = stream.read(TEXT_BYTES + 1)
     if len(content) > TEXT_BYTES:

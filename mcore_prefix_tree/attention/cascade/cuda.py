@@ -67,6 +67,7 @@ class TorchFlash:
         return _common_refusal(case, (8, 0), (99, 0))
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *qkv, *sequences.lengths, 0.0, sequences.causal, False, scale=options.softmax_scale
         )
@@ -106,6 +107,7 @@ class FlashAttention2:
         return reason or _does_not_import("flash_attn.flash_attn_interface")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out, lse, *_ = _flash_attn_varlen_forward(
@@ -153,6 +155,7 @@ class FlashAttention3:
         return _common_refusal(case, (9, 0), (9, 0)) or _does_not_import("flash_attn_interface")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         from flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
@@ -212,7 +215,7 @@ class TransformerEngine:
         return reason or _does_not_import("transformer_engine.pytorch.cpp_extensions")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """See :class:`VarlenKernel`; raise RuntimeError if cuDNN returns other statistics than log-sum-exps."""
+        """See :class:`VarlenKernel`, ``[Q, H, D]``; raise RuntimeError if statistics are not log-sum-exps."""
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
         out, (lse, *_) = fused_attn.fused_attn_fwd(

@@ -43,7 +43,7 @@ class VarlenKernel(Hashable, Protocol):
         """Return the argument that the kernel does not support and why, or None, like a back-end's ``refusal``."""
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """Attend within each sequence."""
+        """Attend within each sequence, ``[Q, H, D], [N, K, D], [N, K, W]``."""
 
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
@@ -73,6 +73,7 @@ class CpuFlash:
         return None if case.device.type == "cpu" else f"device={case.device.type}"
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         query, key, value = qkv
         out = query.new_empty(*query.shape[:2], value.shape[2])
         lse = query.new_empty(query.shape[1], query.shape[0], dtype=exact(query.dtype))

@@ -1,4 +1,4 @@
-"""Places where two diverging token sequences meet again, and where one repeats the other's text."""
+"""Places where two diverging token sequences, int32 ``[n]`` and ``[m]``, meet again or repeat the other's text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BYTES = np.dtype(np.int32).itemsize
 
 
 def meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return how far two sequences, which differ at once, go until :data:`RUN` tokens are equal; None if never."""
+    """Return how far ``[n]`` and ``[m]``, unequal at first, go until :data:`RUN` tokens are equal; None if never."""
     for size in _WINDOWS:
         met = _met(left[:size].tobytes(), right[:size].tobytes(), RUN)
         if met is not None or size >= max(len(left), len(right)):
@@ -31,7 +31,7 @@ def meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
 
 
 def near_meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return the same for a few tokens ahead, where fewer equal ones are enough."""
+    """Return the same for the first few tokens of ``[n]`` and ``[m]``, of which fewer equal ones are enough."""
     return _met(left[: _WINDOWS[0]].tobytes(), right[: _WINDOWS[0]].tobytes(), _NEAR_RUN)
 
 
@@ -51,7 +51,7 @@ def _met(left: bytes, right: bytes, run: int) -> tuple[int, int] | None:
 
 
 def meeting_at_end(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return the same for the last tokens of ``left``, fewer than :data:`RUN` but at least two."""
+    """Return the same for the last tokens of ``left``, ``[n]``, fewer than :data:`RUN` but at least two."""
     window = right[: _WINDOWS[1]]
     for count in range(min(RUN - 1, len(left)), 1, -1):
         tail = left[-count:]

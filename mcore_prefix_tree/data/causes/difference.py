@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 
 
 def retokenised(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference | None:
-    """Return the difference if both sides of a span have the same text."""
+    """Return the difference if both sides, int32 ``[n]`` and ``[m]``, of a span have the same text."""
     start, end, other_start, other_end = span
     if decode is None or min(end - start, other_end - other_start) == 0:
         return None

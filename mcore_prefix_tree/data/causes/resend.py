@@ -43,7 +43,7 @@ def resend(origin: Sample, sample: Sample, at: int, decode: Decode | None) -> li
 
 
 def same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> Difference | None:
-    """Return the difference if the rest of ``one`` is in ``other`` as text, all of it or all but its thinking."""
+    """Return the difference if all of ``one``, ``[n]``, or all but thinking is in ``other``, ``[m]``, as text."""
     if len(one) - left > _LONGEST or not _may_repeat(one, left, other, right, decode):
         return None
     text = text_of(decode, one, left, len(one))
@@ -63,7 +63,7 @@ def same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode)
 
 
 def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> bool:
-    """Return whether the next few tokens look like the same text or like thinking."""
+    """Return whether the next few tokens, ``[n]`` and ``[m]``, look like the same text or like thinking."""
     texts = (
         text_of(decode, one, left, min(left + _FEW, len(one))) or "",
         text_of(decode, other, right, min(right + _FEW, len(other))) or "",
@@ -73,6 +73,7 @@ def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decod
 
 
 def _resent(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference:
+    """Return the difference of two samples, int32 ``[n]`` and ``[m]``, between the borders of a span."""
     start, end, other_start, other_end = span
     here = partial(Difference, other_start, other_end, one[start:end])
     if decode is None:
