@@ -79,9 +79,7 @@ class Choice(NamedTuple):
 def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> Choice:
     """Choose the back-end for a run, among those that train it, so that validation runs the same one.
 
-    Args:
-        shape: tree shape of the run's first step, the same on every rank.
-        device_name: name of the run's GPU, as torch names it; the measurements of other GPUs do not count.
+    ``shape`` is that of the first step, the same on every rank; measurements of GPUs with another name do not count.
 
     Raises:
         ValueError: no back-end supports the case; the message gives each one's reason.

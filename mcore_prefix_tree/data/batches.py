@@ -198,10 +198,9 @@ class SampleOrder:
 class SampleStream:
     """Samples in an order, one batch after another, from the first that is not ``consumed``.
 
-    Workers are those of a torch ``DataLoader``: each reads and encodes complete lines, a bounded number ahead; with
-    ``num_workers=0`` a line is read when it is requested. They start when the stream is made and end with
-    :meth:`close`, a ``with`` block or the process. They ignore signals that a scheduler sends to all processes: the
-    main process may have a checkpoint to save.
+    Workers are those of a torch ``DataLoader``: each reads and encodes complete lines, a bounded number ahead, or a
+    line when it is requested with ``num_workers=0``. They run until :meth:`close`, the end of a ``with`` block or of
+    the process, and ignore a scheduler's signals to all processes: the main process may have a checkpoint to save.
     """
 
     def __init__(self, order: SampleOrder, consumed: int, *, num_workers: int = 0) -> None:

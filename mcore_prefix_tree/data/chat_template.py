@@ -39,8 +39,7 @@ _TEMPLATE_FAULTS = (
 class ChatTemplates:
     """Renders conversations as ``apply_chat_template`` of a tokenizer does, within a budget of memory and time.
 
-    A template that reads the clock or draws at random is rejected: a line would get other tokens on another rank or
-    another day. ``given`` can set the date.
+    Rejects templates with a clock, unless ``given`` sets the date, or a random draw: ranks and days would differ.
     """
 
     def __init__(self, tokenizer: Any, folder: str, given: Mapping[str, Any]) -> None:

@@ -16,10 +16,9 @@ class FieldNames:
     """The file's names of our fields, and the handling of its other fields.
 
     Attributes:
-        given: the file's name of each field, by our name; None for a field that the file uses differently and that is
-            not read.
-        keeps_others: whether samples carry the unread fields, see ``Sample.carried``. Excluded records are then kept
-            too, and carry the fact that they are excluded.
+        given: the file's name of each field, by our name; None for a field with another use in the file.
+        keeps_others: whether samples carry the unread fields, see ``Sample.carried``; excluded records are then kept
+            too.
         may_lack: whether all records may lack a name of ``given``.
 
     Raises:
@@ -34,10 +33,7 @@ class FieldNames:
         check_names(self.given)
 
     def ours(self, name: str) -> str | None:
-        """Return our name of a field of the file; None if it is ignored.
-
-        A field that seems to be one of ours under another name is not ignored, so that an error can name it.
-        """
+        """Return our name of a field of the file, or of one that only seems to be ours, for an error; or None."""
         if self.given:
             for mine, theirs in self.given.items():
                 if name == theirs:

@@ -29,11 +29,8 @@ def parse_messages(value: object, names: Sequence[str] | None = None) -> list[Ch
     training, and say that the model was cut off; see :mod:`mcore_prefix_tree.data.turns` and
     :mod:`mcore_prefix_tree.data.stopping`. Other keys are kept for chat templates.
 
-    Args:
-        names: name of each message in its record, for errors; ``messages[0]`` and so on by default.
-
     Raises:
-        ChatError: a message is malformed; names the field, for example ``messages[3].tool_calls[0].name``.
+        ChatError: a message is malformed; names the field by ``names``, for example ``messages[3].tool_calls[0].name``.
     """
     if not isinstance(value, list) or not value:
         raise ChatError("field 'messages' must be a list of at least one chat message")

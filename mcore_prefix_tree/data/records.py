@@ -43,12 +43,10 @@ class LineOptions:
     Attributes:
         tokenizer: tokenizer that encodes ``messages``; data that is all ``tokens`` needs none.
         expand_turns: whether to make a sample of every assistant turn, with its full history as prefix and only that
-            turn scored, instead of one sample per conversation with every turn scored. They are the turns of one
-            rollout: its reward counts once.
+            turn scored, instead of one sample per conversation. They are turns of one rollout: its reward counts once.
         vocab_size: vocabulary size of the model; token ids have to be below it.
         limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
-        renderings: tokenizers that encode ``messages`` too, each in its own chat format, for other models; see
-            ``Sample.renderings``.
+        renderings: further tokenizers for other models' chat formats; see ``Sample.renderings``.
     """
 
     tokenizer: ChatTokenizer | None = None

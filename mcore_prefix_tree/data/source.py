@@ -32,9 +32,8 @@ class Source:
     """The samples that a job takes, and their order.
 
     Attributes:
-        step: number of samples per step, or of its units if ``counts_units``.
+        step: number of samples per step, or of its units if ``counts_units``, regardless of their sizes.
         grouped_by: kind of unit that a step takes as one; None for single samples.
-        counts_units: whether a step counts these units, regardless of their sizes.
         whole_steps: whether an epoch drops the units that do not fill a step.
         is_streamed: whether samples are read when a step needs them.
         objective: setting that names the objective, for messages.
@@ -71,8 +70,7 @@ class Source:
             is_scored: whether a loss is computed, which requires at least one scored token.
 
         Raises:
-            SampleError: bad data; names file, line and field. Or ranks that read different data; names them. Or no
-                token is scored.
+            SampleError: bad data, with file, line and field; different data, with the ranks; or no scored token.
             ValueError: the data has fewer samples than a step of complete units takes.
         """
         skipped, pairs = Skipped(), EqualPairs(ranks=self.ranks)

@@ -78,24 +78,20 @@ class StreamedGroups(Sequence[list[Sample]]):
     from any number of processes.
 
     Args:
-        paths: paths of the files, as for :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and
-            standard input.
+        paths: as for :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
         skipped: counter of skipped samples, the same on every rank.
         ranks: ranks that share the first pass.
         progress: function called with the bytes done and all bytes of this rank's part.
         key: function that returns a string, a number or a tuple of them for a sample, the same for all of one record;
-            None for a record that is a separate group. It may raise SampleError.
-        check: function called with the samples of each record, or group; it may raise SampleError, whose text then
-            becomes ``fault``.
-        check_apart: function called with the samples of each group that has others between its records; it may raise
-            SampleError.
+            None for a record that is a separate group.
+        check: function called with the samples of each record, or group; the text of its SampleError becomes ``fault``.
+        check_apart: function called with the samples of each group that has others between its records. It and ``key``
+            may raise SampleError.
         turn_of: function that returns the rollout and the turn of a sample, or None: neighbouring records that hold one
             turn after another of a rollout are a group. Without it, and without ``key``, each record is one.
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
-        fault: first error that ``check`` raised, or "".
-        is_scored: whether any token of any sample is scored.
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
@@ -258,18 +254,16 @@ class StreamedGroups(Sequence[list[Sample]]):
 
 @dataclass(kw_only=True, eq=False)
 class _Found:
-    """Findings of one rank in its records.
+    """Findings of one rank in its N records.
 
     Attributes:
         sizes: int32 ``[N]``, samples of each record.
         digests: uint64 ``[N, 2]``, digest of each record's key.
         failure: error that ended the pass, or "".
-        fault: first error of ``check`` among neighbouring records of this rank with the same key, or "".
-        fault_at: first of these records.
+        fault: first error of ``check`` among neighbouring records with the same key, the first at ``fault_at``, or "".
         goes_on: bool ``[N]``, whether a record's first sample is a later turn of the rollout of the sample before it.
         first_place: place of the first record that has samples; -1 without any.
-        first_turn: rollout and turn of its first sample; None unless it names both.
-        last_turn: the same of the last sample.
+        first_turn, last_turn: rollout and turn of the first and the last sample; None unless it names both.
     """
 
     sizes: npt.NDArray[np.int32]

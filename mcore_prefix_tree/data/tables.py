@@ -48,8 +48,8 @@ class Row:
     def fields(self, names: FieldNames) -> dict[str, Any]:
         """Return the fields that are not null, by our names. Lists of numbers are arrays, with NaN for a null.
 
-        Within structs a null is a key that the row does not have, since a column has every key in every row. JSON with
-        meaningful nulls, for example the schema of a tool's parameters, can be a column of text.
+        Nulls within structs are dropped, since a column has every key in every row. JSON with meaningful nulls, for
+        example the schema of a tool's parameters, can be a column of text.
         """
         row = {}
         for name, mine in names.of_file(self.columns).items():

@@ -58,9 +58,8 @@ def row_of(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
 def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     """Check that a file could be written, before there is anything to write.
 
-    Args:
-        inputs: inputs that the command reads: files, globs, ``-``; folders of runs, models, tokenizers and saved data
-            sets. One that does not exist is ignored.
+    ``inputs`` are the command's: files, globs, ``-``, folders of runs, models, tokenizers and data sets, or missing
+    paths.
 
     Raises:
         ValueError: the file's folder does not exist or cannot be written to, the path is a folder or a device, or the

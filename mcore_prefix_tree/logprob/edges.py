@@ -107,8 +107,8 @@ class Edges:
     ) -> Edges:
         """Return an edge for each of k tokens of each of R questions, in order; no two rows are scored together.
 
-        ``predictor``, int64 ``[R]``, has the ascending flat indices that the questions are about, with repeats;
-        ``token_ids`` is ``[R, k]``.
+        ``predictor``, int64 ``[R]``, ascending, has the flat indices that the questions are about; ``token_ids`` is
+        ``[R, k]``.
         """
         k = token_ids.shape[1]
         row, first, row_of_question = np.unique(predictor, return_index=True, return_inverse=True)
@@ -143,8 +143,8 @@ class Edges:
     ) -> tuple[Edges, torch.Tensor, torch.Tensor]:
         """Return the edges of some rows, no two of them scored together, and int64 indices of these rows and edges.
 
-        ``chosen`` is bool ``[R]`` on the host, ``on_device`` the same on the edges' device, so that the host does not
-        wait for it.
+        ``chosen`` is bool ``[R]`` on the host, and ``on_device`` on the edges' device, so that the host does not wait
+        for it.
         """
         count = np.diff(self.first_edge)[chosen]
         rows = _places(on_device, len(count))

@@ -131,10 +131,9 @@ def softmax_backward_(
     Args:
         block: ``[B, Vl]``, logits.
         sums: sums of the rows, over all ranks.
-        grad_row: ``[B]``, the sum of the gradients of all edges of a row, on all ranks; None if nobody uses the
-            log-probabilities.
-        grad_entropy: ``[B]``, gradients of the rows' entropies; None if nobody uses them.
-        edges: gradients of the block's edges; None with ``grad_row``.
+        grad_row: ``[B]``, the sum of the gradients of all edges of a row, on all ranks; None, with ``edges``, if
+            unused.
+        grad_entropy: ``[B]``, gradients of the rows' entropies; None if unused.
     """
     shifted = block.sub_(sums.maximum[:, None])
     if grad_entropy is None:

@@ -21,12 +21,11 @@ def top_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k likeliest tokens after some tokens, the likeliest first.
+    """Return the k likeliest tokens after some tokens, the likeliest first; raise ValueError if there are fewer.
 
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
         row: int64 ``[R]``, flat indices.
-        k: number of tokens, at most the vocabulary's size.
         temperature: ``[P]``, divisor of each row of logits; None means 1.
         vocab_size: id from which columns are padding, which has no probability; None means no padding.
         vocab_start: id of the first column.
@@ -34,9 +33,6 @@ def top_logprobs(
 
     Returns:
         Ids, int64 ``[R, k]``, and log-probabilities in nats, ``[R, k]`` in fp32 or better; equal on all ranks.
-
-    Raises:
-        ValueError: k is more than the vocabulary.
     """
     vocabulary = vocab_size or logits.shape[1] * (1 if group is None else dist.get_world_size(group))
     if not 1 <= k <= vocabulary:

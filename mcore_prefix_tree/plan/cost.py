@@ -93,16 +93,13 @@ class CostModel:
         return cls(token=token, pair=pair, scored=scored)
 
     def calibrated(self, measured: Sequence[Measured]) -> CostModel:
-        """Return this model in seconds, as measured.
+        """Return this model in seconds, as measured; raise ValueError without measurements, or if one is not positive.
 
         Measurements of as many different shapes as there are costs (four, or three if the head computes all tokens)
         give all of them: the non-negative ones with the smallest squared *relative* error, so that small micro-batches
         count as much as large ones. From fewer, or from shapes that are multiples of each other, the costs keep their
         proportions and are scaled to the measured total. All have six digits: the last digits of a fit differ between
         machines, and ranks on unlike machines have to make the same plan.
-
-        Raises:
-            ValueError: without a measurement, or if one is not positive.
         """
         if not measured or any(not (m.tokens > 0 and m.pairs > 0 and m.seconds > 0) for m in measured):
             raise ValueError("calibration needs measurements with positive tokens, pairs and seconds")

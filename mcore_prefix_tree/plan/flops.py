@@ -120,10 +120,7 @@ def pair_flops(heads: int, query: int, value: int) -> Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedSpeedup:
-    """Expected speed-up by folding: FLOPs unfolded over FLOPs folded.
-
-    Both sides have the same head: if it is fused, neither projects a position whose prediction is not scored.
-    """
+    """Expected speed-up by folding: FLOPs unfolded over FLOPs folded, both with the same, perhaps fused, head."""
 
     folded: Work
     unfolded: Work
@@ -261,15 +258,10 @@ class ModelWork:
     def from_model(
         cls, model: Any, *, vocab_size: int | None = None, fused_head: bool = False, scalar_head: bool = False
     ) -> ModelWork:
-        """Count a recipe's ``ModelConfig``.
+        """Count a recipe's ``ModelConfig``; raise ValueError without a vocabulary size.
 
-        Args:
-            vocab_size: size of the vocabulary, if the recipe takes it from the tokenizer.
-            scalar_head: whether the model has the head of a critic or reward model instead of the vocabulary's; it has
-                one column, for all tokens.
-
-        Raises:
-            ValueError: if neither gives a vocabulary size.
+        ``vocab_size`` is needed if the recipe takes it from the tokenizer. With ``scalar_head`` the model has the head
+        of a critic or reward model instead of the vocabulary's: one column, for all tokens.
         """
         columns = 1 if scalar_head else model.vocab_size or vocab_size
         if columns is None:

@@ -13,9 +13,8 @@ T = TypeVar("T")
 class Ahead(Generic[K, T]):
     """Makes steps by name with ``make``, in another thread, one ahead of the step in use.
 
-    In any timing, the steps that come out are those that were requested, so a run with it is the same run. No two calls
-    of ``make`` overlap. The thread shares Python's lock with the training loop, which releases it whenever it waits for
-    a device or for other ranks.
+    The steps that come out are those requested, in any timing, and no two calls of ``make`` overlap. The thread shares
+    Python's lock with the training loop, which releases it whenever it waits for a device or for other ranks.
     """
 
     def __init__(self, make: Callable[[K], T]) -> None:

@@ -26,12 +26,9 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsReport:
-    """Steps of training.
+    """Steps of training; ``samples`` and ``idle_ranks`` are those of an average step.
 
-    Attributes:
-        samples: number of samples of an average step.
-        planned_fold_ratio: the fold ratio with the context that micro-batches repeat; None without a plan.
-        idle_ranks: number of data-parallel ranks without samples in an average step; None without a plan.
+    ``planned_fold_ratio`` has the context that micro-batches repeat; it and ``idle_ranks`` are None without a plan.
     """
 
     steps: int
