@@ -305,7 +305,7 @@ def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:
     kinds: set[type] = set()
     try:
         array = np.asarray(value)
-        # NumPy converts booleans among numbers to numbers, and so text next to a null.
+        # NumPy converts booleans among numbers to numbers, and text next to a null too.
         if isinstance(value, list) and array.ndim == 1:
             kinds = set(map(type, value))
         elif array.dtype == object:

@@ -25,7 +25,7 @@ from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 from mcore_prefix_tree.metadata import TreeMetadata
 
-# By kind of device, for cases without a measurement, for example all on GPUs: their order is that of the clocks that
+# By kind of device, for cases without a measurement. No GPU has one yet: the order there is that of the clocks that
 # the instructions of the compiled kernels take. FlashAttention-4 is a package that a user has to install.
 PREFERENCE = {"cuda": ("fa4", "triton", "cascade", "flex", "path"), "cpu": ("path", "cascade")}
 

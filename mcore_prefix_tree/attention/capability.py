@@ -1,4 +1,4 @@
-"""A CUDA device's compute capability as a constant for torch.compile, whose compiler this file loads."""
+"""A CUDA device's compute capability as a constant for torch.compile; importing this file loads its compiler."""
 
 from __future__ import annotations
 

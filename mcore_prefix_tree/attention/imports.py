@@ -9,7 +9,7 @@ _FAULTS: dict[str, str | None] = {}
 
 
 def import_fault(module: str) -> str | None:
-    """Return why a module cannot be imported though its package may be installed, in one line; None if it can."""
+    """Return why a module, even of an installed package, cannot be imported, in one line; None if it can."""
     if module not in _FAULTS:
         _FAULTS[module] = _fault(module)
     return _FAULTS[module]

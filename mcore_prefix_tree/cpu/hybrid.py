@@ -38,7 +38,7 @@ class LocalHybridStack(HybridStack):  # type: ignore[misc]
 
 
 def _local_layers() -> Any:
-    """Return upstream's local layers for ModelOpt, with PyTorch's norms and multi-latent attention, and TE's keys."""
+    """Return upstream's local layers for ModelOpt, with PyTorch's norms and MLA, and TransformerEngine's keys."""
     local = get_hybrid_stack_modelopt_spec(local_core_attention=True, remap_te_layernorm=True)
     layers = exchanged(local.submodules, {TransformerEngineNorm: Norm})
     layers = dataclasses.replace(layers, mlp_layer=dataclasses.replace(layers.mlp_layer, module=MLPLayer))

@@ -31,7 +31,7 @@ def _by_itself(action: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks that share the work on the same data; ``on_main`` runs an action on one and returns its result on all."""
+    """Ranks that share work on the same data; ``on_main`` runs an action on the main rank, with its result on all."""
 
     rank: int = 0
     size: int = 1

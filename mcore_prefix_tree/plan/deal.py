@@ -47,7 +47,7 @@ def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> 
 
 
 def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array, size: Int64Array) -> None:
-    """Swap equal units of the heaviest rank and another while the heavier gets lighter; int64 ``[units]`` each."""
+    """Exchange two units of one size between the heaviest rank and another while the heavier gets lighter; ``[units]``."""
     for _ in range(4 * len(ranks)):
         heavy = int(np.argmax(load))
         best: tuple[int, int, int, int] | None = None

@@ -76,7 +76,7 @@ def least_makespan(
 
 
 def _repeats(parent: list[int], own: list[int], room: list[int], times: list[int], below: list[int]) -> int:
-    """Raise each node's ``times`` to fit ``below`` into ``room`` and return the cost; ``below`` starts with ends."""
+    """Raise each node's ``times`` until ``room`` holds ``below``, at first the node ends; return the total cost."""
     total = 0
     for node in range(len(parent) - 1, -1, -1):
         if below[node] > room[node]:

@@ -209,7 +209,7 @@ class _CascadeAttention(torch.autograd.Function):
 
 
 def _forward(kernel: VarlenKernel, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-    """Call a kernel, ``[R, H, D], [R, K, D], [R, K, W]``, on the device of its tensors, to which not all switch."""
+    """Call a kernel, ``[R, H, D], [R, K, D], [R, K, W]``, on its tensors' device: not all kernels switch to it."""
     with torch.cuda.device_of(qkv.query):
         return kernel.forward(qkv, sequences, options)
 

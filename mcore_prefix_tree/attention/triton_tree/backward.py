@@ -54,7 +54,7 @@ def delta_kernel(
 def _sums_at(
     sums, head, start, stride, part: tl.constexpr, parts: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr
 ):
-    """Return pointers to a part of a tile of ``sums``, fp32 ``[heads, stride, parts * PART]``, without a mask."""
+    """Return pointers to a part of a tile of ``sums``, fp32 ``[heads, stride, parts * PART]``; no mask is needed."""
     row = head.to(tl.int64) * stride + start + tl.arange(0, ROWS)
     column = tl.arange(0, PART) + part * PART
     return sums + row[:, None] * (parts * PART) + column[None, :]
