@@ -47,7 +47,7 @@ def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> 
 
 
 def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array, size: Int64Array) -> None:
-    """Exchange two units of one size between the heaviest rank and another while the heavier gets lighter; ``[units]``."""
+    """Exchange two units of one size between the heaviest rank and another while the heavier gets lighter; ``[n]``."""
     for _ in range(4 * len(ranks)):
         heavy = int(np.argmax(load))
         best: tuple[int, int, int, int] | None = None
