@@ -1,7 +1,4 @@
-"""TreeMetadata: what attention and rotary embeddings need to know of a folded micro-batch.
-
-Legend: P padded size, N nodes, G segments.
-"""
+"""TreeMetadata: a folded micro-batch's shape for attention and RoPE: P padded size, N nodes, G segments."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Segments:
 class TreeMetadata:
     """The shape of one folded micro-batch. Node arrays stay on the host; token arrays move to the device once.
 
-    Query i sees key j exactly if ``j <= i < subtree_end[j]``: one int32 per token is the whole attention mask.
+    Query i sees key j exactly if ``j <= i < subtree_end[j]``: the attention mask is one int32 per token.
 
     Attributes:
         cu_node_lens: int32 NumPy ``[N + 1]``, flat borders of the nodes, in depth-first pre-order.
@@ -54,8 +51,8 @@ class TreeMetadata:
         host_position_ids, host_subtree_end: NumPy arrays of the same two, so that plans are made without asking the
             device.
         max_path_len: length of the longest path; the rotary table has to reach it.
-        cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step.
-            Their tensors are on the device of the token tensors.
+        cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step. Their
+            tensors are on the device of the token tensors.
 
     Build it with :meth:`from_layout` or :meth:`from_nodes`; both validate on the host.
     """
@@ -73,13 +70,13 @@ class TreeMetadata:
 
     @classmethod
     def from_layout(cls, layout: FlatLayout, *, device: torch.device | str = "cpu") -> TreeMetadata:
-        """Metadata of a layout made by :func:`mcore_prefix_tree.fold`.
+        """Return the metadata of a layout made by :func:`mcore_prefix_tree.fold`.
 
         Raises:
             TypeError: ``layout`` is something else.
         """
         if not isinstance(layout, FlatLayout):
-            raise TypeError(f"the layout is a {type(layout).__name__}; give what mcore_prefix_tree.fold returns")
+            raise TypeError(f"the layout is a {type(layout).__name__}; give the result of mcore_prefix_tree.fold")
         return cls(
             cu_node_lens=layout.cu_node_lens,
             node_parent=layout.node_parent,
@@ -101,7 +98,7 @@ class TreeMetadata:
         padded_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> TreeMetadata:
-        """Metadata of a forest that another system already laid out in depth-first pre-order.
+        """Return the metadata of a forest that another system already laid out in depth-first pre-order.
 
         Args:
             cu_node_lens: ``[N + 1]`` flat borders of the nodes, from 0, never decreasing (a node may be empty).
@@ -147,13 +144,13 @@ class TreeMetadata:
         return int(self.cu_node_lens[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: plans are derived again, and some hold what cannot be."""
+        """Return the state to copy or pickle, without plans: they are derived again, and some cannot be pickled."""
         return vars(self) | {"cache": {}}
 
     def with_plans_on(self, device: torch.device | str) -> TreeMetadata:
-        """Return a copy on the device with the plans derived so far; what is derived from the copy stays with it.
+        """Return a copy on the device with the plans derived so far; later plans of the copy stay with it.
 
-        The plans hold their tensors where :func:`~mcore_prefix_tree.utils.upload.moved` finds them.
+        Plans must hold their tensors in containers that :func:`~mcore_prefix_tree.utils.upload.moved` searches.
         """
         return replace(
             self,
@@ -165,8 +162,8 @@ class TreeMetadata:
     def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
         """The plan called ``name``, built on first use and kept in :attr:`cache`."""
         if name not in self.cache:
-            # Plans are made on the host, by NumPy, which torch.compile would trace as if it were torch; also where this
-            # frame itself is not compiled, but an outer one is. Nothing is compiled where the compiler is not loaded.
+            # Plans are made on the host, by NumPy, which torch.compile would trace as if it were torch, even if only an
+            # outer frame is compiled. Nothing is compiled if the compiler is not loaded.
             made = torch.compiler.disable(build) if "torch._dynamo" in sys.modules else build
             self.cache[name] = made(self)
         plan: T = self.cache[name]
@@ -174,7 +171,7 @@ class TreeMetadata:
 
     @cached_property
     def segments(self) -> Segments:
-        """The forest without the node borders that do not branch: what attention works on."""
+        """The forest without the node borders that do not branch: the input of attention."""
         parent, head = self.node_parent.astype(np.int64), starts_of_chains(self.node_parent)
         segment_of_node = np.cumsum(head) - 1
         heads = np.flatnonzero(head)
@@ -189,7 +186,7 @@ class TreeMetadata:
 
 
 def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
-    """Return integers; whole floating numbers too, because NumPy makes them of an empty list."""
+    """Return integers ``[n]``; also integral floating numbers, because NumPy makes them of an empty list."""
     array = np.asarray(values)
     if array.dtype.kind not in "iuf":
         raise ValueError(f"{name} has dtype {array.dtype}; expected integers")
@@ -202,7 +199,7 @@ def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
 def _check_forest(
     borders: npt.NDArray[np.int64], parent: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Depth of every node's first token and flat end of its subtree, or a ValueError that says what is not a forest."""
+    """Return each node's depth and subtree end, int64 ``[N]``, or raise ValueError for borders that are no forest."""
     if borders.ndim != 1 or parent.ndim != 1 or len(borders) != len(parent) + 1:
         raise ValueError(
             f"cu_node_lens {borders.shape} must be one-dimensional and one longer than node_parent {parent.shape}"

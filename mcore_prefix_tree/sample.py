@@ -1,4 +1,4 @@
-"""A sample: one token sequence, which of its tokens are scored, and what must be equal to share with another."""
+"""A sample: one token sequence, its scored tokens, and the key that must be equal to share with another sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mcore_prefix_tree.signals import SampleError, Signals, check_signals
 
 INT32_MAX = np.iinfo(np.int32).max
-# Logits of some hundreds divided by less reach beyond what single precision tells apart, and then beyond what it holds.
+# Logits of some hundreds divided by less exceed the resolution of single precision, and then its range.
 MIN_TEMPERATURE = 1e-3
 
 __all__ = ["INT32_MAX", "MIN_TEMPERATURE", "Sample", "SampleError", "Signals", "Tempered"]
@@ -47,11 +47,12 @@ class Sample:
         tokens: int32 ``[n]``, n >= 1, token ids >= 0.
         loss_mask: float32 ``[n]``, finite and >= 0. ``loss_mask[t]`` weighs the loss of predicting ``tokens[t]`` from
             ``tokens[:t]``; 0 leaves it unscored. ``loss_mask[0]`` has no effect: nothing predicts the first token.
-        merge_key: value that has to be equal, besides the tokens, for two samples to share (adapter or policy version,
-            ...); its ``repr`` is the same in every process. A :class:`Tempered` one also sets the temperature.
+        merge_key: value that has to be equal, like the tokens, for two samples to share (for example an adapter or a
+            policy version); its ``repr`` is the same in every process. A :class:`Tempered` one also sets the
+            temperature.
         source: place where the sample came from (``file:line``, ``file:line turn 3``), for messages.
-        signals: signals that objectives other than supervised training read: rewards, log-probabilities, preferences,
-            ... Give either this or its fields.
+        signals: signals that objectives other than supervised training read, for example rewards, log-probabilities or
+            preferences. Give either this or its fields.
         renderings: the same conversation in the tokens of other models, each in its own chat format; empty unless
             readers were asked for it.
         carried: fields of its record that nothing here reads, as the file has them, for a writer; empty unless readers
@@ -83,7 +84,7 @@ class Sample:
         carried: Mapping[str, Any] | None = None,
         **signal_fields: Any,
     ) -> None:
-        """``loss_mask=None`` scores every token that has a predictor."""
+        """Take tokens ``[n]`` and a loss mask ``[n]``; ``loss_mask=None`` scores every token that has a predictor."""
         checked_tokens = _token_array(tokens, source)
         if loss_mask is None:
             checked_mask = np.ones(len(checked_tokens), dtype=np.float32)
@@ -131,11 +132,7 @@ class Sample:
 
 
 def check_samples(samples: object) -> None:
-    """Check that a function is given a sequence of samples.
-
-    Raises:
-        TypeError: something else; names it and the way out.
-    """
+    """Raise TypeError, with the way out, for anything but a sequence of samples."""
     if not (hasattr(samples, "__len__") and hasattr(samples, "__iter__")):
         raise TypeError(f"samples is a {type(samples).__name__}; give a list of Sample")
     for index, sample in enumerate(samples):

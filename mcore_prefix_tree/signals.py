@@ -1,4 +1,4 @@
-"""Signals of a sample besides its tokens: rewards, log-probabilities, preferences, a teacher.
+"""Signals of a sample in addition to its tokens: rewards, log-probabilities, preferences, a teacher.
 
 A field per token has one entry for each of the sample's n tokens, and entry t belongs to the *prediction* of
 ``tokens[t]``, as in ``loss_mask``. Only the entries of scored tokens (``loss_mask[t] != 0``, t >= 1) are read; the
@@ -17,13 +17,13 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating]
 
-# What a step takes whole: the samples of one pair, rollout or group. A group holds its rollouts whole.
+# Units that a step never divides: the samples of one pair, rollout or group. A group holds complete rollouts.
 GroupedBy = Literal["pair", "rollout", "group"]
 
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns")
-# A teacher's top entries may add up to a little more than 1 where they were rounded.
+# A teacher's top entries may add up to a little more than 1 after rounding.
 _MASS_TOLERANCE = 1e-3
-# Above 0, of a log-probability: what an engine's rounding may leave.
+# Largest rounding error of an engine, which puts a log-probability above 0.
 _LOGPROB_TOLERANCE = 1e-3
 
 
@@ -36,15 +36,15 @@ class Teacher:
     """A teacher's distribution at every token of a sample: its k likeliest tokens.
 
     A teacher with the student's tokenizer has a row for each of the sample's tokens. One with another tokenizer reads
-    the same text in m tokens of its own, has a row for each of these, and sets the last three attributes; n is m.
+    the same text in m tokens of its tokenizer, has a row for each of these, and sets the last three attributes; n is m.
 
     Attributes:
         token_ids: int32 ``[n, k]``, different ids of the teacher's vocabulary in each row. A list may have None for a
             row that is not read, here and in ``logprobs``; with nothing but None, k is 0.
-        logprobs: float32 ``[n, k]`` in nats, or float64 beside ``tokens``; row t belongs to the distribution that
-            ``tokens[t]`` is predicted from. What a row lacks to a probability of 1 is the rest of the vocabulary.
-        tokens: int32 ``[m]``, the teacher's own token ids; None where these are the sample's.
-        realised: float32 or float64 ``[m]``, the log-probability of each of ``tokens``; NaN where there is no row.
+        logprobs: float32 ``[n, k]`` in nats, or float64 with ``tokens``; row t belongs to the distribution that
+            ``tokens[t]`` is predicted from. The rest of the vocabulary has the remaining probability of a row.
+        tokens: int32 ``[m]``, the teacher's token ids; None if these are the sample's.
+        realised: float32 or float64 ``[m]``, the log-probability of each of ``tokens``; NaN for a missing row.
         tokenizer: SHA-256 of the teacher's tokenizer (``TokenBytes.hash``).
     """
 
@@ -55,7 +55,7 @@ class Teacher:
     tokenizer: str | None = None
 
     def arrays(self) -> dict[str, Any]:
-        """Return what is set, by name, for a file, in the precision that it is read in."""
+        """Return the set fields, by name, for a file, in the precision of the input."""
         found = {name: part for name, part in vars(self).items() if part is not None}
         if self.tokens is None:
             found["logprobs"] = self.logprobs.astype(np.float32)
@@ -78,7 +78,7 @@ class Signals:
     Attributes:
         reward: one number, or one for every turn of the rollout.
         group: id of the prompt; rollouts of one group are compared with each other.
-        rollout: id of the rollout within its group, where several samples (its turns) are parts of one; they carry the
+        rollout: id of the rollout within its group, if several samples (its turns) are parts of one; they carry the
             same ``reward`` and it counts once.
         turn: index of the sample's turn in its rollout, from 0.
         advantage: one number, or float64 ``[n]``.
@@ -114,7 +114,7 @@ class Signals:
     def unit(self, by: GroupedBy) -> Hashable:
         """Return the key that all samples of one pair, rollout or group share; None for a sample that names none.
 
-        A rollout's id is its own within its group only, so a rollout is known by both ids.
+        A rollout's id is unique only within its group, so both ids identify a rollout.
         """
         if by == "rollout":
             return None if self.rollout is None else (self.group, self.rollout)
@@ -127,13 +127,10 @@ class Signals:
 
 
 def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: str) -> Signals:
-    """Return a sample's signals with their numbers as read-only arrays.
+    """Return a sample's signals, checked, with read-only arrays, for ``loss_mask``, float32 ``[n]``.
 
     Fields per token are float32, or float64 if they were given as such; ``reward`` and ``advantage`` are a float or
-    float64.
-
-    Raises:
-        SampleError: a field is malformed; names ``source`` and the field.
+    float64. Raises SampleError for a malformed field, with ``source`` and the field.
     """
     scored = loss_mask != 0
     scored[:1] = False
@@ -162,7 +159,7 @@ def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: 
 def _check_roles(signals: Signals, source: str) -> None:
     if (signals.pair is None) != (signals.chosen is None):
         present, missing = ("pair", "chosen") if signals.chosen is None else ("chosen", "pair")
-        raise SampleError(f"{source}: field '{present}' needs field '{missing}' beside it; give both or neither")
+        raise SampleError(f"{source}: field '{present}' needs field '{missing}'; give both or neither")
     for name in ("group", "rollout", "pair"):
         if not isinstance(getattr(signals, name), Hashable):
             raise SampleError(f"{source}: field '{name}' must be hashable, such as a string or a number")
@@ -180,6 +177,7 @@ def check_turn(turn: object, source: str) -> None:
 
 
 def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> float | npt.NDArray[np.float64]:
+    """Return a checked reward: a float, or float64 ``[turns]`` for the turns in ``scored``, ``[n]``."""
     reward = _numbers(signals.reward, "reward", source)
     if not np.isfinite(reward).all() or reward.ndim > 1:
         raise SampleError(f"{source}: field 'reward' must be a finite number, or a list of one for every turn")
@@ -201,6 +199,7 @@ def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> flo
 
 
 def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Teacher:
+    """Return a checked teacher, its arrays ``[n, k]``, for ``scored``, bool ``[n]``."""
     double = teacher.tokens is not None
     absent = _absent(teacher.token_ids) | _absent(teacher.logprobs)
     logprobs = _with_absent(teacher.logprobs, absent, np.nan)
@@ -266,7 +265,7 @@ def _with_absent(rows: Any, absent: set[int], fill: float) -> Any:
 
 
 def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:
-    """Return what a teacher with another tokenizer has besides its rows."""
+    """Return the fields, in addition to rows, of a teacher with another tokenizer."""
     tokens, realised = (
         _integers(teacher.tokens),
         _log_probabilities(teacher.realised, "teacher.realised", source, double=True),
@@ -290,7 +289,7 @@ def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:
 def _log_probabilities(value: object, name: str, source: str, *, double: bool) -> FloatArray:
     """Return float32, or with ``double`` float64 of an array of float64."""
     is_double = double and isinstance(value, np.ndarray) and value.dtype == np.float64
-    with np.errstate(over="ignore"):  # becomes inf, which is refused where it is read
+    with np.errstate(over="ignore"):  # becomes inf, which is rejected when it is read
         return _numbers(value, name, source).astype(np.float64 if is_double else np.float32)
 
 
@@ -306,7 +305,7 @@ def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:
     kinds: set[type] = set()
     try:
         array = np.asarray(value)
-        # NumPy makes numbers of booleans beside numbers, and of text beside a null.
+        # NumPy converts booleans among numbers to numbers, and text next to a null too.
         if isinstance(value, list) and array.ndim == 1:
             kinds = set(map(type, value))
         elif array.dtype == object:
@@ -325,6 +324,7 @@ def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:
 def _check_per_token(
     array: npt.NDArray[Any], name: str, scored: npt.NDArray[np.bool_], source: str, *, scalar_too: bool = False
 ) -> None:
+    """Check shape ``[n]`` and the finite entries of scored tokens, bool ``[n]``."""
     if array.ndim == 0 and scalar_too:
         if not np.isfinite(array):
             raise SampleError(f"{source}: field '{name}' is {array}; it must be finite")
@@ -346,6 +346,7 @@ def _check_per_token(
 
 
 def _check_not_probabilities(array: npt.NDArray[Any], name: str, scored: npt.NDArray[np.bool_], source: str) -> None:
+    """Check that log-probabilities ``[n]`` are not probabilities."""
     bad = (array > _LOGPROB_TOLERANCE) & scored
     if bad.any():
         at = int(np.argmax(bad))
@@ -356,5 +357,6 @@ def _check_not_probabilities(array: npt.NDArray[Any], name: str, scored: npt.NDA
 
 
 def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array ``[...]`` read-only."""
     array.flags.writeable = False
     return array

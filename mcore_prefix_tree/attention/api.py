@@ -1,7 +1,7 @@
-"""The one entrance to tree attention: it validates a call, asks the named back-end and hands the call over to it.
+"""The one entrance to tree attention: it validates a call, selects the named back-end and passes the call to it.
 
 A back-end is a module with the functions of :class:`Backend`, and none imports another. It must be importable on any
-machine: its functions import what it needs beside torch.
+machine: its functions import the packages that it needs in addition to torch.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ class Backend(Protocol):
         metadata: TreeMetadata,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Attend as :func:`tree_attention`; the arguments are known to fit together, and the case is not refused."""
+        """Attend as :func:`tree_attention`, with its shapes ``[P, H, D]``; the arguments are already checked."""
 
     def refusal(self, case: Case) -> str | None:
         """Name the argument that is not supported, and say why; None if the case is supported."""
 
     def check(self, case: Case) -> None:
-        """Compare with the reference on this machine, once per kind of case; do nothing where torch's own code runs.
-
-        Raises:
-            ParityError: the kernels are wrong on this machine, or do not run.
-        """
+        """Compare non-torch kernels with the reference, once per kind of case; raise ParityError if they are wrong."""
 
     def plan(self, metadata: TreeMetadata, case: Case) -> object:
         """Return the tree data that :meth:`attention` reads in such a call, made on first use and kept in its cache.
@@ -93,12 +89,7 @@ def supporting(case: Case) -> list[str]:
 
 
 def check_case(name: str, case: Case) -> None:
-    """Raise ValueError if a back-end refuses a case: names the argument at fault and the way out.
-
-    Args:
-        name: name of the back-end.
-        case: call to judge.
-    """
+    """Raise ValueError if a back-end rejects a case: names the argument at fault and the way out."""
     reason = load_backend(name).refusal(case)
     if reason is None:
         return
@@ -152,6 +143,7 @@ def tree_attention(
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata) -> None:
+    """Check the shapes ``[P, H, D], [P, K, D], [P, K, W]``, dtypes and devices of a call."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.ndim == key.ndim == value.ndim == 3:
         raise ValueError(f"tree attention takes [tokens, heads, head_dim] tensors, not {shapes}")
@@ -164,6 +156,7 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 def _check_options(options: AttentionOptions, query: torch.Tensor) -> None:
+    """Check the options of a call with queries ``[P, H, D]``."""
     if options.window is not None and options.window < 1:
         raise ValueError(f"window={options.window} must be at least 1, a query itself, or None for no window")
     if options.sinks is not None and options.sinks.shape != query.shape[1:2]:

@@ -1,11 +1,11 @@
-"""Choice of a back-end for a run that names none: the fastest measured on a tree like its own, chosen once.
+"""Choice of a back-end for a run that names none: the fastest measured on a similar tree, chosen once.
 
 ``auto`` is a setting of a job, never of a call: it becomes the name of a back-end before the first micro-batch is
-folded, and that name is what micro-batches carry. So a run cannot change its back-end.
+folded, and micro-batches carry that name. So a run cannot change its back-end.
 
 The measurements are in ``costs.json``, written by ``scripts/render_results.py`` from the attention benchmarks under
-``benchmarks/results``. Where nothing was measured, :data:`PREFERENCE` decides. A back-end whose kernels are wrong on
-this machine, or do not run, is left out. The printed reason names both.
+``benchmarks/results``. Without a measurement, :data:`PREFERENCE` decides. A back-end whose kernels are wrong on this
+machine, or do not run, is skipped. The printed reason names both.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 from mcore_prefix_tree.metadata import TreeMetadata
 
-# By kind of device, where nothing was measured. On GPUs nothing has been yet: the order there is that of the clocks
-# that the instructions of the compiled kernels take. FlashAttention-4 is a package that a user has to install.
+# By kind of device, for cases without a measurement. No GPU has one yet: the order there is that of the clocks that
+# the instructions of the compiled kernels take. FlashAttention-4 is a package that a user has to install.
 PREFERENCE = {"cuda": ("fa4", "triton", "cascade", "flex", "path"), "cpu": ("path", "cascade")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """Figures of a forest that the speed of a back-end depends on.
+    """Figures of a forest that determine the speed of a back-end.
 
     Attributes:
-        tokens: number of physical tokens.
-        segments: number of runs of tokens without branching, empty ones left out.
-        pairs: number of visible pairs.
-        depth: largest number of nested branches with anything beside their first child; 0 without branches: nothing is
+        segments: number of non-empty runs of tokens without branching.
+        depth: largest number of nested branches with tokens outside their first child; 0 without branches: nothing is
             shared, or each sample continues the one before.
     """
 
@@ -81,13 +79,10 @@ class Choice(NamedTuple):
 def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> Choice:
     """Choose the back-end for a run, among those that train it, so that validation runs the same one.
 
-    Args:
-        case: description of the run's calls.
-        shape: tree shape of the run's first step, the same on every rank.
-        device_name: name of the run's GPU, as torch names it; the measurements of other GPUs do not count.
+    ``shape`` is that of the first step, the same on every rank; measurements of GPUs with another name do not count.
 
     Raises:
-        ValueError: no back-end supports the case; the message says why each one does not.
+        ValueError: no back-end supports the case; the message gives each one's reason.
     """
     trains = replace(case, needs_grad=True)
     refusals = {name: load_backend(name).refusal(trains) for name in PREFERENCE[case.device.type]}
@@ -99,7 +94,7 @@ def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> C
         except ParityError as error:
             wrong[name] = str(error)
             continue
-        return Choice(backend=name, reason="; left out: ".join([reason, *wrong.values()]))
+        return Choice(backend=name, reason="; skipped: ".join([reason, *wrong.values()]))
     found = "; ".join(f"{name}: {why}" for name, why in (refusals | wrong).items())
     raise ValueError(
         f"attention backend 'auto' finds none that supports this run ({found}); name 'reference', which does, in "

@@ -1,4 +1,4 @@
-"""Options of tree attention beside the tensors, and the description of a call that back-ends judge.
+"""Options of tree attention in addition to the tensors, and the description of a call that back-ends judge.
 
 Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
@@ -15,8 +15,7 @@ class AttentionOptions:
     """The mathematics of a call: ``softmax(scale * q k^T, over the visible keys and the sink) v``.
 
     Attributes:
-        softmax_scale: factor on the scores.
-        window: number of keys that a query sees, itself included, counted in positions on its own path.
+        window: number of keys that a query sees, itself included, counted in positions on its path.
         sinks: floating ``[H]``, a learned logit per head that joins the softmax's denominator and has no value. It is
             not scaled, and it receives a gradient.
         deterministic: whether forward and backward must give the same bits twice.
@@ -30,18 +29,12 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One call as a back-end's ``refusal`` sees it: no token counts, so that a run is refused before its first step.
+    """One call for a back-end's ``refusal``, without token counts, so that a run is rejected before its first step.
 
     Attributes:
-        device: device of the tensors.
-        capability: compute capability of a CUDA device, such as ``(9, 0)``; None elsewhere.
-        dtype: dtype of query, key and value.
-        heads: H.
-        kv_heads: K.
-        head_dim: D, size of a head of query and key.
-        value_dim: W.
-        needs_grad: whether backward will be asked for.
-        options: options of the call.
+        capability: compute capability of a CUDA device, for example ``(9, 0)``; None elsewhere.
+        heads, kv_heads, head_dim, value_dim: H, K, D and W.
+        needs_grad: whether backward will be called.
     """
 
     device: torch.device

@@ -1,8 +1,4 @@
-"""The compute capability of a CUDA device, as a constant for torch.compile.
-
-A file of its own, imported when there is a CUDA device: marking a function for torch.compile loads its compiler and
-Triton.
-"""
+"""A CUDA device's compute capability as a constant for torch.compile; importing this file loads its compiler."""
 
 from __future__ import annotations
 
@@ -11,5 +7,5 @@ import torch
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability, such as ``(9, 0)``."""
+    """Return the compute capability, for example ``(9, 0)``."""
     return torch.cuda.get_device_capability(device)

@@ -1,8 +1,8 @@
 """Tree attention through FlashAttention-4 (``flash-attn-4`` on PyPI): a mask over the interval, and our block lists.
 
 Its block-sparse kernels visit the tiles that the lists name, full ones without a mask. The lists have to be made for
-the sizes of its own tiles, which :func:`tiles_of` repeats from ``flash_attn/cute/interface.py`` (4.0.0b36); other sizes
-are refused there, by an exception. It is compared with the reference before its first use, because its block-sparse
+the sizes of its tiles, which :func:`tiles_of` repeats from ``flash_attn/cute/interface.py`` (4.0.0b36); that file
+rejects other sizes by an exception. It is compared with the reference before its first use, because its block-sparse
 backward has been silently wrong (flash-attention issue 2623).
 
 On Hopper its block-sparse backward adds dQ up in any order. On Blackwell it takes the order as a list.
@@ -31,7 +31,7 @@ from mcore_prefix_tree.utils.versions import install_command
 
 HOPPER, BLACKWELL = 9, 10
 
-# Tiles reach past the last token, and so does what the mask reads of them: as far as the largest tile.
+# Tiles reach past the last token, and so do the mask's reads: as far as the largest tile.
 _PADDING = 256
 
 
@@ -50,13 +50,7 @@ class TilePair(NamedTuple):
 
 
 def tiles_of(capability: tuple[int, int], head_dim: int, value_dim: int) -> TilePair:
-    """Return the tiles of its block-sparse kernels.
-
-    Args:
-        capability: compute capability of a Hopper or Blackwell GPU.
-        head_dim: D.
-        value_dim: W.
-    """
+    """Return the tiles of its block-sparse kernels on a Hopper or Blackwell GPU."""
     if capability[0] == BLACKWELL:
         # Two query tiles of 128 a block; from a head_dim of 192 on, two blocks share a backward tile of keys.
         return TilePair(Block(256, 128), Block(128, 256 if head_dim == 192 else 128))
@@ -118,10 +112,8 @@ def build_mask(metadata: TreeMetadata, tiles: TilePair, window: int | None, *, o
 def write_order(lists: Sequence[tuple[Int32Array, Int32Array]]) -> list[Int32Array]:
     """Return for each entry of the lists its key block's rank among all key blocks that its query block meets.
 
-    A key block adds its share of dQ after those of lower rank.
-
-    Args:
-        lists: counts ``[n]`` and query blocks ``[n, most]`` of the n key blocks; each block is in one of the lists.
+    A key block adds its share of dQ after those of lower rank. ``lists`` has counts ``[n]`` and query blocks ``[n,
+    most]`` of the n key blocks; each block is in one of the lists.
     """
     entries = [np.arange(blocks.shape[1]) < counts[:, None] for counts, blocks in lists]
     key = np.concatenate([np.nonzero(one)[0] for one in entries])
@@ -159,7 +151,7 @@ def _visible(window: int | None) -> Any:
 
 
 def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
-    """Return the arguments of its forward and backward beside the tensors and the lists."""
+    """Return the arguments of its forward and backward in addition to the tensors and the lists."""
     given: dict[str, Any] = {
         "softmax_scale": options.softmax_scale,
         "mask_mod": _visible(options.window),
@@ -173,11 +165,7 @@ def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """Tree attention in one kernel, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``; checked on first use.
-
-    Raises:
-        ParityError: the kernel is wrong on this machine.
-    """
+    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``; raises ParityError if its check fails."""
     check(Case.of(query, key, value, options))
     return attend(query, key, value, metadata, options)
 
@@ -207,7 +195,7 @@ def _mask(
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """:func:`attention`, unchecked."""
+    """Run :func:`attention` unchecked, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``."""
     from flash_attn.cute import flash_attn_func
 
     capability = torch.cuda.get_device_capability(query.device)
@@ -237,7 +225,7 @@ def _is_installed() -> bool:
 
 
 def refusal(case: Case) -> str | None:
-    """Return what its block-sparse kernels do not support, from the assertions in its source."""
+    """Return the unsupported property of a case, from the assertions in the source of the block-sparse kernels."""
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not _is_installed():

@@ -1,7 +1,7 @@
-"""Tree attention through torch's FlexAttention: a block mask made from our own lists, compiled once for all lengths.
+"""Tree attention through torch's FlexAttention: a block mask made from our lists, compiled once for all lengths.
 
-``create_block_mask`` would evaluate the mask for every pair, but the tree already says which blocks meet. FlexAttention
-wants the lists as squares, so this back-end holds ``16 * (P / 128)^2`` bytes: 21 MB at 147 k tokens.
+``create_block_mask`` would evaluate the mask for every pair, but the tree already determines which blocks meet.
+FlexAttention requires square lists, so this back-end holds ``16 * (P / 128)^2`` bytes: 21 MB at 147 k tokens.
 
 Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value head_dim, B blocks.
 """
@@ -23,23 +23,20 @@ from mcore_prefix_tree.attention.tile_blocks import Tiles, block_plan
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import upload
 
-# FlexAttention's own default: what its tile sizes divide.
+# FlexAttention's own default: a multiple of its tile sizes.
 BLOCK = 128
 
 Mod = Callable[..., torch.Tensor]
 
 
 def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any) -> Any:
+    """Call FlexAttention on ``[1, H, P, D], [1, K, P, D], [1, K, P, W]``."""
     return torch_flex.flex_attention(query, key, value, **arguments)
 
 
 @cache
 def _compiled(*configuration: object) -> Any:
-    """FlexAttention compiled for one configuration: the parts of a call that are constants to the compiler.
-
-    torch keeps compiled code with the code object of a function, and stops after eight versions of one. A model with a
-    teacher of other head dims, or layers with other windows, would reach that: so each configuration has a copy.
-    """
+    """Return FlexAttention compiled for one configuration, in a copy: torch stops after eight versions of one."""
     own = FunctionType(_flex.__code__.replace(co_name="flex_attention"), _flex.__globals__)
     # Without fullgraph, torch would give up compiling after a number of shapes and attend to every pair, quietly.
     return torch.compile(own, dynamic=True, fullgraph=True)
@@ -50,7 +47,7 @@ def attention(
 ) -> torch.Tensor:
     """Tree attention in one compiled kernel, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``."""
     if torch.compiler.is_compiling():
-        # It becomes a part of what the caller compiles.
+        # It becomes a part of the caller's compiled code.
         return attend(torch_flex.flex_attention, query, key, value, metadata, options)
     case = Case.of(query, key, value, options)
     compiled = _compiled(
@@ -68,11 +65,11 @@ def attend(
     metadata: TreeMetadata,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """:func:`attention` through ``flex``: torch's ``flex_attention``, compiled or not."""
+    """Run :func:`attention`, with its shapes ``[P, H, D]``, through torch's ``flex_attention``, compiled or not."""
     window = options.window
     mask = metadata.derived(f"flex window {window}", lambda metadata: build_mask(metadata, window))
     if query.device.type == "cpu":
-        # It has no backward there and refuses tensors that require gradients even where none are asked for.
+        # It has no backward there and rejects tensors that require gradients even if none are needed.
         query, key, value = query.detach(), key.detach(), value.detach()
     heads_first = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
     arguments: dict[str, Any] = {
@@ -151,6 +148,7 @@ def _visible(metadata: TreeMetadata, window: int | None) -> Mod:
     subtree_end, position = metadata.subtree_end, metadata.tree_position_ids
 
     def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return whether a pair of indices ``[]`` is visible."""
         return (key <= query) & (query < subtree_end[key])
 
     if window is None:
@@ -160,13 +158,14 @@ def _visible(metadata: TreeMetadata, window: int | None) -> Mod:
     def visible_in_window(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
+        """Return whether a pair of indices ``[]`` is visible and within the window."""
         return visible(batch, head, query, key) & (position[query] - position[key] < reach)
 
     return visible_in_window
 
 
 def refusal(case: Case) -> str | None:
-    """Return what torch's FlexAttention does not support, or not on this device."""
+    """Return the property of a case that torch's FlexAttention does not support, or not on this device."""
     options = case.options
     if options.sinks is not None and not hasattr(torch_flex, "AuxRequest"):
         return "sinks (torch before 2.9 does not return the log-sum-exp)"

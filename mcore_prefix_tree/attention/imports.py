@@ -9,11 +9,7 @@ _FAULTS: dict[str, str | None] = {}
 
 
 def import_fault(module: str) -> str | None:
-    """Return why a module cannot be imported, in one line; None if it can.
-
-    A package that was compiled for another torch, or whose own packages are not on the path, is installed by all that
-    its metadata say.
-    """
+    """Return why a module, even of an installed package, cannot be imported, in one line; None if it can."""
     if module not in _FAULTS:
         _FAULTS[module] = _fault(module)
     return _FAULTS[module]
@@ -22,6 +18,6 @@ def import_fault(module: str) -> str | None:
 def _fault(module: str) -> str | None:
     try:
         import_module(module)
-    except Exception as error:  # of a shared library, or whatever else the package runs when it is imported
+    except Exception as error:  # from a shared library or other code that runs on import
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None

@@ -1,6 +1,6 @@
 """Check that a GPU's kernel computes tree attention on this machine, once before it is trusted.
 
-A forest of a thousand tokens, with borders before, on and behind those of tiles, goes forward, and backward where the
+A forest of a thousand tokens, with borders before, on and after those of tiles, runs forward, and backward if the
 caller trains, through the kernel and through the reference in fp64. The comparison takes the worst row of a head, not a
 norm over all of them: one wrong token must not drown in a thousand right ones. Weights are kept even, so that no pair
 is too light to be missed.
@@ -28,7 +28,7 @@ EPSILONS = 4
 EPSILONS_OF_SCORES = 8
 _OF_SCORES = ("dQ", "dK")
 
-# Node lengths and parents: a trunk, nodes that end beside multiples of 64 and 128, a chain, empty and one-token nodes.
+# Node lengths and parents: a trunk, nodes that end near multiples of 64 and 128, a chain, empty and one-token nodes.
 _NODES = (
     *((127, -1), (130, 0), (1, 1), (57, 1), (65, 0), (0, 4), (63, 4), (128, 4), (3, 0), (64, 8), (121, 9)),
     *((70, -1), (1, 11), (1, 11), (33, 11), (1, -1)),
@@ -37,7 +37,7 @@ _PADDING = 5
 
 
 class ParityError(ValueError):
-    """A kernel is wrong or does not run on this machine. The message names it, the fault, and what to use instead."""
+    """A kernel is wrong or does not run on this machine. The message names it, the fault, and an alternative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,10 @@ class Question:
 
 
 def check_parity(name: str, attention: Attention, case: Case) -> None:
-    """Compare on first use of a (dtype, group of heads, head dims, options, with backward or not); later ones return.
+    """Compare on first use of a (dtype, group, head dims, options, backward or not); raise ParityError if wrong.
 
     It reads numbers back, so nothing is compared while torch.compile traces or a CUDA graph is captured; the next call
-    outside of these makes up for it. ``attention``, a module-level function, keeps a record of what was checked.
-
-    Raises:
-        ParityError: the kernel is wrong.
+    outside of these makes up for it. ``attention``, a module-level function, keeps a record of completed checks.
     """
     if _can_compare():
         _check(name, attention, Question.of(case))
@@ -143,7 +140,7 @@ def worst_rows(attention: Attention, question: Question) -> dict[str, float]:
     expected = _results(reference.attention, [one.double() for one in inputs], options, metadata, grad_out)
     names = ("out", "dQ", "dK", "dV", "d sinks")
     return {
-        # The first tokens of a path have next to no dQ, and the last ones next to no dK: what is left is rounding.
+        # The first tokens of a path have almost no dQ, and the last ones almost no dK: the remainder is rounding.
         name: _worst_row(*pair, may_vanish=name in _OF_SCORES)
         for name, pair in zip(names, zip(actual, expected, strict=True), strict=False)
     }
@@ -164,12 +161,12 @@ def _results(
     metadata: TreeMetadata,
     grad_out: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Return out, and if ``grad_out`` is given dQ, dK, dV (and d sinks)."""
+    """Return out ``[P, H, W]``, and with ``grad_out`` of that shape dQ, dK, dV (and d sinks)."""
     if grad_out is None:
         # As the caller asks: a kernel may have no backward in this mode.
         with torch.no_grad():
             return [attention(inputs[0], inputs[1], inputs[2], metadata, options)]
-    # Where the caller is recomputed, what is saved here is none of the checkpoint's business.
+    # If the caller is recomputed, activation checkpointing must not see the tensors saved here.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         leaves = [one.detach().requires_grad_() for one in inputs]
         if options.sinks is not None:
@@ -182,6 +179,7 @@ def _results(
 
 
 def _worst_row(actual: torch.Tensor, expected: torch.Tensor, *, may_vanish: bool) -> float:
+    """Return the largest relative error of a row, the last dimension of ``[..., n]``."""
     truth = expected.double()
     rows = truth.norm(dim=-1)
     if may_vanish:

@@ -5,8 +5,8 @@ path: a segment writes its own rows at its depth and finds its ancestors' rows a
 per pass, never once per descendant, and memory stays O(P). Backward runs the same way and recomputes each block; the
 gradient of a path's keys gathers in a second such buffer, and a segment's rows are final once its subtree is done.
 
-Only visible pairs are computed, apart from the upper triangle of a query block's own columns (at most half a block
-per query).
+Only visible pairs are computed, except for the upper triangle of a query block's own columns (at most half a block per
+query).
 
 Legend: P padded tokens, H query heads, K key/value heads, D head_dim, W value head_dim, C query block.
 """
@@ -64,10 +64,7 @@ def _build_plan(metadata: TreeMetadata) -> _PathPlan:
 
 
 class _Block(NamedTuple):
-    """A run of queries of one segment: rows ``start:end``, which see the first ``keys`` positions of the path.
-
-    ``is_whole``: whether the block is a whole root, which is causal by itself, without a bias.
-    """
+    """Queries ``start:end`` of one segment, which see the path's first ``keys``; ``is_whole`` roots need no bias."""
 
     start: int
     end: int
@@ -130,10 +127,11 @@ class _PathAttention(torch.autograd.Function):
         scale: float,
         fused: _Fused,
     ) -> torch.Tensor:
+        """Return ``[P, H, W]`` for ``[P, H, D], [P, K, D], [P, K, W]``."""
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.scale, ctx.fused = plan, scale, fused
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        # A padding token sees itself alone, with weight one.
+        # A padding token sees only itself, with weight one.
         out[plan.num_tokens :] = value[plan.num_tokens :].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         path_key = key.new_empty(plan.max_path_len, *key.shape[1:])
         path_value = value.new_empty(plan.max_path_len, *value.shape[1:])
@@ -223,7 +221,7 @@ def attention(
 def _fused(device: torch.device, *, deterministic: bool) -> _Fused:
     if device.type == "cpu":
         return _Fused(roots=True, windows=True)
-    # SDPA's fused backward kernels on a GPU add up in any order, and read a mask in aligned vectors, where a window of
+    # SDPA's fused backward kernels on a GPU add up in any order, and read a mask in aligned vectors, but a window of
     # the bias begins at any column. Its plain matrix products do neither.
     return _Fused(roots=not deterministic, windows=False)
 

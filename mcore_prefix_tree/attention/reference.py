@@ -12,7 +12,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 
 
 def visibility(metadata: TreeMetadata) -> torch.Tensor:
-    """The whole mask, bool ``[P, P]``: entry (i, j) is whether query i sees key j, ``j <= i < subtree_end[j]``."""
+    """Return the mask, bool ``[P, P]``: entry (i, j) is whether query i sees key j, ``j <= i < subtree_end[j]``."""
     index = torch.arange(metadata.padded_size, device=metadata.subtree_end.device)
     return (index[None, :] <= index[:, None]) & (index[:, None] < metadata.subtree_end[None, :])
 

@@ -5,7 +5,7 @@ child and so on is a contiguous *run* along a single path. So the visible pairs 
 
 - a triangle per run: its tokens see it causally;
 - a rectangle per *branch*, a segment with tokens below it outside its run: they too are one flat span, and each of them
-  sees the whole segment.
+  sees the complete segment.
 
 Empty segments have neither queries nor keys and do not appear; neither does padding, which is no part of the tree.
 
@@ -63,7 +63,7 @@ def cut_into_spans(metadata: TreeMetadata) -> Spans:
 
 
 def _nesting(start: Int64Array, end: Int64Array) -> Int64Array:
-    """Count the earlier subtrees ``start:end`` that each one lies in. They are in pre-order: nested or disjoint."""
+    """Count the earlier subtrees, int64 ``[n]`` in pre-order, that each ``start:end`` lies in: nested or disjoint."""
     depth = np.empty(len(start), dtype=np.int64)
     open_ends: list[int] = []
     for index, (first, last) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):

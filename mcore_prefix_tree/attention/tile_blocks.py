@@ -5,9 +5,9 @@ block are one contiguous range, which the smallest and the largest ``subtree_end
 
 - diagonal: ``i < j`` happens, so a tile compares both ``j <= i`` and ``i < subtree_end[j]``;
 - full: every pair of existing tokens is visible and every key of the tile exists, so a tile compares nothing;
-- tail: the rest; a tile compares ``i < subtree_end[j]`` alone.
+- tail: the rest; a tile compares only ``i < subtree_end[j]``.
 
-With a window over path positions, tiles out of reach are left out, those that the window's edge may cross are not full,
+With a window over path positions, tiles out of reach are omitted, those that the window's edge may cross are not full,
 and every tile but a full one compares positions as well.
 
 Legend: P padded tokens, BM queries of a block, BN keys of a block, NQ and NK blocks of queries and of keys.
@@ -34,7 +34,7 @@ class Tiles:
     Attributes:
         bounds: int32 ``[n, 4]``. Block b meets ``blocks[bounds[b, 0]:bounds[b, 3]]``: the diagonal ones end at
             ``bounds[b, 1]``, the full ones at ``bounds[b, 2]``, then come the tails. Each kind is ascending.
-        blocks: int32, or None where the bounds are block numbers themselves, not places in a list.
+        blocks: int32, or None if the bounds are block numbers themselves, not places in a list.
     """
 
     bounds: Int32Array
@@ -47,7 +47,7 @@ class Tiles:
         return np.argsort(-met, kind="stable").astype(np.int32)
 
     def padded(self, *, full: bool) -> tuple[Int32Array, Int32Array]:
-        """Counts ``[n]`` and ascending block numbers ``[n, most]`` of the full tiles, or of all others; zero-filled.
+        """Return counts ``[n]`` and ascending block numbers ``[n, most]`` of the full tiles, or all others, 0-filled.
 
         The form that FlexAttention and FlashAttention-4 take, except that ``most`` is the largest count (at least 1).
         """
@@ -69,11 +69,9 @@ class BlockPlan:
     """The tiles of one micro-batch for one pair of block sizes.
 
     Attributes:
-        query_block: BM.
-        key_block: BN.
+        query_block, key_block: BM and BN.
         by_key: the query blocks of each of NK key blocks; a contiguous range each, unless there is a window.
         by_query: the key blocks of each of NQ query blocks.
-        visited: number of tiles.
         visible_pairs: (query, key) pairs that attention computes, padding included.
     """
 
@@ -130,7 +128,7 @@ _FULL, _TAIL = 1, 2
 
 
 def _key_bounds(end: Int32Array, query_block: int, key_block: int) -> Int64Array:
-    """int64 ``[NK, 4]``: the range of query blocks of each key block, and where its full and its tail part begin."""
+    """Return each key block's range of query blocks and the starts of its full and tail parts, int64 ``[NK, 4]``."""
     size = len(end)
     start = np.arange(0, size, key_block)
     first = start // query_block
@@ -146,7 +144,7 @@ def _key_bounds(end: Int32Array, query_block: int, key_block: int) -> Int64Array
 def _in_window(
     position: Int32Array, query: Int64Array, key: Int64Array, query_block: int, key_block: int, window: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return for each tile whether any pair can be within the window, and whether all must be."""
+    """Return for each tile, int64 ``[n]``, whether any pair can be within the window, and whether all must be."""
     query_start, key_start = (np.arange(0, len(position), block) for block in (query_block, key_block))
     lowest_query, highest_query = (f.reduceat(position, query_start)[query] for f in (np.minimum, np.maximum))
     lowest_key, highest_key = (f.reduceat(position, key_start)[key] for f in (np.minimum, np.maximum))
@@ -154,7 +152,7 @@ def _in_window(
 
 
 def _grouped(row: Int64Array, kind: Int64Array, block: Int64Array, rows: int) -> Tiles:
-    """Tiles by row and kind. Within both, the order given is kept, which is ascending in ``block``."""
+    """Return tiles, int64 ``[n]``, by row and kind, in the order given, which is ascending in ``block``."""
     key = 3 * row + kind
     # NumPy sorts 16-bit integers by radix, in linear time.
     order = np.argsort(key.astype(np.uint16) if 3 * rows <= 1 << 16 else key, kind="stable")

@@ -1,1 +1,1 @@
-"""Megatron-Core on a machine without a GPU: the emulation of one, and what local layers lack there."""
+"""Megatron-Core on a machine without a GPU: the emulation of one, and classes that local layers lack there."""

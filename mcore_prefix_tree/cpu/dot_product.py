@@ -1,8 +1,7 @@
 """Attention that Megatron-Core lacks on a CPU: heads of two sizes, and packed rows.
 
-``MultiLatentAttention`` gives its core attention the sizes of queries and of values. ``DotProductAttention`` computes
-with any sizes, but has no arguments for them and assumes the size of its output. Nor does it take packed rows, which
-only TransformerEngine's attention does.
+``MultiLatentAttention`` passes the sizes of queries and of values, but ``DotProductAttention`` has no arguments for
+them and assumes its output's size. Only TransformerEngine's attention takes packed rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
-    """``DotProductAttention`` with arguments for the sizes of a head; the scale has an argument of its own."""
+    """``DotProductAttention`` with arguments for the sizes of a head and for the scale."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,10 +26,8 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
 class PackedAttention(torch.nn.Module):
     """Causal core attention for packed rows, one call of torch's scaled dot-product attention for each row.
 
-    It takes the place of ``TEDotProductAttention`` in Megatron-Core's local layers.
-
-    Raises:
-        NotImplementedError: dropout, a sliding window or an unusual softmax is configured; raised on construction.
+    It replaces ``TEDotProductAttention`` in local layers; construction raises NotImplementedError for dropout, a
+    sliding window or an unusual softmax.
     """
 
     def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
@@ -50,10 +47,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return ``[T, heads * size]`` for ``[T, heads, size]``; ``[n, b, heads * size]`` for rows that are not packed.
-
-        Padding in a row's slot is computed like its tokens, after them.
-        """
+        """Return ``[T, heads * size]`` for ``[T, heads, size]``, with padding; ``[n, b, ...]`` without packing."""
         if packed_seq_params is None:
             rows = [self._attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))]
             return rows[0].permute(2, 0, 1, 3).flatten(2)
@@ -66,6 +60,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(rows).flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return ``[n, b, heads * size]`` for ``[n, b, heads, size]``."""
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )

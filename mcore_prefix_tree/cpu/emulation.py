@@ -1,12 +1,11 @@
 """Run stock megatron-core on a machine without a GPU.
 
-Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even where the code itself
-would run anywhere. This file answers those calls with the CPU. Megatron's files are not touched: what changes, while
-the emulation is on, is a short list of ``torch`` functions (and of megatron-core, two names that it gets wrong without
-TransformerEngine and which optimizers it found), each below with the megatron call site that needs it, and each put
-back on exit. ``torch.cuda.is_available()`` is false, so that code which asks takes its CPU path by itself.
-
-This is a tool for tests and for the quickstart. Where there is a GPU it refuses to start, or if forced hides it.
+Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even in code that would run
+on any device. This file answers those calls with the CPU. Megatron's files are not touched: the emulation replaces a
+short list of ``torch`` functions (and, in megatron-core, two names that are wrong without TransformerEngine and the
+optimizers that it found), each below with the megatron call site that needs it, and restores them on exit.
+``torch.cuda.is_available()`` is false, so that code which checks it takes its CPU path. This is a tool for tests and
+the quickstart. On a machine with a GPU it refuses to start, or if forced hides the GPU.
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ def _gpu_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the type name of a tensor ``[...]``, with ``cuda`` in it."""
         if args or kwargs:
             return original(self, *args, **kwargs)
         return original(self).replace("torch.", "torch.cuda.", 1)
@@ -105,6 +105,7 @@ def _get_rng_state(device: object = "cuda") -> torch.Tensor:
 
 
 def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
+    """Set the CPU's generator to a state, uint8 ``[n]``."""
     torch.default_generator.set_state(new_state)
 
 
@@ -122,26 +123,26 @@ def _replacements() -> list[tuple[object, str, object]]:
     stream = _Stream()
     return [
         *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
-        # Where there is a GPU all the same: dist_checkpointing and fine_grained_activation_offload.py ask.
+        # For machines that have a GPU: dist_checkpointing and fine_grained_activation_offload.py ask.
         (torch.cuda, "is_available", _returns(False)),
         # `device=torch.cuda.current_device()` in tensor_parallel/{layers,mappings}.py, p2p_communication.py,
         # param_and_grad_buffer.py, rotary_pos_embedding.py, ..., and `with torch.device(device)` in
-        # yarn_rotary_pos_embedding.py, which takes no index where there is no GPU.
+        # yarn_rotary_pos_embedding.py, which takes no index without a GPU.
         (torch.cuda, "current_device", _returns(torch.device("cpu"))),
         # tensor_parallel/random.py sets the RNG state inside `torch.cuda._lazy_call(cb)`, which only queues `cb` until
         # CUDA is initialised.
         (torch.cuda, "_initialized", True),
         # So it does in a process that was forked after something counted GPUs.
         (torch.cuda, "_is_in_bad_fork", _returns(False)),
-        # The RNG of "the GPU" is the CPU's default generator, because that is what dropout and initialisation draw
-        # from here: CudaRNGStatesTracker.fork() and recompute then save and restore the stream that matters.
+        # The RNG of "the GPU" is the CPU's default generator, because dropout and initialisation draw from it here:
+        # CudaRNGStatesTracker.fork() and recompute then save and restore the stream that matters.
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda.random, "get_rng_state", _get_rng_state),
         (torch.cuda, "manual_seed", _manual_seed),
         (torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator)),
         # After messages in p2p_communication.py; before a checkpoint is written in filesystem_async.py.
         (torch.cuda, "synchronize", _returns(None)),
-        # moe/token_dispatcher.py copies token counts to the host on a stream of its own.
+        # moe/token_dispatcher.py copies token counts to the host on a separate stream.
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "current_stream", _returns(stream)),
         (torch.cuda, "stream", lambda stream: nullcontext()),
@@ -156,7 +157,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
         # `input.new_empty(..., device=torch.cuda.current_device())` in mappings.py, for the tokens of MoE experts.
         (torch.Tensor, "new_empty", _on_cpu(torch.Tensor.new_empty)),
-        # moe/token_dispatcher.py turns the sizes into host numbers only where they come from a GPU.
+        # moe/token_dispatcher.py turns the sizes into host numbers only if they come from a GPU.
         (torch.distributed, "all_to_all_single", _sizes_as_lists(torch.distributed.all_to_all_single)),
         # `param.type() in ['torch.cuda.HalfTensor', ...]` decides in optimizer.py and distrib_optimizer.py which
         # parameters get an fp32 master copy, and clip_grads.py asserts 'torch.cuda.FloatTensor'.
@@ -165,10 +166,7 @@ def _replacements() -> list[tuple[object, str, object]]:
 
 
 def _torch_optimizers() -> list[tuple[object, str, object]]:
-    """Return Megatron's own stand-ins for the optimizers of TransformerEngine or Apex, whose kernels need a GPU.
-
-    It takes them by itself where neither is installed; a container for Megatron has both.
-    """
+    """Return Megatron's stand-ins for the optimizers of TransformerEngine or Apex, whose kernels need a GPU."""
     if not any(map(importlib.util.find_spec, ("transformer_engine", "apex"))):
         return []  # and megatron.core.optimizer need not be imported to see it
     optimizer = importlib.import_module("megatron.core.optimizer")
@@ -195,14 +193,14 @@ def _torch_optimizers() -> list[tuple[object, str, object]]:
 
 
 def _without_transformer_engine() -> list[tuple[object, str, object]]:
-    """Return replacements for what megatron-core 0.16.1 gets wrong without TransformerEngine, or on CPU tensors."""
+    """Return replacements for code of megatron-core 0.16.1 that fails without TransformerEngine, or on CPU tensors."""
     moe_utils, latent, extension = (
         importlib.import_module(f"megatron.core.{name}")
         for name in ("transformer.moe.moe_utils", "transformer.multi_latent_attention", "extensions.transformer_engine")
     )
     found: list[tuple[object, str, object]] = []
     if getattr(moe_utils, "te_general_gemm", True) is not None:
-        # The router asks whether it `is not None`, but where it is missing nobody has said so.
+        # The router checks that it `is not None`, but without TransformerEngine the name is undefined.
         found.append((moe_utils, "te_general_gemm", None))
     if latent.HAVE_TE and not extension.HAVE_TE:
         # MultiLatentAttention asks whether its projection is a TELinear, of which only a stand-in was imported.
@@ -212,15 +210,10 @@ def _without_transformer_engine() -> list[tuple[object, str, object]]:
 
 @contextmanager
 def cpu_emulation(*, force: bool = False) -> Iterator[None]:
-    """Answer megatron-core's CUDA calls with the CPU inside the ``with`` block, and put everything back after it.
+    """Answer megatron-core's CUDA calls with the CPU inside the ``with`` block, and restore everything after it.
 
-    Entering it again inside itself is allowed and does nothing.
-
-    Args:
-        force: whether to emulate even though this machine has a GPU.
-
-    Raises:
-        RuntimeError: there is a GPU and ``force`` is false.
+    Entering it again inside itself does nothing. On a machine with a GPU it raises RuntimeError unless ``force`` is
+    true.
     """
     global _active
     if _active:
@@ -272,7 +265,7 @@ def _training_replacements() -> list[tuple[object, str, object]]:
         *replacements,
         # initialize_megatron() in initialize.py asserts that there is a GPU; this is its own way to go without one.
         (training, "initialize_megatron", functools.partial(training.initialize_megatron, allow_no_cuda=True)),
-        # _initialize_distributed() in initialize.py sets up the parallel state only where there are devices.
+        # _initialize_distributed() in initialize.py sets up the parallel state only if there are devices.
         (torch.cuda, "device_count", _returns(1)),
         (torch.cuda, "set_device", _returns(None)),
         # get_device_arch_version() in training/utils.py, which validate_args() asks under tensor parallelism; before

@@ -26,7 +26,7 @@ _LATENT_PROJECTIONS = [f"linear_{name}_proj" for name in ("q", "q_down", "q_up",
 
 
 class LocalHybridStack(HybridStack):  # type: ignore[misc]
-    """``HybridStack`` with a final norm of PyTorch; upstream's is TransformerEngine's, whatever the spec names."""
+    """``HybridStack`` with a final norm of PyTorch; upstream takes TransformerEngine's, regardless of the spec."""
 
     def __init__(
         self, config: Any, *args: Any, post_layer_norm: bool = True, post_process: bool = True, **kwargs: Any
@@ -38,11 +38,7 @@ class LocalHybridStack(HybridStack):  # type: ignore[misc]
 
 
 def _local_layers() -> Any:
-    """Return upstream's own local layers for ModelOpt, with PyTorch's norms, and multi-latent attention beside them.
-
-    Checkpoints have the keys of TransformerEngine's layers, whose projections hold the norms before them. So they move
-    between both stacks, and a GPT's can be loaded.
-    """
+    """Return upstream's local layers for ModelOpt, with PyTorch's norms and MLA, and TransformerEngine's keys."""
     local = get_hybrid_stack_modelopt_spec(local_core_attention=True, remap_te_layernorm=True)
     layers = exchanged(local.submodules, {TransformerEngineNorm: Norm})
     layers = dataclasses.replace(layers, mlp_layer=dataclasses.replace(layers.mlp_layer, module=MLPLayer))
@@ -56,7 +52,7 @@ def _local_layers() -> Any:
             module=TransformerLayer,
             submodules=dataclasses.replace(
                 attention.submodules,
-                sharded_state_dict_keys_map={},  # TransformerEngine's projects latents behind a norm of its own, too
+                sharded_state_dict_keys_map={},  # TransformerEngine's also projects latents after a separate norm
                 self_attention=ModuleSpec(
                     module=MLASelfAttention,
                     params=own.params,

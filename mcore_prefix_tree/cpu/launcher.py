@@ -1,4 +1,4 @@
-"""Megatron-Core's process groups in this process alone, on the CPU."""
+"""Megatron-Core's process groups in this process only, on the CPU."""
 
 from __future__ import annotations
 

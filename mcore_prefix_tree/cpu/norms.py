@@ -1,8 +1,7 @@
-"""Norms in plain PyTorch that Megatron can train under sequence parallelism.
+"""Norms in plain PyTorch that Megatron can train under sequence parallelism, unlike its ``WrappedTorchNorm``.
 
-Without TransformerEngine and Apex, megatron-core builds its layers with ``WrappedTorchNorm``, which rejects sequence
-parallelism. PyTorch's norms lack only one attribute on their parameters: ``finalize_model_grads`` sums, over the
-tensor-parallel ranks, the gradients of those with ``sequence_parallel``.
+They only add ``sequence_parallel`` to their parameters: ``finalize_model_grads`` sums the gradients of those with that
+attribute over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ class Norm:
     """A class that a spec names: builds the norm of PyTorch that ``config.normalization`` sets."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
-        """Return the norm, with weights of ``config.params_dtype``.
-
-        Raises:
-            ValueError: the configuration sets another norm, or zero-centered weights.
-        """
+        """Return the norm in ``config.params_dtype``; raise ValueError for another norm or zero-centered weights."""
         if config.normalization not in _KINDS:
             raise ValueError(f"normalization={config.normalization!r} is not supported: use 'RMSNorm' or 'LayerNorm'")
         if config.layernorm_zero_centered_gamma:

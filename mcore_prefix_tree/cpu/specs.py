@@ -1,7 +1,7 @@
-"""Layer specs and settings of stock megatron-core, with what it lacks on a CPU.
+"""Layer specs and settings of stock megatron-core on a CPU.
 
-TransformerEngine has norms for sequence parallelism and an attention for multi-latent heads; megatron-core's own layers
-have the arithmetic of both, but not the classes. A spec that is built under emulation has those classes exchanged.
+Its local layers lack TransformerEngine's classes for norms under sequence parallelism and for attention with
+multi-latent heads, but not their arithmetic. A spec that is built under emulation has those classes exchanged.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ S = TypeVar("S")
 
 
 def exchanged(spec: S, classes: Mapping[type, type]) -> S:
-    """Return a copy of a spec, or of its submodules, with other classes wherever those of a table stood.
+    """Return a copy of a spec with the classes of a table replaced, at any depth.
 
-    Args:
-        spec: a ``ModuleSpec``, a dataclass of submodules, a ``functools.partial`` over one, as newer megatron-core
-            has for an MLP, or a list of them, at any depth. It is not changed.
-        classes: replacement of each class.
+    It is a ``ModuleSpec``, a dataclass of submodules, a newer megatron-core's ``functools.partial``, or a list of them.
     """
     result: Any = spec
     if isinstance(result, type):
@@ -52,14 +49,10 @@ def exchanged(spec: S, classes: Mapping[type, type]) -> S:
 
 
 def interleaving(virtual_stages: int | None, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the fields of a ``TransformerConfig`` that virtual pipeline stages need on this device.
+    """Return the fields of a ``TransformerConfig`` that virtual pipeline stages, if any, need on this device.
 
-    Megatron's interleaved schedule frees an output while it is being sent. A GPU's stream keeps the order; gloo reads
-    the memory when the receiver is ready, which may have other contents by then.
-
-    Args:
-        virtual_stages: number of model chunks of a rank, None without virtual pipelining.
-        on_gpu: whether the run is on a GPU.
+    Megatron's interleaved schedule frees an output while it is being sent. A GPU's stream keeps the order, but gloo
+    reads the memory when the receiver is ready, which may have other contents by then.
     """
     return {} if on_gpu or virtual_stages is None else {"deallocate_pipeline_outputs": False}
 
@@ -69,8 +62,8 @@ def cpu_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return local layers that run without a GPU under any configuration; the same spec if they do already.
 
-    Under sequence parallelism the result is a whole block: a layer's spec cannot set the final norm of the block, and
-    Megatron takes ``WrappedTorchNorm`` then. A layer is repeated as often as this stage has layers.
+    Under sequence parallelism the result is a complete block: a layer's spec cannot set the final norm of the block,
+    and Megatron takes ``WrappedTorchNorm`` then. A layer is repeated as often as this stage has layers.
     """
     if config.multi_latent_attention:
         spec = exchanged(spec, {DotProductAttention: LatentDotProductAttention})

@@ -30,14 +30,7 @@ _FAULTS = (SampleError, MemoryError, OSError)
 
 
 class _Epoch(NamedTuple):
-    """Pieces that an epoch draws, in order.
-
-    Attributes:
-        number: number of the epoch, from 0.
-        lines: index of each piece's line.
-        first: number of samples that its line has before each piece.
-        ends: amount consumed at the end of each piece, in samples or lines.
-    """
+    """Pieces that an epoch draws, in order: lines, samples of the line before each piece, amount consumed after it."""
 
     number: int
     lines: Int64Array
@@ -51,16 +44,14 @@ class SampleOrder:
     The samples of one line stay together, because they share their prefix.
 
     Args:
-        groups: samples of each line, at least one sample in all: a list of lists, or streamed groups.
-        seed: seed of the order.
+        groups: samples of each line, not all empty: a list of lists, or streamed groups.
         order: ``shuffled`` draws the lines in a new order each epoch. ``folded`` deals neighbours in the trie to the
-            same step, see :mod:`mcore_prefix_tree.data.folded_order`; it needs ``step`` and holds the samples in
+            same step, see :mod:`mcore_prefix_tree.data.folded_order`; it requires ``step`` and holds the samples in
             memory. ``file`` keeps the order of the files in every epoch.
-        by_line: whether consumption is counted in lines and not in samples, so that a batch takes whole lines, however
-            many samples each has.
-        step: number of samples, or lines, of a step.
-        whole_steps: whether steps take whole lines and no line twice: an epoch ends with its last whole step. If steps
-            count samples, all lines have the same number of them, a divisor of ``step``. Needs ``step``.
+        by_line: whether to count consumption in lines instead of samples; a batch then takes complete lines.
+        step: number of samples, or lines, per step.
+        whole_steps: whether steps take complete lines and no line twice: an epoch ends with its last complete step. If
+            steps count samples, all lines have the same number of them, a divisor of ``step``. Requires ``step``.
 
     Attributes:
         per_epoch: number of samples, or lines, that an epoch draws.
@@ -118,7 +109,7 @@ class SampleOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that the first epoch draws; others may leave out lines of other sizes."""
+        """Number of samples in the first epoch; other epochs may skip lines of other sizes."""
         return self.samples_before(self.per_epoch)
 
     def samples_before(self, consumed: int) -> int:
@@ -159,7 +150,7 @@ class SampleOrder:
             number, offset = number + 1, 0
 
     def stream(self, consumed: int, *, num_workers: int = 0) -> SampleStream:
-        """Return a stream of what follows the first ``consumed``, read ahead by worker processes if there are any."""
+        """Return a stream that starts after the first ``consumed``, read ahead by ``num_workers`` processes if any."""
         return SampleStream(self, consumed, num_workers=num_workers)
 
     @cached_property
@@ -188,7 +179,7 @@ class SampleOrder:
         assert self.step is not None
         counts = self._counts(self._in_trie)
         total = int(counts.sum())
-        # Where steps take whole lines, which all count the same, runs begin at a line; else at any sample.
+        # If steps take complete lines, which all count the same, runs begin at a line; else at any sample.
         grain = int(counts[0]) if self._whole_steps else 1
         line, first, count = deal_runs(
             counts,
@@ -200,20 +191,16 @@ class SampleOrder:
         return self._in_trie[line], first, count
 
     def _counts(self, lines: Int64Array) -> Int64Array:
+        """Return the amount that each line consumes: int64 ``[n]`` for the lines ``[n]``."""
         return np.ones(len(lines), dtype=np.int64) if self.by_line else self._sizes[lines]
 
 
 class SampleStream:
-    """Samples in an order, one batch after another.
+    """Samples in an order, one batch after another, from the first that is not ``consumed``.
 
-    Workers are those of a torch ``DataLoader``: each reads and encodes whole lines, a bounded number ahead. They start
-    when the stream is made and end with :meth:`close`, a ``with`` block or the process, however that ends. They ignore
-    the signals that a scheduler sends to all processes: the main one may have a checkpoint to save.
-
-    Args:
-        order: order of the samples.
-        consumed: number of samples, or lines, before the first one.
-        num_workers: number of worker processes; 0 reads a line when it is asked for.
+    Workers are those of a torch ``DataLoader``: each reads and encodes complete lines, a bounded number ahead, or a
+    line when it is requested with ``num_workers=0``. They run until :meth:`close`, the end of a ``with`` block or of
+    the process, and ignore a scheduler's signals to all processes: the main process may have a checkpoint to save.
     """
 
     def __init__(self, order: SampleOrder, consumed: int, *, num_workers: int = 0) -> None:
@@ -224,8 +211,8 @@ class SampleStream:
             order.groups[line][part] for line, part in order.pieces(consumed)
         )
         if num_workers and order.is_streamed:
-            # A worker is a fork. What this process has dropped but not collected is not the worker's to end: process
-            # groups and graphs of autograd, whose threads it does not have.
+            # A worker is a fork. It must not finalize objects that this process dropped but has not collected, for
+            # example process groups and autograd graphs: it does not have their threads.
             gc.freeze()
             try:
                 self._groups = iter(_loader(order, consumed, num_workers))
@@ -285,14 +272,14 @@ def _loader(order: SampleOrder, consumed: int, num_workers: int) -> Iterable[Seq
 
 
 def _live_as_long_as_the_main_process(worker: int) -> None:
-    # Without its workers it could not go on to its checkpoint.
+    # Without its workers it could not reach its checkpoint.
     for ending in ENDING_SIGNALS:
         signal.signal(ending, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    # torch's worker notices too that its parent was killed, but then waits for what it read ahead to be taken.
+    # torch's worker also notices that its parent was killed, but then waits until its prefetched batches are taken.
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(1)

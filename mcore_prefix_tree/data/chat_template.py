@@ -1,4 +1,4 @@
-"""Chat templates of a Hugging Face folder: what is wrong with them, and what they render of a conversation."""
+"""Chat templates of a Hugging Face folder: their faults, and the text that they render for a conversation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.template_bound import BoundedEnvironment
 
-# What a template can ask that is answered differently the next time.
+# Calls of a template whose answer differs the next time.
 _CLOCK = "strftime_now"
 _UNSTEADY = (_CLOCK, "lipsum")
-# What a clock may be asked for, of a date at midnight.
+# Date formats that a clock fixed at midnight can answer.
 _DATE_LETTERS = "aAbBcdFHIjmMpSTuUVwWxXyY"
 _UNSTEADY_FILTER = "random"
-# A template is a program of its author's, so any of these says that this conversation does not suit it. What speaks of
-# the machine instead passes through: a package that is missing, a file, memory.
+# A template is a program of its author's, so any of these means that this conversation does not suit it. Errors of the
+# machine pass through, for example a missing package, a file or memory.
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -39,23 +39,17 @@ _TEMPLATE_FAULTS = (
 class ChatTemplates:
     """Renders conversations as ``apply_chat_template`` of a tokenizer does, within a budget of memory and time.
 
-    A template that reads the clock or draws at random is rejected: a line would have other tokens on another rank, on
-    another day and when it is read again. ``given`` can set the date.
+    Rejects templates with a clock, unless ``given`` sets the date, or a random draw: ranks and days would differ.
     """
 
     def __init__(self, tokenizer: Any, folder: str, given: Mapping[str, Any]) -> None:
-        """Check the templates of a tokenizer and the variables given to them.
-
-        Raises:
-            ValueError: there is no template, a template gives other output each time, or ``given`` holds what is not a
-                template's.
-        """
+        """Check the templates of a tokenizer, their variables and that output is constant; raise ValueError if not."""
         variables = dict(given)
         templates = _templates_of(tokenizer, folder)
         _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & variables.keys()))
         known = inspect.signature(tokenizer.apply_chat_template).parameters
         for name in variables.keys() & known.keys():
-            raise ValueError(f"chat_template_kwargs has '{name}', which is not for the template to read; leave it out")
+            raise ValueError(f"chat_template_kwargs has '{name}', which is not a template variable; remove it")
         shown = _date_of(variables.pop(_CLOCK, None))
         tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
         self._tokenizer = tokenizer
@@ -74,11 +68,7 @@ class ChatTemplates:
         add_generation_prompt: bool = False,
         **switches: bool,
     ) -> str:
-        """Return the text of a conversation; ``switches`` are variables of the template that the user has not set.
-
-        Raises:
-            ChatError: the conversation does not suit the template.
-        """
+        """Return a conversation's text with further template variables ``switches``; raise ChatError if unsuitable."""
         try:
             template = self._template(self._tokenizer.get_chat_template(None, tools))
             # The variables that apply_chat_template gives a template.
@@ -126,10 +116,7 @@ def _date_of(given: object) -> date | None:
 
 
 def _with_clock(template: str, shown: date | None) -> str:
-    """Return a template whose ``strftime_now`` is a macro that shows a fixed date, or raises if none is given.
-
-    Transformers hands a template plain data and no functions. The line break belongs to the macro's end.
-    """
+    """Return a template whose ``strftime_now`` is a macro, line break included, for a date; raise without one."""
     if _CLOCK not in template:
         return template
     if shown is None:
@@ -157,6 +144,6 @@ def _refuse_unsteady(templates: dict[str, str], folder: str, *, has_date: bool) 
                     + (
                         "say which date the model was given: chat_template_kwargs with strftime_now, as 2026-11-20"
                         if word == _CLOCK
-                        else "write what the model was given in its place into the chat template of the folder"
+                        else "replace it in the folder's chat template with the text that the model was given"
                     )
                 )

@@ -21,12 +21,7 @@ _PLACE = re.compile(r"(?::| row )(\d+)( .*)?$")
 
 @dataclass(kw_only=True)
 class EqualPairs:
-    """Finds equal pairs while their samples are checked.
-
-    Attributes:
-        ranks: ranks that check the samples, each some or all of them.
-        found: places of the equal pairs, in the order in which they were found.
-    """
+    """Finds equal pairs while their samples are checked by ``ranks`` ranks; ``found`` has their places in order."""
 
     ranks: Ranks = ALONE
     found: dict[str, None] = field(default_factory=dict)

@@ -13,13 +13,12 @@ from mcore_prefix_tree.sample import SampleError
 
 @dataclass(frozen=True, kw_only=True)
 class FieldNames:
-    """The file's names of our fields, and what happens to its other fields.
+    """The file's names of our fields, and the handling of its other fields.
 
     Attributes:
-        given: the file's name of each field, by our name; None for one that the file uses otherwise and that is not
-            read.
-        keeps_others: whether samples carry the fields that are not read, see ``Sample.carried``; then those that their
-            records exclude are kept too, and carry that they are.
+        given: the file's name of each field, by our name; None for a field with another use in the file.
+        keeps_others: whether samples carry the unread fields, see ``Sample.carried``; excluded records are then kept
+            too.
         may_lack: whether all records may lack a name of ``given``.
 
     Raises:
@@ -34,10 +33,7 @@ class FieldNames:
         check_names(self.given)
 
     def ours(self, name: str) -> str | None:
-        """Return our name of a field of the file; None if it is not looked at.
-
-        A field that says by another name what is trained on is looked at, for an error to name it.
-        """
+        """Return our name of a field of the file, or of one that only seems to be ours, for an error; or None."""
         if self.given:
             for mine, theirs in self.given.items():
                 if name == theirs:
@@ -53,17 +49,12 @@ class FieldNames:
         return self.given.get(name) or name
 
     def check_seen(self, seen: Collection[str], paths: Sequence[str]) -> None:
-        """Raise SampleError if no record had a name that was given.
-
-        Args:
-            seen: names of the file's fields that any record has.
-            paths: files that were read.
-        """
+        """Raise SampleError, naming ``paths``, if a given name is not among the names that any record has."""
         for mine, theirs in self.given.items():
             if theirs is not None and theirs not in seen and not self.may_lack:
                 raise SampleError(
                     f"{', '.join(paths)}: no record has the field '{theirs}', which data.fields reads as '{mine}'; "
-                    "correct the name, or leave it out"
+                    "correct the name, or remove it"
                 )
 
 

@@ -44,12 +44,9 @@ class RecordIndex(Protocol):
 
 
 def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
-    """Return files in the order given, globs, saved data sets and names on the hub expanded.
+    """Return files in the order given, with globs, saved data sets and names on the hub expanded.
 
-    Raises:
-        SampleError: a path names no file.
-        ImportError: a data set is on the hub, and the datasets library is missing.
-        TypeError: a path is not a path.
+    Raises SampleError for a missing file, ImportError without the datasets library, TypeError for an invalid path.
     """
     if not isinstance(paths, str | os.PathLike | Iterable):
         raise TypeError(f"the data paths are a {type(paths).__name__}; {_GIVE}")
@@ -86,12 +83,7 @@ def resolve_paths(paths: PathLike | Iterable[PathLike]) -> list[str]:
 
 
 def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
-    """Yield the records of a file, in bounded memory.
-
-    Raises:
-        SampleError: the file cannot be read.
-        ImportError: the file is a table and pyarrow is missing.
-    """
+    """Yield a file's records in bounded memory; raise SampleError if unreadable, ImportError without pyarrow."""
     if not is_table(path):
         return read_lines(path)
     require_pyarrow(path)
@@ -101,12 +93,7 @@ def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
 
 
 def index_files(paths: Sequence[str], names: FieldNames = OUR_NAMES) -> list[RecordIndex]:
-    """Return random access to the records of files; tables share one cache.
-
-    Raises:
-        SampleError: a file cannot be read from the middle.
-        ImportError: a file is a table and pyarrow is missing.
-    """
+    """Return random access to files' records; raise SampleError for unseekable ones, ImportError without pyarrow."""
     tables = [path for path in paths if is_table(path)]
     if not tables:
         return [LineIndex(path) for path in paths]

@@ -31,12 +31,7 @@ def _by_itself(action: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks that read the same data and share the work of counting them.
-
-    Attributes:
-        gather: function that returns the value of each rank, on every rank.
-        on_main: function that runs an action on the main rank and returns its result on every rank.
-    """
+    """Ranks that share work on the same data; ``on_main`` runs an action on the main rank, with its result on all."""
 
     rank: int = 0
     size: int = 1
@@ -58,13 +53,11 @@ class Digest:
 
 
 def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str], ranks: Ranks) -> None:
-    """Check that every rank holds the same samples; all ranks together, once after reading and after a resume too.
+    """Check that every rank holds the same samples, after reading or a resume; raise SampleError on every rank if not.
 
-    Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds a million tokens. For streamed
-    files see :func:`check_same_files`; samples that one rank reads for all need no check.
-
-    Raises:
-        SampleError: one rank holds other samples than the first; raised on every rank; names ranks, machines and files.
+    Compares tokens, masks, merge keys and signals by a checksum that takes milliseconds per million tokens. The error
+    names ranks, machines and files. For streamed files see :func:`check_same_files`; samples that one rank reads need
+    no check.
     """
     if ranks.size == 1:
         return
@@ -75,13 +68,9 @@ def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str],
 
 
 def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], Sequence[Sample]], ranks: Ranks) -> None:
-    """Check as :func:`check_same_samples` does, by the sizes and a few records of files that no rank reads as a whole.
+    """Check as :func:`check_same_samples` does, by the sizes and a few records of files that no rank reads completely.
 
-    Args:
-        records: number of records.
-        paths: the files.
-        read: function that returns the samples of a record; a record for which it raises SampleError counts as empty.
-        ranks: ranks of the job.
+    ``read`` returns the samples of a record; a record for which it raises SampleError counts as empty.
     """
     if ranks.size == 1:
         return
@@ -94,10 +83,7 @@ def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], S
 def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *, all_of_them: bool) -> int:
     """Return a checksum by which a later run recognises samples and their order, even if their signals have changed.
 
-    Args:
-        groups: samples of each record.
-        sizes: number of samples of each record.
-        all_of_them: whether to read all groups; otherwise four groups, and the sizes of all.
+    ``sizes``, int64 ``[n]``, counts the samples of each record. Reads all groups, or four unless ``all_of_them``.
     """
     some = groups if all_of_them else [groups[index] for index in _some_of(len(groups))]
     return _crc_of(chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False)
@@ -122,10 +108,7 @@ def _read(read: Callable[[int], Sequence[Sample]], record: int) -> Sequence[Samp
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return the names of some ranks, in order, such as ``ranks 8-15 on node-b and rank 16 on node-c``.
-
-    ``hosts`` are the machines of all ranks of the job.
-    """
+    """Return the names of ranks in order, for example ``ranks 8-15 on node-b``; ``hosts`` are those of all ranks."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -149,7 +132,7 @@ def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None
     same_as_odd = [rank for rank, one in enumerate(digests) if (one.what, one.crc) == (odd.what, odd.crc)]
     theirs, ours = name_ranks(same_as_odd, hosts), name_ranks([0], hosts)
     if odd.what != first.what:
-        difference = f"{theirs} read {odd.what} where {ours} read {first.what}"
+        difference = f"{theirs} read {odd.what}, but {ours} read {first.what}"
     else:
         difference = f"{theirs} and {ours} each read {odd.what}, but not the same ones"
     raise SampleError(
@@ -212,7 +195,7 @@ def _crc_of(samples: Iterable[Sample], crc: int, *, signals: bool = True) -> int
 def _crc_of_signals(sample: Sample, crc: int) -> int:
     for name, default in _DEFAULTS.items():
         value = getattr(sample.signals, name)
-        # What was given no id has its line's place, and machines may keep equal files in different ones.
+        # A sample without an id has its line's place, and machines may keep equal files in different places.
         is_place = name in ("group", "rollout", "pair") and f"{sample.source} ".startswith(f"{value} ")
         if value is not default and not is_place:
             crc = _crc_of_signal(value, crc32(name.encode(), crc))
@@ -229,19 +212,15 @@ def _crc_of_signal(value: object, crc: int) -> int:
     return crc32(repr(value).encode(), crc)
 
 
-# Name of the checksums among what :func:`difference` compares.
+# Name of the checksums among the values that :func:`difference` compares.
 CHECKSUMS = "checksums"
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return what keeps a job's data from going on where a checkpoint's stopped.
+    """Return the reason why a job's data cannot continue from a checkpoint's, by the first name whose value differs.
 
-    Args:
-        before: values that decide the order of the samples, as the checkpoint has them; :data:`CHECKSUMS` last.
-        now: the same values of this job.
-
-    Returns:
-        First name whose value differs; :data:`CHECKSUMS` where as many other samples are read; or None.
+    ``before`` and ``now`` hold the values that decide the order of the samples, :data:`CHECKSUMS` last. Returns
+    :data:`CHECKSUMS` if as many other samples are read; None if nothing differs.
     """
     for name, value in now.items():
         if is_other(before[name], value) if name == CHECKSUMS else before[name] != value:

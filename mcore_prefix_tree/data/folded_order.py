@@ -1,12 +1,12 @@
 """An order of samples made for folding: neighbours in the trie fall into the same step.
 
 The lines (or groups, or pairs) form a circle in depth-first order of the trie. Each epoch starts at a random sample of
-the circle, cuts it into runs, one a step, and deals the runs in random order. A line that does not fit the rest of a
-run gives way to one of the next few that does, since both parts of a line that is cut compute what they share.
+the circle, cuts it into runs, one per step, and deals the runs in random order. If a line does not fit the rest of a
+run, one of the next few lines that fits takes its place, since both parts of a cut line compute the shared tokens.
 
 Over the seeds, each step of an epoch takes each sample with the same probability, as with shuffling: the circle's start
 is uniformly random, which settles the steps that an epoch shares with its neighbours, and so is the place of each
-other run. What differs from shuffling is that the samples of one step depend on each other.
+other run. Unlike with shuffling, the samples of one step depend on each other.
 """
 
 from __future__ import annotations
@@ -29,24 +29,20 @@ _LOOK_AHEAD = 16
 
 
 def trie_order(lines: Sequence[Sequence[Sample]]) -> Int64Array:
-    """Return the lines' indices in depth-first order of the trie.
-
-    A line stands where its longest sample does: the longest turn of a rollout begins with the others.
-    """
+    """Return the lines' indices, int64 ``[n]``, in depth-first order of the trie by each line's longest sample."""
     order, _ = sort_samples([max(line, key=len) for line in lines])
     return order
 
 
 def deal_runs(sizes: Int64Array, *, step: int, head: int, start: int, rng: np.random.Generator) -> Int64Array:
-    """Cut a circle of lines into runs and put the whole runs in random order.
+    """Cut a circle of lines into runs and put the complete runs in random order.
 
     Args:
-        sizes: size of each line on the circle: its number of samples, or 1 where steps count lines.
+        sizes: int64 ``[n]``, size of each line on the circle: its number of samples, or 1 if steps count lines.
         step: size of a run.
         head: size of the first run, which completes the last step of the epoch before; 0 for none. It stays first, and
-            what is left after the last whole run stays last.
+            the remainder after the last complete run stays last.
         start: position on the circle where the first run begins.
-        rng: random generator for the order of the runs.
 
     Returns:
         int64 ``[P, 3]``, the pieces in the order drawn; see :data:`Piece`.

@@ -19,14 +19,14 @@ _RESPONSES = (
 )  # fmt: skip
 _IDS = {"input_ids": "tokens"} | dict.fromkeys(_PROMPTS, "prompt_tokens") | dict.fromkeys(_RESPONSES, "response_tokens")
 _LENGTHS = dict.fromkeys(("completion_length", "response_len", "response_lengths"), "response_length")
-# What their names say, with the field that they are.
+# Words in foreign names, with the field that each means.
 _MASK = re.compile(r"mask", re.IGNORECASE)
 _LABELS = re.compile(r"(^|_)(labels|label_ids|target_ids|target_tokens)(_|$)", re.IGNORECASE)
 _WEIGHTS = frozenset({"loss_scale", "loss_scales", "loss_weight", "loss_weights", "token_weights", "weights"})
 _LOGPROBS = re.compile(r"log_?probs?(_|$)|(^|_)logps?(_|$)", re.IGNORECASE)
 _WHOSE = (("teacher", "teacher"), ("ref", "ref_logprobs"), ("old", "old_logprobs"), ("prev", "old_logprobs"))
-# Names of what says how long the prompt is, where a row holds several samples, and that a sample is left out, with the
-# value that says so.
+# Names for the length of the prompt, for a row of several samples, and for a sample that does not count, with the value
+# that means so.
 _PROMPT_LENGTHS = frozenset(
     {"num_prompt_tokens", "prompt_len", "prompt_length", "prompt_lengths", "source_len", "source_length"}
 )
@@ -36,7 +36,7 @@ _LENGTHS_OF_MANY = frozenset({"seq_lengths", "seq_lens", "sequence_lengths"})
 _NUMBERS = frozenset({"doc_ids", "document_ids", "seq_ids", "segment_ids", "sequence_ids"})
 _LEFT_OUT = {"mask_sample": True, "remove_sample": True, "sample_mask": False}
 _ASIDE = frozenset({*_PROMPT_LENGTHS, _POSITIONS, *_BORDERS, *_LENGTHS_OF_MANY, *_NUMBERS, *_LEFT_OUT})
-# Names that say so of what is never scored.
+# Names with such words whose content is never scored.
 _HARMLESS = frozenset({"special_tokens_mask", "prompt_logprobs"})
 
 
@@ -60,12 +60,7 @@ def is_telling(name: str) -> bool:
 
 
 def mapping_of(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """Return how the names of a record without a mark could be given in ``data.fields``; empty if none is an id.
-
-    Args:
-        names: fields of the record.
-        known: fields that are read under these names.
-    """
+    """Return how ``names`` of a record without a mark could be given in ``data.fields``; empty if none is an id."""
     found: dict[str, str] = {}
     for name in names:
         meant = None if name in known else meaning_of(name)
@@ -97,15 +92,7 @@ def shown(mapping: Mapping[str, str | None]) -> str:
 
 
 def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mapping[str, str | None]) -> str | None:
-    """Return what is wrong with a row of token ids that has fields which change what is trained on and are not read.
-
-    A field is no fault if the row has the field of ours that it seems to be, or ``data.fields`` names that one.
-
-    Args:
-        row: fields of the row.
-        read: fields that are read.
-        given: the file's names of fields, by our names.
-    """
+    """Return the fault of unread fields, not in ``given``, that change what a row of token ids trains; None without."""
     has_mask = bool(row.keys() & {*MASKS, "response_length", "response_tokens"})
     for name in row:
         fault = _fault_aside(name, row, given, has_mask=has_mask) if name in _ASIDE else None
@@ -183,7 +170,7 @@ def _has_several(name: str, row: Mapping[str, Any]) -> bool:
 
 
 def _is_settled(name: str, meant: str, row: Mapping[str, Any]) -> bool:
-    """Return whether other fields of the row settle what this one could say."""
+    """Return whether other fields of the row already decide this one's content."""
     if name == "prompt_mask" and "prompt_tokens" in row:  # nothing of the prompt is scored; without padding it is even
         return len(np.unique(np.asarray(row[name], dtype=object).astype(str))) == 1
     return name not in _WEIGHTS and meant in ("loss_mask", "labels") and bool(row.keys() & {"loss_mask", "labels"})

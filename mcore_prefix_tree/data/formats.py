@@ -1,8 +1,4 @@
-"""Formats of records: the field that marks each, and the examples that a record of it holds.
-
-A record has exactly one of the marks, so its fields alone decide its format. To add a format, write a function and
-register it in :data:`FORMATS`.
-"""
+"""Formats of records, each with one mark: the field that decides it. Register new formats in :data:`FORMATS`."""
 
 from __future__ import annotations
 
@@ -31,12 +27,7 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIds:
-    """Tokens, not checked yet.
-
-    Attributes:
-        ids: token ids of the sample.
-        loss_mask: weight of each token; None scores all.
-    """
+    """Unchecked token ids of a sample, and the weight of each token; a ``loss_mask`` of None scores all."""
 
     ids: Any
     loss_mask: Any = None
@@ -44,15 +35,7 @@ class TokenIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages, not checked yet.
-
-    Attributes:
-        messages: messages of the whole conversation.
-        names: name of each message in the record, for errors.
-        tools: tools that the model could call.
-        prompt: number of messages at the start whose turns are not scored.
-        ended: whether the model ended the last assistant message; otherwise it was cut.
-    """
+    """Unchecked messages with names for errors; the first ``prompt`` ones are unscored; cut unless ``ended``."""
 
     messages: list[Any]
     names: list[str]
@@ -63,13 +46,9 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text and its continuation, without a chat format.
+    """A text and its continuation, without a chat format; cut unless ``ended``.
 
-    Attributes:
-        prompt: text that is not scored.
-        completion: text behind the prompt.
-        rival: continuation that the completion is compared with: both are scored from the same token on.
-        ended: whether the model ended the completion; otherwise it was cut.
+    ``prompt`` is not scored; ``completion``, and a ``rival`` to compare it with, are scored from the same token on.
     """
 
     prompt: str
@@ -80,13 +59,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One example of a record: a sample, or with turns expanded several.
-
-    Attributes:
-        content: content to encode.
-        signals: signals of the example by name, beside those that the record has for all its examples.
-        part: name of the example within the record; "" if it is the whole record.
-    """
+    """One example of a record, its ``part`` ("" for the entire record), with signals that only it has."""
 
     content: TokenIds | Conversation | Text
     signals: Mapping[str, Any] = field(default_factory=dict)
@@ -105,13 +78,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A shape of records.
-
-    Attributes:
-        others: fields that it reads beside its mark.
-        refused: fields that would change what is trained on, and why or what to do instead.
-        examples: function that returns the examples of a record, given its place; raises ChatError.
-    """
+    """A shape of records: other fields than its mark, refused ones with the way out, and the maker of its examples."""
 
     others: tuple[str, ...]
     examples: Callable[[Row, str], list[Example]]
@@ -186,7 +153,7 @@ def _completions(name: str) -> Callable[[Row, str], list[Example]]:
 
 def _preference(row: Row, source: str) -> list[Example]:
     if "chosen" not in row:
-        raise ChatError("field 'chosen' is missing beside 'rejected'")
+        raise ChatError("field 'rejected' needs field 'chosen', which is missing")
     chosen, rejected = row["chosen"], row["rejected"]
     if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
         raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
@@ -251,7 +218,7 @@ def _continued(
     if not any(_is_assistant(message) for message in completion):
         raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
     if before.messages and _is_assistant(before.messages[-1]) and _is_assistant(completion[0]):
-        raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would go on with; join the two")
+        raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two")
     return Conversation(
         messages=[*before.messages, *completion],
         names=[*before.names, *names],
@@ -288,7 +255,7 @@ FORMATS: Mapping[str, Format] = {
     "rejected": Format(others=("prompt", "chosen", "tools", *_STOPS), examples=_preference),
     "response_tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
 }
-# Fields of all formats, beside the signals.
+# Fields of all formats, in addition to the signals.
 COMMON = ("merge_key", "temperature", "exclude")
 # All that is read of a record, by its mark.
 READ = {mark: frozenset((mark, *one.others, *COMMON, *SIGNALS)) for mark, one in FORMATS.items()}
@@ -312,7 +279,7 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
     """Return the examples of a record of a mark's format; raises SampleError for a malformed one."""
     try:
         if mark not in TOKEN_MARKS and "loss_mask" in row:
-            raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from what is answered")
+            raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
         for name, why in FORMATS[mark].refused.items():
             value = row.get(name)
             if value is not None and (len(value) if hasattr(value, "__len__") else value):
@@ -325,15 +292,9 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
 
 
 def excluded_of(row: Row, source: str, mark: str | None = None) -> bool | list[bool]:
-    """Return whether a record, or of several completions each, must not count.
+    """Return whether a record is excluded, or a list with an entry per completion; raise SampleError for other values.
 
-    Args:
-        row: fields of the record.
-        source: place of the record.
-        mark: mark of the record's format; None where it is not known yet, and a list is not looked into.
-
-    Raises:
-        SampleError: the field is neither true, false, 1 or 0, nor a list of one of them for each completion.
+    ``mark`` is None if the record's format is not known yet; a list is then not examined.
     """
     value = row.get("exclude", False)
     many = row[mark] if mark in _LISTS else None
@@ -351,24 +312,15 @@ def _is_true(value: Any, source: str) -> bool:
     return bool(value)
 
 
-# What is wrong with the data that an engine samples from.
+# Error for the data that an engine samples from.
 PROMPT_ALONE = (
-    "has a 'prompt' and nothing to train on; sample from it, and give 'responses', 'completion', or 'chosen' and "
-    "'rejected' beside it"
+    "has a 'prompt' and nothing to train on; sample from it, and add 'responses', 'completion', or 'chosen' and "
+    "'rejected'"
 )
 
 
 def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
-    """Return the one mark that a record has.
-
-    Args:
-        row: fields of the record.
-        source: place of the record.
-        names: the file's names of fields, by our names, for the message.
-
-    Raises:
-        SampleError: the record has no mark, or several.
-    """
+    """Return the one mark that a record has; raise SampleError, with the file's ``names``, for none or several."""
     found = [mark for mark in FORMATS if mark in row]
     if len(found) == 1:
         (mark,) = found

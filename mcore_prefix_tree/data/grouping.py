@@ -1,4 +1,4 @@
-"""Units that a step takes whole: samples that an objective compares with each other or counts as one."""
+"""Units that a step takes as one: samples that an objective compares with each other or counts as one."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ def whole_groups(
     step: int | None,
     setting: str,
 ) -> list[list[Sample]]:
-    """Join the lines of each group, rollout or pair, in the order of the first of each.
+    """Join the lines of each group, rollout or pair, in the order of their first lines; skip lines without samples.
 
     Args:
-        lines: samples of each line; a line without any is left out.
-        by: kind of unit that is joined. A sample without ``rollout`` is a rollout by itself; a sample without ``group``
+        by: kind of unit that is joined. A sample without ``rollout`` is a separate rollout; a sample without ``group``
             or ``pair`` is an error.
         step: number of samples per step, over all ranks, if steps count samples: then all groups must have the same
-            size, and a step takes a whole number of them, so that no order cuts one. None if steps count groups, of any
-            sizes.
-        setting: setting that needs the field, for messages.
+            size, a divisor of it, so that no order cuts one. None if steps count groups, of any sizes.
 
     Raises:
-        SampleError: a sample lacks the field; lines of a group that lie apart have other prompts; a step would cut a
-            group; a pair is not two samples.
+        SampleError: a sample lacks the field; separate lines of a group have other prompts; a step would cut a group; a
+            pair is not two samples.
     """
     groups: list[list[Sample]] = []
     places: dict[Hashable, int] = {}
@@ -61,14 +58,7 @@ def streamed_whole_groups(
     step: int | None,
     setting: str,
 ) -> StreamedGroups:
-    """Return the groups, rollouts or pairs of files larger than memory; otherwise as :func:`whole_groups`.
-
-    Args:
-        stream: function that makes :class:`StreamedGroups` of the files with a ``key``.
-        by: see :func:`whole_groups`, like the rest.
-        step: number of samples per step.
-        setting: name of the setting, for messages.
-    """
+    """Return :func:`whole_groups` of files larger than memory; ``stream`` makes StreamedGroups with a ``key``."""
     groups = stream(key=partial(_key, by=by, setting=setting), check_apart=partial(_check_apart, by=by))
     _check_sizes(groups, groups.sizes, by, step)
     return groups
@@ -82,17 +72,11 @@ def _key(sample: Sample, *, by: GroupedBy, setting: str) -> Hashable:
 
 
 def _check_apart(samples: Sequence[Sample], *, by: GroupedBy) -> None:
-    """Check that a group whose lines lie apart is one, and not two that were given the same id.
-
-    Two groups show if a turn of a rollout is there twice: ids that start anew in each file or epoch. Otherwise it is
-    one group if all samples begin with its prompt, the shortest beginning that is not scored. Samples of subagents have
-    other prompts: then each sample has to name its rollout and, among several, its turn, and the lines must not fall
-    into two parts, one behind the other, that have neither a rollout nor a prompt in common. Pairs are recognised by
-    their size.
-
-    Raises:
-        SampleError: the lines are those of two groups, or nothing shows that they are one's.
-    """
+    """Check that separate lines with one id are one group, and not two groups of two files or epochs."""
+    # Two groups show if a turn of a rollout appears twice: ids that restart in each file or epoch. Otherwise it is one
+    # group if all samples begin with its prompt, the shortest unscored beginning. Samples of subagents have other
+    # prompts: then each has to name its rollout and, among several, its turn, and the lines must not fall into two
+    # successive parts that share neither a rollout nor a prompt. Pairs are recognised by their size.
     if by == "pair":
         return
     name = repr(getattr(samples[0].signals, by))
@@ -122,7 +106,7 @@ def _check_apart(samples: Sequence[Sample], *, by: GroupedBy) -> None:
 
 
 def _second_part(samples: Sequence[Sample], prompts: Sequence[npt.NDArray[np.int32]]) -> int | None:
-    """Return the first sample that, with all behind it, has no rollout and no prompt of those before; None if none."""
+    """Return the first sample that, with all after it, shares no rollout or prompt ``[n]`` with others, or None."""
     last = {sample.signals.rollout: at for at, sample in enumerate(samples)}
     reach = 0
     for at in range(1, len(samples)):
@@ -137,6 +121,7 @@ def _second_part(samples: Sequence[Sample], prompts: Sequence[npt.NDArray[np.int
 
 
 def _begins(sample: Sample, prompt: npt.NDArray[np.int32]) -> bool:
+    """Return whether a sample's tokens begin with those of a prompt ``[n]``."""
     return np.array_equal(sample.tokens[: len(prompt)], prompt)
 
 
@@ -152,6 +137,7 @@ def _check_sizes(
     by: GroupedBy,
     step: int | None,
 ) -> None:
+    """Check that all groups have the same size, a divisor of ``step``; ``sizes`` is int64 ``[G]``."""
     if not len(sizes):
         return
     size = 2 if by == "pair" else int(sizes[0])
@@ -173,7 +159,7 @@ def _check_sizes(
 
 
 def _named(samples: Sequence[Sample], by: GroupedBy) -> str:
-    """``group 'a' has 2 samples``; a rollout without an id goes by where it was read."""
+    """Return a name with size, for example ``group 'a' has 2 samples``; a rollout without an id gives its place."""
     key = getattr(samples[0].signals, by)
     name = samples[0].source if key is None else repr(key)
     return f"{by} {name} has {len(samples)} sample{'' if len(samples) == 1 else 's'}"

@@ -26,18 +26,15 @@ from mcore_prefix_tree.utils.inputs import check_files_of, is_utf8
 
 
 class HuggingFaceChatTokenizer:
-    """Encodes with ``apply_chat_template`` of a local folder.
+    """Encodes with ``apply_chat_template`` of a local folder; rejects the templates that ChatTemplates rejects.
 
-    A turn is one assistant message: the template renders the history with its generation prompt (what the model is
-    given) and the history with the message (what it must continue to). What the template writes behind the token that
-    stopped the model is not part of the turn; see :class:`~mcore_prefix_tree.data.turn_ends.TurnEnds`.
-
-    A template that reads the clock or draws at random is rejected: a line would have other tokens on another rank, on
-    another day and when it is read again. ``chat_template_kwargs`` can set the date.
+    A turn is one assistant message: the template renders the history with its generation prompt (the model's input) and
+    the history with the message (its continuation). Text that the template writes after the token that stopped the
+    model is not part of the turn; see :class:`~mcore_prefix_tree.data.turn_ends.TurnEnds`.
     """
 
     def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Load what ``save_pretrained`` of a tokenizer wrote; see :func:`mcore_prefix_tree.data.load_tokenizer`."""
+        """Load a folder written by ``save_pretrained``; see :func:`mcore_prefix_tree.data.load_tokenizer`."""
         self._tokenizer: Any = _loaded(folder)
         self._folder = folder
         self._templates = ChatTemplates(self._tokenizer, folder, chat_template_kwargs or {})
@@ -83,7 +80,7 @@ class HuggingFaceChatTokenizer:
         for number, text in enumerate(texts):
             index, whole = text.index, encoded[len(texts) + number]
             if whole[: len(given[number])] != given[number] and text.answered.startswith(text.prompt):
-                # The tokenizer joins the prompt's last characters with the answer's first, such as two line breaks. The
+                # The tokenizer joins the prompt's last characters with the answer's first, as in two line breaks. The
                 # model was given the one and wrote the other.
                 behind = self._written_behind(given[number], text.answered[len(text.prompt) :], whole)
                 if behind is None:
@@ -147,10 +144,7 @@ class HuggingFaceChatTokenizer:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """Token ids that the tokenizer writes before a text, mostly the one that begins a sequence.
-
-        What it writes behind a text belongs to no prompt, and ends no completion that the model did not end.
-        """
+        """Return the token ids that the tokenizer writes before a text; those that it writes after one are not used."""
         for text in ("0", "a", "."):
             ids, bare = self._tokenizer(text)["input_ids"], self._token_ids([text])[0]
             places = [at for at in range(len(ids)) if bare and ids[at : at + len(bare)] == bare]
@@ -180,7 +174,7 @@ class HuggingFaceChatTokenizer:
         )
 
     def _dummy_space(self) -> DummySpace:
-        """Encode a digit alone and behind a control token, and see which of them gets a space."""
+        """Encode a digit by itself and after a control token, and return which of them gets a space."""
 
         def has_space(text: str, at: int) -> bool:
             piece: str = self._tokenizer.convert_ids_to_tokens(self._token_ids([text])[0])[at]
@@ -196,9 +190,9 @@ class HuggingFaceChatTokenizer:
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text. The last text is the longest rendering of the conversation.
 
-        The texts of one conversation repeat each other, so what lies between added tokens is encoded once. It is
-        encoded between the two that are beside it (or the border of the text), because that decides: a token may take
-        whitespace of its neighbours or be none beside a letter, and some encodings put a space before a text.
+        The texts of one conversation repeat each other, so each part between added tokens is encoded once, together
+        with the two added tokens (or the border of the text) next to it: a token may absorb whitespace of its
+        neighbours or not be recognised next to a letter, and some encodings put a space before a text.
         """
         if self._separator is None:
             return self._token_ids(texts)
@@ -224,11 +218,7 @@ class HuggingFaceChatTokenizer:
         return ids_of
 
     def _written_behind(self, prompt: list[int], text: str, joined: list[int]) -> list[int] | None:
-        """Return the token ids of ``text`` as the model wrote it behind a prompt, or None if the tokenizer has none.
-
-        Some tokenizers put a space before a text, but not behind something that the text is not joined with. The ids
-        are right if they decode as ``joined`` does, the ids of prompt and text as one text.
-        """
+        """Return the token ids of ``text`` as the model wrote it after a prompt, or None if the tokenizer has none."""
         if self._separator is not None and self._separator.match(text):
             return self._token_ids([text])[0]  # no token is put before an added one
         kept = 0

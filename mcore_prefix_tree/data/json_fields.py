@@ -1,4 +1,4 @@
-"""Checks of JSON values in chat records: text, depth, and what JSON calls a type."""
+"""Checks of JSON values in chat records: text, depth, and the names of types in JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from mcore_prefix_tree.data.chat_error import ChatError
 
-# Levels of objects and lists in arguments and tools. What encodes them calls itself for each level, so that without a
-# limit a record would pass or fail with how deep the caller happens to be in calls of its own.
+# Levels of objects and lists in arguments and tools. Encoders recurse once per level, so without a limit the depth of
+# the caller's stack would decide whether a record passes.
 MAX_DEPTH = 64
 _TOO_DEEP = f"field '{{field}}' is nested more than {MAX_DEPTH} levels deep; flatten or remove it"
-# What JSON consists of, for text to be walked without decoding it.
+# Tokens of JSON, to walk text without decoding it.
 _JSON = re.compile(
     r'[\s,:]*(?:"[^"\\]*(?:\\.[^"\\]*)*"|(?P<opens>[\[{])|(?P<closes>[\]}])|true|false|null|NaN|-?Infinity|[-+.\deE]+)',
     re.DOTALL,
@@ -64,7 +64,7 @@ def check_json_depth(text: str, field: str) -> None:
         depth += (part["opens"] is not None) - (part["closes"] is not None)
         if depth > MAX_DEPTH:
             raise ChatError(_TOO_DEEP.format(field=field))
-        if depth <= 0:  # the value has ended; whatever follows makes it no JSON
+        if depth <= 0:  # the value has ended; anything after it is not JSON
             return
 
 

@@ -28,12 +28,12 @@ from mcore_prefix_tree.utils.inputs import check_regular, open_input
 
 STDIN = "-"
 
-# The longest line, and how much of a file may be blank in one place: what is no JSON Lines has no end.
+# The longest line, and how much of a file may be blank in one place: a file that is not JSON Lines may have no end.
 LINE_BYTES = 1 << 29
 BLANK_BYTES = 1 << 20
 # How files of gzip, Zstandard, bzip2 and xz begin.
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
-# How tables begin, and what they have to be named.
+# First bytes of tables, and the names that they must have.
 _TABLES = {b"PAR1": ("Parquet", ".parquet"), b"ARROW1": ("Arrow", ".arrow"), b"\xff\xff\xff\xff": ("Arrow", ".arrow")}
 
 
@@ -47,13 +47,7 @@ _parse = json.JSONDecoder(object_pairs_hook=_object).decode
 
 @dataclass(frozen=True)
 class Line:
-    """A line; see :class:`mcore_prefix_tree.data.records.Record`.
-
-    Attributes:
-        source: ``file:number``, from 1.
-        raw: bytes of the line.
-        is_first: whether it is the first line of its file.
-    """
+    """A line; see :class:`mcore_prefix_tree.data.records.Record`. ``source`` is ``file:number``, from 1."""
 
     source: str
     raw: bytes
@@ -116,7 +110,7 @@ def _texts_of_fields(text: str) -> Iterator[tuple[str, JsonText]]:
         at = _SPACE.match(text, end).end()  # type: ignore[union-attr]
 
 
-# What may lie between the names and the values of a valid object.
+# Characters that may lie between the names and the values of a valid object.
 _SPACE = re.compile(r"[\s:,]*")
 _scan = json.JSONDecoder().raw_decode
 
@@ -172,11 +166,7 @@ def is_gzip(path: str) -> bool:
 
 
 class LineIndex:
-    """Random access to the lines of a plain file, blank ones included. Only their offsets are held.
-
-    Raises:
-        SampleError: the file cannot be read, or not from the middle.
-    """
+    """Random access to a plain file's lines by their offsets; raises SampleError if the file is not seekable."""
 
     def __init__(self, path: str) -> None:
         if path == STDIN or is_gzip(path):

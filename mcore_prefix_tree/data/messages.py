@@ -16,25 +16,21 @@ from mcore_prefix_tree.data.turns import INTERPRETED, check_part, check_refused_
 
 
 def parse_messages(value: object, names: Sequence[str] | None = None) -> list[ChatMessage]:
-    """Check the ``messages`` of a record and fill in what training data commonly leaves out.
+    """Check the ``messages`` of a record and fill in fields that training data commonly omits.
 
     Tool calls come as ``{"name", "arguments"}`` or in OpenAI's shape ``{"id", "type", "function": {"name",
     "arguments"}}``; arguments as JSON text or as an object, or empty for none. A call without an id gets its ordinal in
-    the conversation as the id (``call00001``, nine alphanumerics, which is what Mistral's formats want), so that
-    rollouts which begin alike keep beginning alike. A tool result without ``tool_call_id`` answers the oldest open call
-    (of its name, if it has one); behind an assistant message whose call is raw text it answers that text. Arguments are
-    at most ``MAX_DEPTH`` levels deep. Content is text, or OpenAI's list of parts of text, which are joined.
+    the conversation as the id (``call00001``, nine alphanumerics, as Mistral's formats require), so that rollouts which
+    begin alike keep beginning alike. A tool result without ``tool_call_id`` answers the oldest open call (of its name,
+    if it has one); after an assistant message whose call is raw text it answers that text. Arguments are at most
+    ``MAX_DEPTH`` levels deep. Content is text, or OpenAI's list of parts of text, which are joined.
 
     An assistant message may be empty, keep its thinking apart (:data:`THINKING`), be switched off or weighted for
     training, and say that the model was cut off; see :mod:`mcore_prefix_tree.data.turns` and
     :mod:`mcore_prefix_tree.data.stopping`. Other keys are kept for chat templates.
 
-    Args:
-        value: list of messages.
-        names: name of each message in its record, for errors; ``messages[0]`` and so on by default.
-
     Raises:
-        ChatError: a message is malformed; names the field, such as ``messages[3].tool_calls[0].name``.
+        ChatError: a message is malformed; names the field by ``names``, for example ``messages[3].tool_calls[0].name``.
     """
     if not isinstance(value, list) or not value:
         raise ChatError("field 'messages' must be a list of at least one chat message")

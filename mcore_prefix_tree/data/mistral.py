@@ -39,16 +39,16 @@ def _is_empty(message: ChatMessage) -> bool:
 
 
 class MistralChatTokenizer:
-    """Encodes with mistral-common's own ``encode_chat_completion`` in its fine-tuning mode.
+    """Encodes with mistral-common's ``encode_chat_completion`` in its fine-tuning mode.
 
     A turn is a run of consecutive assistant messages, because the format merges such a run into one message. A line
-    that mistral-common's validator refuses (a call nobody answered in the middle of a conversation, a system message
-    behind an answer, ...) is refused here with its words: a model served through that format cannot have seen it.
-    Call ids that are not nine alphanumerics are replaced by ordinals, which the format requires.
+    that mistral-common's validator rejects (for example a call that nobody answered in the middle of a conversation) is
+    rejected here with its words: a model served through that format cannot have seen it. Call ids that are not nine
+    alphanumerics are replaced by ordinals, as the format requires.
 
-    v7 writes each message independently of the others, so one encoding of the whole conversation holds every turn.
-    v3 moves the system prompt into the last user message, and both put tools before it, so the history changes with
-    every user message, and one encoding holds the turns between it and the next.
+    v7 writes each message independently of the others, so one encoding of the conversation holds every turn. v3 moves
+    the system prompt into the last user message, and both put tools before it, so the history changes with every user
+    message, and one encoding holds the turns between it and the next.
     """
 
     def __init__(self, name: str) -> None:
@@ -86,7 +86,7 @@ class MistralChatTokenizer:
         is_assistant = [message.role == "assistant" for message in messages] + [False]
         turn_ends = [i + 1 for i in range(len(messages)) if is_assistant[i] and not is_assistant[i + 1]]
         empty = [_is_empty(messages[end - 1]) for end in turn_ends]
-        if not self._history_is_stable:  # v3 decodes what tools answer, where it is JSON
+        if not self._history_is_stable:  # v3 decodes the answers of tools that are JSON
             for index, message in enumerate(messages[: turn_ends[-1]]):
                 if message.role == "tool":
                     check_json_depth(message.content, f"messages[{index}].content")
@@ -161,10 +161,7 @@ class MistralChatTokenizer:
         return list(together.values())
 
     def _turns(self, tokens: npt.NDArray[np.int32], empty: Sequence[bool] = ()) -> list[EncodedTurn]:
-        """Cut at the control tokens. Text cannot forge them: it is never encoded to a control token's id.
-
-        Of an empty turn, the text that stands in for it is removed, here and in the history of later turns.
-        """
+        """Cut tokens, int32 ``[n]``, at control tokens, which text cannot forge; drop stand-ins for empty turns."""
         ends = np.flatnonzero(tokens == self._end_of_turn) + 1
         openings = np.flatnonzero(np.isin(tokens, self._before_turn)) + 1
         starts = openings[np.searchsorted(openings, ends) - 1]

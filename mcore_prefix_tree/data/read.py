@@ -49,29 +49,29 @@ def iter_sample_groups(
     """Yield the samples of one record after another; shuffle these lists, because the turns of a line share its prefix.
 
     A record is a line of JSON Lines, or a row of a ``.parquet``, ``.arrow`` or ``.feather`` file (Arrow IPC), whose
-    columns are the fields. It is ``{"tokens": [...]}`` with an optional ``loss_mask``, ``{"messages": [...]}`` in
-    the shape that ``parse_messages`` describes, or of another format of :mod:`mcore_prefix_tree.data.formats`; with an
+    columns are the fields. It is ``{"tokens": [...]}`` with an optional ``loss_mask``, ``{"messages": [...]}`` in the
+    shape that ``parse_messages`` describes, or of another format of :mod:`mcore_prefix_tree.data.formats`; with an
     optional ``merge_key`` (string, number, boolean or null) and the fields of
-    :class:`~mcore_prefix_tree.signals.Signals` under their own names (``reward``, ``group``, ``old_logprobs``, ...;
-    those with an entry for each token go with ``tokens``). A record whose ``exclude`` is true (or 1; a list for several
-    completions) is left out as if it were not there, and counted. Other keys and columns are ignored, blank lines are
-    skipped, and a null in a row is a field that it does not have.
+    :class:`~mcore_prefix_tree.signals.Signals` under their own names (for example ``reward``, ``group`` or
+    ``old_logprobs``); those with an entry for each token go with ``tokens``. A record whose ``exclude`` is true (or 1;
+    a list for several completions) is skipped and counted. Other keys and columns are ignored, blank lines are skipped,
+    and a null in a row means that the field is missing.
 
     In a conversation, the tokens that the assistant generated have mask 1 (text, tool calls, end of turn), all others
-    0. What follows the last assistant turn is left out: nothing scored depends on it. A record with ``tokens`` is
+    0. Messages after the last assistant turn are dropped: nothing scored depends on them. A record with ``tokens`` is
     always one sample.
 
     Args:
         paths: one or several paths: a file (``.gz`` is unpacked), a glob (sorted), ``-`` for JSON Lines on standard
             input.
         options: settings that the samples of a record depend on.
-        on_error: ``"raise"`` ends at the first bad record. ``"skip"`` leaves out what cannot be used and nothing else:
-            a record that cannot be read or encoded, or a single turn of one that is too long.
-        skipped: counter of what was left out; without it, a warning at the end reports it.
+        on_error: ``"raise"`` ends at the first bad record. ``"skip"`` skips bad data only: a record that cannot be read
+            or encoded, or a single turn of one that is too long.
+        skipped: counter of skipped samples; without it, a warning at the end reports them.
 
     Yields:
-        lists of at least one sample; ``source`` is ``path:line`` (from 1) or ``path row number`` (from 0), and
-        ``... turn k`` (from 0) if expanded.
+        lists of at least one sample; ``source`` is ``path:line`` (from 1) or ``path row number`` (from 0), and ``...
+        turn k`` (from 0) if expanded.
 
     Raises:
         SampleError: bad data; one sentence with file, line or row, field and the way out. Also under ``"skip"``, if a

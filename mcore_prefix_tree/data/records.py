@@ -42,14 +42,11 @@ class LineOptions:
 
     Attributes:
         tokenizer: tokenizer that encodes ``messages``; data that is all ``tokens`` needs none.
-        expand_turns: whether to make a sample of every assistant turn, with its whole history as prefix and only that
-            turn scored, instead of one sample a conversation with every turn scored. They are the turns of one rollout:
-            its reward counts once.
+        expand_turns: whether to make a sample of every assistant turn, with its full history as prefix and only that
+            turn scored, instead of one sample per conversation. They are turns of one rollout: its reward counts once.
         vocab_size: vocabulary size of the model; token ids have to be below it.
         limits: largest number of tokens of a sample, by the name of the setting (``batch.max_tokens``).
-        renderings: tokenizers that encode ``messages`` too, each in its own chat format, for other models; see
-            ``Sample.renderings``.
-        names: the file's names of our fields.
+        renderings: further tokenizers for other models' chat formats; see ``Sample.renderings``.
     """
 
     tokenizer: ChatTokenizer | None = None
@@ -92,17 +89,9 @@ def samples_of_record(
     seen: set[str] | None = None,
     left_out: Skipped | None = None,
 ) -> list[Sample]:
-    """Return the samples of one record; none for a blank line, or one that is excluded.
+    """Return a record's samples, none for a blank or excluded one; raise SampleError for bad data without ``skipped``.
 
-    Args:
-        record: a line or a row.
-        options: settings that its samples depend on.
-        skipped: counter of bad data.
-        seen: set that takes the names of ``options.names`` that the record has.
-        left_out: counter of what is excluded.
-
-    Raises:
-        SampleError: bad data, without ``skipped``, which otherwise counts it.
+    ``left_out`` counts excluded records, and ``seen`` takes the names of ``options.names`` that the record has.
     """
     kind: Kind = "unreadable"
     try:
@@ -126,7 +115,7 @@ def samples_of_record(
             kind = beyond[1]
     if skipped is not None and len(kept) < len(samples) and all(one.signals.chosen is not None for one in samples):
         for sample in kept:  # one side of a pair
-            skipped.add(SampleError(f"{sample.source}: the other side of its pair is left out"), kind)
+            skipped.add(SampleError(f"{sample.source}: the other side of its pair is skipped"), kind)
         return []
     return kept
 
@@ -324,10 +313,7 @@ def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
 
 
 def _messages_of_turns(messages: Sequence[ChatMessage], turns: int) -> list[list[int]]:
-    """Return the assistant messages of each turn, by index in the conversation.
-
-    To some chat formats each assistant message is a turn, to others a run of them; they differ in how many there are.
-    """
+    """Return the assistant messages, by index, of each turn: one message, or a run of them if turns are fewer."""
     each = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if turns == len(each):
         return [[index] for index in each]
@@ -379,7 +365,7 @@ def _parts(
 
 
 def _departure(tokenizer: ChatTokenizer, turn: EncodedTurn, whole: npt.NDArray[np.int32]) -> str:
-    """Return why the history of a conversation differs from one of its turns."""
+    """Return why a turn's history differs from the conversation ``whole``, int32 ``[n]``."""
     if tokenizer.decode(whole.tolist()).startswith(tokenizer.decode(turn.tokens.tolist())):
         return f"tokenizer '{tokenizer.name}' writes the same text of the history in other tokens"
     return f"the chat format of tokenizer '{tokenizer.name}' rewrites the history"

@@ -1,7 +1,4 @@
-"""Data sets of Hugging Face: folders that ``save_to_disk`` wrote and names on the hub, as the Arrow files they are.
-
-Nothing in them is executed, and a folder needs no package but pyarrow.
-"""
+"""Data sets of Hugging Face, saved or on the hub, read as Arrow files; nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -28,12 +25,7 @@ def is_saved(folder: str) -> bool:
 
 
 def files_of_folder(folder: str) -> list[str]:
-    """Return the Arrow files of a saved data set, in its order.
-
-    Raises:
-        SampleError: the folder holds several splits, or its description cannot be read or names other files than its
-            own.
-    """
+    """Return the Arrow files of a saved data set, in order; raise SampleError for several splits or a bad state."""
     if not (Path(folder) / _STATE).is_file():
         splits = _read(folder, _SPLITS).get("splits")
         named = [str(one) for one in splits] if isinstance(splits, list) and splits else ["train"]
@@ -48,7 +40,7 @@ def files_of_folder(folder: str) -> list[str]:
     files = [str(Path(folder) / str(name)) for name in names]
     for file in files:
         if not Path(file).is_file():
-            raise SampleError(f"{file}: is missing, and {_STATE} beside it names it; save the data set again")
+            raise SampleError(f"{file}: is missing, but {_STATE} in its folder names it; save the data set again")
     return files
 
 
@@ -65,10 +57,9 @@ def _read(folder: str, name: str) -> dict[str, Any]:
 
 @lru_cache
 def files_of_hub(path: str) -> tuple[str, ...]:
-    """Return the Arrow files that the datasets library makes of a data set on the hub, in its cache.
+    """Return the Arrow files, in the datasets library's cache, of ``hf://OWNER/NAME[/CONFIG][@REVISION][:SPLIT]``.
 
-    Args:
-        path: ``hf://OWNER/NAME[/CONFIG][@REVISION][:SPLIT]``; the split is ``train`` by default.
+    The split is ``train`` by default.
 
     Raises:
         SampleError: the name is malformed, or the data set cannot be loaded without executing code.

@@ -17,10 +17,7 @@ _ROWS, _OF_OWN_TOKENS = {"token_ids", "logprobs"}, {"tokens", "realised", "token
 
 
 def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
-    """Return the signals of a record with ``tokens``, or None if all its fields are missing or null.
-
-    Checks ids and the shape of objects; ``Sample`` checks the values.
-    """
+    """Return the signals of a record with ``tokens``, None if it has none; ``Sample`` checks the values."""
     given: dict[str, Any] = {name: row[name] for name in _NAMES if row.get(name) is not None}
     for name in _IDS:
         value = given.get(name)
@@ -53,10 +50,7 @@ def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | No
 
 
 def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Signals]:
-    """Return the signals of each turn of a conversation, the turns being parts of one rollout.
-
-    They are counted from 0, or from the record's ``turn`` where other records have the rollout's other turns.
-    """
+    """Return the signals of each turn of a conversation, parts of one rollout from 0 or the record's ``turn`` on."""
     signals = signals_of_conversation(row, source) or Signals()
     check_turn(signals.turn, source)
     first = signals.turn or 0
@@ -67,7 +61,7 @@ def signals_of_turns(row: Mapping[str, Any], source: str, turns: int) -> list[Si
         )
     if signals.pair is not None and turns > 1:
         raise SampleError(
-            f"{source}: field 'pair' compares whole conversations, but this one becomes {turns} samples; set "
+            f"{source}: field 'pair' compares complete conversations, but this one becomes {turns} samples; set "
             "data.expand_turns=false"
         )
     rollout = source if signals.rollout is None else signals.rollout

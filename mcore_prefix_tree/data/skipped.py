@@ -1,4 +1,4 @@
-"""Counts of samples that were left out: bad ones, and those that their records exclude."""
+"""Counts of skipped samples: bad ones, and those that their records exclude."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAMED = 10
 
 @dataclass
 class Skipped:
-    """Samples that were left out: those that a record excludes, and with ``on_error="skip"`` bad ones.
+    """Skipped samples: those that a record excludes, and with ``on_error="skip"`` bad ones.
 
     Attributes:
         count: number of bad ones: lines that cannot be read, and samples that are too long. A conversation that cannot
-            be encoded counts once, however many turns it has.
+            be encoded counts once, regardless of its turns.
         kinds: number for each reason. An ``"unreadable"`` line is not a record; the fields of a ``"malformed"`` record
             give no samples.
         first: reasons of the first few; each names file, line and field.
@@ -32,7 +32,7 @@ class Skipped:
     excluded: int = 0
 
     def __bool__(self) -> bool:
-        """Return whether anything was left out."""
+        """Return whether anything was skipped."""
         return bool(self.count or self.excluded)
 
     def add(self, error: Exception, kind: Kind) -> None:

@@ -32,18 +32,11 @@ class Source:
     """The samples that a job takes, and their order.
 
     Attributes:
-        paths: files and globs.
-        options: settings that the samples of a line depend on.
-        seed: seed of the order.
-        order: order in which steps take the samples.
-        step: number of samples of a step, or of its units where ``counts_units``.
-        grouped_by: kind of unit that a step takes whole; None for samples by themselves.
-        counts_units: whether a step counts these units, whatever their sizes.
-        whole_steps: whether an epoch leaves out the units that do not fill a step.
-        on_error: handling of bad lines.
+        step: number of samples per step, or of its units if ``counts_units``, regardless of their sizes.
+        grouped_by: kind of unit that a step takes as one; None for single samples.
+        whole_steps: whether an epoch drops the units that do not fill a step.
         is_streamed: whether samples are read when a step needs them.
         objective: setting that names the objective, for messages.
-        ranks: ranks that read the samples.
     """
 
     paths: Sequence[str]
@@ -66,22 +59,19 @@ class Source:
         progress: Callable[[int, int], None] | None = None,
         is_scored: bool = True,
     ) -> tuple[SampleOrder, Skipped]:
-        """Read all samples, or where they are; all ranks together.
+        """Read all samples, or their places; all ranks together. Return them in order, and the skipped ones.
 
         Standard input reaches one process only: the main rank reads it for all.
 
         Args:
-            check: check of whole groups, before the first step, that no sample lacks what the objective reads.
+            check: check of complete groups, before the first step, that no sample lacks a field that the objective
+                reads.
             progress: function for streamed samples, called with the bytes read and the bytes in all.
-            is_scored: whether a loss is computed, which files without one scored token do not have.
-
-        Returns:
-            The samples in order, and what was left out.
+            is_scored: whether a loss is computed, which requires at least one scored token.
 
         Raises:
-            SampleError: bad data; names file, line and field. Or ranks that read different data; names them. Or no
-                token is scored.
-            ValueError: the data has fewer samples than a step of whole units takes.
+            SampleError: bad data, with file, line and field; different data, with the ranks; or no scored token.
+            ValueError: the data has fewer samples than a step of complete units takes.
         """
         skipped, pairs = Skipped(), EqualPairs(ranks=self.ranks)
         if self.grouped_by == "pair":
@@ -120,11 +110,7 @@ class Source:
         return self._in_order(groups), skipped
 
     def of_lines(self, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
-        """Return samples in memory in the order that steps take them; raises as :meth:`read`.
-
-        Args:
-            lines: samples of each line.
-        """
+        """Return samples in memory in the order that steps take them; raises as :meth:`read`."""
         return self._in_order(self._joined(lines, self.grouped_by, self._samples_of_a_step))
 
     def _in_order(self, groups: Sequence[Sequence[Sample]]) -> SampleOrder:
@@ -140,18 +126,10 @@ class Source:
     def held_out(
         self, paths: Sequence[str], by: GroupedBy | None, check: Callable[[Sequence[Sample]], None], *, setting: str
     ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
-        """Return all samples of other files, read as these are, and what was left out.
+        """Return all samples of other files, held in memory and read as these are, and the skipped ones.
 
-        They are held in memory, also where these are streamed.
-
-        Args:
-            paths: files and globs.
-            by: units that stay whole; None for lines.
-            check: check of whole groups, as for :meth:`read`.
-            setting: setting that names the files, for messages.
-
-        Raises:
-            SampleError: see :meth:`read`; or the files have no samples.
+        Units ``by``, lines for None, stay together. Raises as :meth:`read`, or SampleError, with ``setting``, without
+        samples.
         """
         pairs = EqualPairs(ranks=self.ranks)
         noting = pairs.noting(check) if by == "pair" else check
@@ -184,7 +162,7 @@ class Source:
 
     @property
     def _joins_turns(self) -> bool:
-        """True if an order could take the turns of a rollout apart that lie in lines of their own."""
+        """Return whether an order could separate the turns of a rollout that are in separate lines."""
         return self.order != "file"
 
     @property
@@ -208,7 +186,7 @@ class Source:
 
 @contextmanager
 def _naming_what_was_left_out(skipped: Skipped) -> Iterator[None]:
-    """Name what was left out: without it a group or a pair may be incomplete."""
+    """Add the skipped samples to errors: without them a group or a pair may be incomplete."""
     try:
         yield
     except SampleError as error:
@@ -231,6 +209,6 @@ def _check_scored(groups: Sequence[Sequence[Sample]], paths: Sequence[str], sett
 
 
 def _check_all(groups: Sequence[Sequence[Sample]], check: Callable[[Sequence[Sample]], None]) -> None:
-    """Check groups, some at a time; raises what ``check`` raises."""
+    """Check groups, a few at a time; raises the errors of ``check``."""
     for start in range(0, len(groups), _CHECKED_AT_ONCE):
         check(list(chain.from_iterable(groups[start : start + _CHECKED_AT_ONCE])))

@@ -50,16 +50,11 @@ _unknown: set[str] = set()
 
 
 def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
-    """Return whether a text was cut before the model ended it; one key that says so is enough.
+    """Return whether a text was cut before the model ended it; raise ChatError if a value has another type.
 
-    Args:
-        given: message or record, with ``STOP_KEYS`` or ``STOP_ALIASES``. A reason is text, an object with a ``type`` or
-            ``reason``, or the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1. Null is the
-            same as no key.
-        where: name of the message in its record with a dot, for errors; its metadata is looked into too.
-
-    Raises:
-        ChatError: a value has another type.
+    One key in ``given``, a message or record, is enough: of ``STOP_KEYS`` or ``STOP_ALIASES``. A reason is text, an object
+    with a ``type`` or ``reason``, or the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1. Null
+    is the same as no key. ``where`` names a message in its record with a dot; its metadata is searched too.
     """
     # Each is checked.
     cut = [_is_cut(given[name], name, f"{where}{name}") for name in (*STOP_KEYS, *STOP_ALIASES) if name in given]
@@ -74,16 +69,10 @@ def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
 
 
 def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
-    """Return whether each completion of a record was cut.
+    """Return whether each of ``count`` completions was cut; raise ChatError for a value of another length or type.
 
-    Args:
-        given: record; each of ``STOP_KEYS``, ``STOP_ALIASES`` and ``STOP_LISTS`` is a list with an entry for each
-            completion, or the one value of all of them.
-        count: number of completions.
-        name: field of the completions, for errors.
-
-    Raises:
-        ChatError: a list of another length, or a value of another type.
+    Each of ``STOP_KEYS``, ``STOP_ALIASES`` and ``STOP_LISTS`` in ``given`` is a list with an entry per completion, or one
+    value for all.
     """
     each: dict[str, list[Any]] = {}
     cut = [False] * count
@@ -103,10 +92,7 @@ def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
 
 
 def with_end(completion: str, end: str, *, ended: bool) -> str:
-    """Return a completion with the text of the end token behind it once, or without it if the model did not write it.
-
-    A template that rendered the completion may have written the end token already, and whitespace behind it.
-    """
+    """Return a completion followed by ``end`` once if the model ``ended``, else without it and whitespace after it."""
     rendered = completion.rstrip()
     before = next((one.removesuffix(end) for one in (completion, rendered) if one.endswith(end)), completion)
     return f"{before}{end}" if ended else before

@@ -1,8 +1,8 @@
-"""Records of files larger than memory: an index of where they begin, samples made when they are asked for.
+"""Records of files larger than memory: an index of their places, and samples made when they are requested.
 
-Memory is 13 bytes a line, or 5 bytes a row and the chunks of tables that were read last, and where records are grouped
-8 bytes a record and 12 a group. One pass at the start, shared by the ranks of a job, finds every bad record before
-training begins, and how many samples each record makes. Groups whose records lie apart are read once more, and checked.
+Memory is 13 bytes per line, or 5 bytes per row and the most recent chunks of tables; grouped records take another 8
+bytes per record and 12 per group. One pass at the start, shared by the ranks of a job, finds every bad record before
+training begins, and counts the samples of each record. Groups of separate records are read once more, and checked.
 """
 
 from __future__ import annotations
@@ -72,32 +72,26 @@ class FileIndex:
 
 
 class StreamedGroups(Sequence[list[Sample]]):
-    """The samples of each record, read and encoded when asked for; bad samples were left out at the start.
+    """The samples of each record, read and encoded when requested; bad samples were skipped at the start.
 
-    With a ``key``, the samples of each group: of all records with the same key, wherever they are. Can be pickled, and
-    read from any number of processes.
+    With a ``key``, the samples of each group: of all records with the same key, in any place. Can be pickled, and read
+    from any number of processes.
 
     Args:
-        paths: paths of the files, as for :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and
-            standard input.
-        options: settings that the samples of a record depend on.
-        on_error: handling of bad records, as in ``iter_sample_groups``.
-        skipped: counter of what is left out, the same on every rank.
+        paths: as for :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
+        skipped: counter of skipped samples, the same on every rank.
         ranks: ranks that share the first pass.
         progress: function called with the bytes done and all bytes of this rank's part.
         key: function that returns a string, a number or a tuple of them for a sample, the same for all of one record;
-            None for a record that is a group by itself. It may raise SampleError.
-        check: function called with the samples of each record, or group; it may raise SampleError, whose text is
-            ``fault`` then.
-        check_apart: function called with the samples of each group that has others between its records; it may raise
-            SampleError.
+            None for a record that is a separate group.
+        check: function called with the samples of each record, or group; the text of its SampleError becomes ``fault``.
+        check_apart: function called with the samples of each group that has others between its records. It and ``key``
+            may raise SampleError.
         turn_of: function that returns the rollout and the turn of a sample, or None: neighbouring records that hold one
             turn after another of a rollout are a group. Without it, and without ``key``, each record is one.
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
-        fault: first error that ``check`` raised, or "".
-        is_scored: whether any token of any sample is scored.
 
     Raises:
         SampleError: bad data, the first in the order of the files, on every rank; or other files on some rank, see
@@ -157,17 +151,9 @@ class StreamedGroups(Sequence[list[Sample]]):
     def _faults_of_parts(
         self, everyone: Sequence[_Found], borders: Sequence[int], group_of: Int64Array, is_apart: npt.NDArray[np.bool_]
     ) -> tuple[str, npt.NDArray[np.bool_]]:
-        """Return the first fault that a rank found in a whole group, or "", and the groups that are not checked whole.
-
-        What was checked while its records were read was whole, unless the group goes on elsewhere: at another rank, or
-        apart. A rank that found a fault in a part of a group has not looked at what comes after it.
-
-        Args:
-            everyone: findings of each rank.
-            borders: first record of each rank, and the end.
-            group_of: group of each record that has samples.
-            is_apart: bool ``[G]``, whether a group has others between its records.
-        """
+        """Return the first fault in a complete group, or "", and, bool ``[G]``, the groups to check once more."""
+        # A group checked while its records were read was complete, unless it continues at another rank or in separate
+        # records. A rank that found a fault in a part of a group has not examined later groups.
         filled = np.flatnonzero(self._record_sizes)
         first, end = np.searchsorted(filled, borders[:-1]), np.searchsorted(filled, borders[1:])
         again = is_apart.copy()
@@ -181,11 +167,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         return fault, again
 
     def _join(self, digests: Digests) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Join the records of each group, in the order of the first of each.
-
-        Returns:
-            Group of each record that has samples, and for each group whether others lie between its records.
-        """
+        """Return each non-empty record's group, int64 ``[n]``, and whether others lie inside a group, bool ``[G]``."""
         records = np.flatnonzero(self._record_sizes)
         of_record = digests[records]
         order = np.lexsort((of_record[:, 1], of_record[:, 0]))  # stable: the records of a group stay in order
@@ -224,7 +206,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         check: Callable[[list[Sample]], None] | None,
         ranks: Ranks,
     ) -> str:
-        """Return the first fault of some groups, which the ranks share, or ""."""
+        """Return the first fault of some groups, int64 ``[n]``, which the ranks share, or ""."""
         own: tuple[int, str] | None = None
         if check is not None:
             for group in groups[ranks.rank :: ranks.size].tolist():
@@ -264,29 +246,24 @@ class StreamedGroups(Sequence[list[Sample]]):
         samples = samples_of_record(record, self._options, Skipped() if self._skips else None)
         if len(samples) != self._record_sizes[number]:
             raise SampleError(
-                f"{record.source}: gives {len(samples)} samples where it gave {self._record_sizes[number]} when the "
-                "run began; leave the files alone while it runs"
+                f"{record.source}: gives {len(samples)} samples, but it gave {self._record_sizes[number]} when the "
+                "run began; do not change the files while it runs"
             )
         return samples
 
 
 @dataclass(kw_only=True, eq=False)
 class _Found:
-    """Findings of one rank in its records.
+    """Findings of one rank in its N records.
 
     Attributes:
         sizes: int32 ``[N]``, samples of each record.
         digests: uint64 ``[N, 2]``, digest of each record's key.
-        left_out: bad and excluded samples.
-        seen: names of ``options.names`` that the records have.
         failure: error that ended the pass, or "".
-        fault: first error of ``check`` among neighbouring records of this rank with the same key, or "".
-        fault_at: first of these records.
-        is_scored: whether any token of the samples is scored.
+        fault: first error of ``check`` among neighbouring records with the same key, the first at ``fault_at``, or "".
         goes_on: bool ``[N]``, whether a record's first sample is a later turn of the rollout of the sample before it.
         first_place: place of the first record that has samples; -1 without any.
-        first_turn: rollout and turn of its first sample; None unless it names both.
-        last_turn: the same of the last sample.
+        first_turn, last_turn: rollout and turn of the first and the last sample; None unless it names both.
     """
 
     sizes: npt.NDArray[np.int32]
@@ -353,12 +330,7 @@ def _go_through(
 def _raise_failure(
     everyone: Sequence[_Found], paths: Sequence[str], options: LineOptions, skipped: Skipped | None
 ) -> None:
-    """Count what all ranks left out.
-
-    Raises:
-        SampleError: a rank's pass failed, which the others learn here instead of waiting; no samples at all; or a name
-            of ``options.names`` that no record has.
-    """
+    """Count the skipped samples of all ranks; raise a rank's failure, or SampleError for no samples or a lost name."""
     left_out = Skipped()
     for found in everyone:
         if found.failure:
@@ -395,10 +367,7 @@ def _reporting(index: FileIndex, records: range, progress: Callable[[int, int], 
 
 
 class _CheckedGroups:
-    """Neighbouring records with the same key, checked once the last of them is seen.
-
-    With keys, the first and the last may go on at another rank: neither is checked.
-    """
+    """Neighbouring records with the same key, checked after the last one; the first and last group may span ranks."""
 
     def __init__(self, check: Callable[[list[Sample]], None] | None, *, keyed: bool) -> None:
         self.fault, self.fault_at = "", 0

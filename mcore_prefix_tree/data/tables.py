@@ -1,4 +1,4 @@
-"""Tables: Parquet files, Arrow IPC files and streams. A record is a row; a chunk is what is decoded at once.
+"""Tables: Parquet files, Arrow IPC files and streams. A record is a row; a chunk is the unit of decoding.
 
 A chunk is a row group of a Parquet file, a record batch of an Arrow file, and all of an Arrow stream, which has no
 index. Arrow's buffers become NumPy arrays as they are; nothing here walks tokens.
@@ -27,7 +27,7 @@ from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
 
 # Rows that are decoded together where rows are read in order.
 _BATCH_ROWS = 256
-# What a process holds of decoded chunks, and so the most that one may be.
+# Bytes of decoded chunks that a process holds, and so the largest size of one.
 _CACHE_BYTES = 1 << 29
 # Of a chunk whose data is mapped: its arrays as Python and Arrow keep them.
 _CHUNK_OVERHEAD = 1 << 16
@@ -39,23 +39,17 @@ Columns = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A row; see :class:`mcore_prefix_tree.data.records.Record`.
-
-    Attributes:
-        source: ``file row number``, from 0.
-        columns: columns of some rows, by name.
-        at: index of the row among these rows.
-    """
+    """A row; see :class:`mcore_prefix_tree.data.records.Record`. ``at`` is its index in ``columns``."""
 
     source: str
     columns: Columns
     at: int
 
     def fields(self, names: FieldNames) -> dict[str, Any]:
-        """The fields that are not null, by our names. Lists of numbers are arrays, NaN where a floating one has a null.
+        """Return the fields that are not null, by our names. Lists of numbers are arrays, with NaN for a null.
 
-        Within structs a null is a key that the row does not have, since a column has every key in every row. JSON that
-        has to keep its nulls, such as the schema of a tool's parameters, can be a column of text.
+        Nulls within structs are dropped, since a column has every key in every row. JSON with meaningful nulls, for
+        example the schema of a tool's parameters, can be a column of text.
         """
         row = {}
         for name, mine in names.of_file(self.columns).items():
@@ -86,7 +80,7 @@ def _value_of(scalar: Any) -> Any:
 
 
 def _list_of(values: Any) -> Any:
-    """An array where it can be one without loss: numbers, or as many numbers in each entry."""
+    """Return an array if one holds the list without loss: numbers, or as many numbers in each entry."""
     kind = values.type
     if types.is_floating(kind) or (_is_plain(kind) and not values.null_count):
         return values.to_numpy(zero_copy_only=False)
@@ -149,7 +143,7 @@ class RecentChunks:
         return RecentChunks, (self.max_bytes,)
 
     def get(self, path: str, chunk: int, load: Callable[[], tuple[Columns, int]]) -> Columns:
-        """Return the columns of a chunk; where they are not here, ``load`` returns them and their bytes."""
+        """Return the columns of a chunk; if they are not held, ``load`` returns them and their bytes."""
         key = path, chunk
         if key in self._chunks:
             self._chunks[key] = self._chunks.pop(key)  # now the last to go
@@ -164,11 +158,7 @@ class RecentChunks:
 
 
 class RowIndex:
-    """Random access to the rows of a table, through chunks that all tables of the process share.
-
-    Raises:
-        SampleError: the file cannot be read, or has neither tokens nor messages.
-    """
+    """Random access to a table's rows, through chunks shared by all tables; raises SampleError if it is unreadable."""
 
     def __init__(self, path: str, recent: RecentChunks, names: FieldNames = OUR_NAMES) -> None:
         self._path, self._recent, self._names = path, recent, names
@@ -196,7 +186,7 @@ class RowIndex:
         """Return a row, from 0; raises SampleError if the file has changed, or a chunk of it is too large."""
         source = f"{self._path} row {number}"
         try:
-            self._file.check()  # also where the chunk is here: a part of the file may be mapped
+            self._file.check()  # even if the chunk is held: a part of the file may be mapped
         except OSError as error:
             raise SampleError(f"{source}: cannot be read: {error}") from error
         chunk = int(np.searchsorted(self._first_row, number, side="right")) - 1
@@ -230,13 +220,13 @@ class _Table(Protocol):
     """An open table, without the columns that are not read."""
 
     name: str  # of a chunk
-    way_out: str  # of chunks that are too large, beside smaller ones
+    way_out: str  # for chunks that are too large, in addition to making them smaller
 
     @property
     def num_chunks(self) -> int: ...
     def rows_of_chunks(self) -> list[int]: ...
     def batches(self) -> Iterator[Any]: ...  # record batches, in order
-    # And the bytes unpacked for it. Where they are beyond the limit it may be None, and they as many as are known of.
+    # And the bytes unpacked for it. Beyond the limit the batch may be None, and the bytes as many as are known.
     def chunk(self, number: int, limit: int) -> tuple[Any, int]: ...
     def close(self) -> None: ...
 
@@ -267,7 +257,7 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
             f"{', '.join(schema.names) or 'none'}; {way_out}"
         )
     ids = [name for name, kind in zip(schema.names, schema.types, strict=True) if name in known and _has_integers(kind)]
-    if not {known[name] for name in ids} & FORMATS.keys():  # what only rows of token ids are asked for may be large
+    if not {known[name] for name in ids} & FORMATS.keys():  # columns that only rows of token ids need may be large
         known = {name: mine for name, mine in known.items() if mine in KNOWN}
     columns = [name for name in schema.names if names.keeps_others or name in known]
     for name in columns:
@@ -314,7 +304,7 @@ class _Parquet:
         return pa.Table.from_batches(batches), size
 
     def _least(self, number: int) -> int:
-        """Bytes of the numbers of a row group, as the file's metadata counts them. What it calls its size is packed."""
+        """Return the bytes of a row group's numbers, from the file's metadata, whose own size is the packed one."""
         group = self._file.metadata.row_group(number)
         return sum(group.column(leaf).num_values * width // 8 for leaf, width in enumerate(self._widths) if width)
 
@@ -399,7 +389,7 @@ def _width(kind: Any) -> int:
 
 
 def _checked(batch: Any, names: list[str]) -> Any:
-    """Return these columns of a batch; their offsets lie within their buffers, which are read where they lie."""
+    """Return these columns of a batch, without a copy, after checking that their offsets lie within their buffers."""
     chosen = batch.select(names)
     chosen.validate(full=True)
     return chosen

@@ -1,9 +1,9 @@
-"""Jinja environment that bounds what a chat template may produce, in memory and in time.
+"""Jinja environment that bounds the output of a chat template, in memory and in time.
 
-A template is a program that came with a model. Jinja's sandbox keeps it from the machine, but not from writing
-``'a' * 10**10``. Here every operation that can grow a value pays for it before it runs, out of one budget per
-rendering: text by its characters, lists and steps by :data:`STEP`. What is rendered within the budget is what
-transformers' environment renders: its settings, filters, globals and extensions are taken over.
+A template is a program that came with a model. Jinja's sandbox keeps it from the machine, but not from writing ``'a' *
+10**10``. Here every operation that can grow a value pays for it before it runs, out of one budget per rendering: text
+by its characters, lists and steps by :data:`STEP`. Within the budget, the output equals that of transformers'
+environment: its settings, filters, globals and extensions are taken over.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from jinja2.runtime import Context, LoopContext, Macro, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 
-# What an element of a list, a loop's iteration or a call costs, in characters: about its memory.
+# Cost of a list element, a loop iteration or a call, in characters: about its memory.
 STEP = 64
 SMALLEST_BUDGET = 1 << 26
-# Limit for one operation after another that costs little and takes long, such as a search in a long list.
+# Limit for one operation after another that costs little and takes long, for example a search in a long list.
 SECONDS = 10.0
 
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\d+|\*)?(?:\.(\d+|\*))?")
@@ -69,16 +69,16 @@ class Meter:
         """Pay for so many characters; raises TooMuchError if the budget is spent."""
         self._left -= amount
         if self._left < 0:
-            raise TooMuchError("it produces far more text than the conversation has; bound what it repeats")
+            raise TooMuchError("it produces far more text than the conversation has; limit its repetitions")
 
     def step(self) -> None:
         """Pay for a call or an iteration; raises TooMuchError too if the rendering takes too long."""
         self.spend(STEP)
         if time.thread_time() > self._ends:
-            raise TooMuchError(f"it takes more than {SECONDS:g} s; bound what it repeats")
+            raise TooMuchError(f"it takes more than {SECONDS:g} s; limit its repetitions")
 
     def weigh(self, *values: Any) -> _Weight:
-        """Pay for values and all that they hold, as often as they hold it, and return what they weigh."""
+        """Pay for values and their content, as often as they hold it, and return their weight."""
         before, elements, levels, largest = self._left, 0, 0, 0
         level: Sequence[Any] = values
         while level:
@@ -104,7 +104,7 @@ class _Counting(CodeGenerator):
         step = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None)
         if node.test is None:
             node.body = [nodes.ExprStmt(step, lineno=node.lineno), *node.body]
-        else:  # what the test drops takes its time too
+        else:  # items that the test drops take time too
             node.test = nodes.And(step, node.test)
         super().visit_For(node, frame)
 
@@ -138,11 +138,7 @@ class _Counting(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Renders as ``stock`` does, and raises TooMuchError for a template that produces too much.
-
-    Args:
-        stock: environment with the settings, filters, globals and extensions to take over.
-    """
+    """Renders as ``stock`` does, with its settings and extensions; raises TooMuchError for a template's excess."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     code_generator_class = _Counting
@@ -165,7 +161,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._of_thread = local()
 
     def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """Render a template of this environment within a budget; raises what the template raises, or TooMuchError."""
+        """Render a template of this environment within a budget; raises the template's errors, or TooMuchError."""
         size = Meter(sys.maxsize).weigh(variables).size
         # Text that is written anew for each message grows with the square of the messages.
         self._of_thread.meter = Meter(SMALLEST_BUDGET + size * (64 + 4 * len(variables["messages"])))
@@ -188,12 +184,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def joined(self, evaluation: EvalContext, parts: tuple[Any, ...]) -> str:
-        """Return what ``~`` writes."""
+        """Return the result of ``~``."""
         self.meter.weigh(*parts)
         return markup_join(parts) if evaluation.autoescape else str_join(parts)
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
-        """Join what a template, a macro or a block writes, and stop where it is too much."""
+        """Join the output of a template, a macro or a block, and stop when it exceeds the budget."""
         meter, written = self.meter, []
         for part in parts:
             meter.spend(len(part))
@@ -213,14 +209,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Pay for what a method or a function can return, and call it."""
+        """Pay for the possible result of a method or a function, and call it."""
         self.meter.step()
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if name == "join" and args and isinstance(args[0], Iterator):
             args = (list(args[0]), *args[1:])
         if isinstance(owner, (list, tuple, dict)) and name != "fromkeys":
-            pass  # hands on what it holds
+            pass  # passes its content on
         elif not isinstance(obj, (Macro, LoopContext)):
             rest = [*args, *(value for key, value in kwargs.items() if key not in _OF_CALLS)]
             if isinstance(owner, (str, bytes, int)):
@@ -232,7 +228,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def _paid(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that pays before it runs and for what it returns."""
+        """Return a filter that pays before it runs and for its result."""
         at = int(hasattr(function, "jinja_pass_arg"))  # behind the context, which some are given first
 
         @wraps(function)
@@ -256,7 +252,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return paid
 
     def _pay(self, name: str, value: Any, rest: list[Any]) -> None:
-        """Pay for a value, for arguments, and for what the filter or method ``name`` makes of them."""
+        """Pay for a value, for arguments, and for the result of the filter or method ``name``."""
         growth = _GROWTH.get(name) or _GROWTH.get(name.removeprefix("str."))
         held, given = self.meter.weigh(value), self.meter.weigh(*rest)
         if growth is not None:
@@ -274,7 +270,7 @@ def _written(context: Context, value: Any) -> Any:
 
 
 def _held(value: Any) -> Sequence[Any]:
-    """Return what a value holds and would write."""
+    """Return the content of a value, which it would write."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, range)):
@@ -292,14 +288,14 @@ def _length(value: Any) -> int:
 
 
 def _extent(value: Any) -> int:
-    """Return what a value itself costs, without what it holds."""
+    """Return the cost of a value itself, without its content."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return value.bit_length() // 3 if isinstance(value, int) else STEP * _length(value)
 
 
 def _product(operator: str, left: Any, right: Any) -> int:
-    """Return what ``*`` or ``**`` costs."""
+    """Return the cost of ``*`` or ``**``."""
     if isinstance(left, int) and isinstance(right, int):
         digits = _extent(left) * max(right, 1) if operator == "**" else max(_extent(left), _extent(right))
         return digits * digits // 16  # their time is nearly that
@@ -324,7 +320,7 @@ def _format_growth(form: Any, _: _Weight, __: list[Any], given: _Weight) -> int:
 
 
 def _conversions(fields: list[tuple[str, ...]], given: _Weight) -> int:
-    """Return what the fields of a format can write: each all that is given, as wide as it says."""
+    """Return the largest output of a format's fields: each all of the arguments, padded to its width."""
     widths = sum(given.largest if width == "*" else int(width) for field in fields for width in field if width)
     return len(fields) * given.size + widths
 
@@ -335,7 +331,7 @@ def _replaced(value: Any, _: _Weight, rest: list[Any], __: _Weight) -> int:
     return str(value).count(str(rest[0])) * len(str(rest[1]))
 
 
-# What a filter or a method costs beyond its value and its arguments: (value, its weight, arguments, their weight).
+# Cost of a filter or method beyond its value and its arguments: (value, its weight, arguments, their weight).
 _GROWTH: dict[str, Callable[[Any, _Weight, list[Any], _Weight], int]] = {
     "center": lambda value, held, rest, given: given.largest,
     "ljust": lambda value, held, rest, given: given.largest,

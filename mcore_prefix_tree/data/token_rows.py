@@ -1,8 +1,4 @@
-"""Rows of token ids: masks, labels, padding, and fields that are as long as the response.
-
-Trainers write them in several shapes. Here each becomes the ids of a sample, the weight of each token, and signals with
-an entry for each token.
-"""
+"""Rows of token ids, masks, labels and padding in trainers' shapes, read as ids, weights and signals per token."""
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ from mcore_prefix_tree.signals import PER_TOKEN
 
 # Marks of rows of token ids.
 TOKEN_MARKS = ("tokens", "response_tokens")
-# Masks that bound what is scored, by the names that Hugging Face, TRL and verl give them: all of them must score it.
+# Masks that bound the scored tokens, by the names that Hugging Face, TRL and verl give them: all of them must score it.
 _BOUNDS = ("response_mask", "completion_mask", "assistant_masks")
 # Fields that say which tokens are scored.
 MASKS = ("loss_mask", "labels", *_BOUNDS)
-# Fields that these rows have beside their marks, ``loss_mask`` and signals.
+# Fields that these rows have in addition to their marks, ``loss_mask`` and signals.
 TOKEN_FIELDS = ("prompt_tokens", "response_length", "attention_mask", "labels", *_BOUNDS)
 # Label of a token that is not scored, as in torch's cross_entropy.
 _IGNORED = -100
@@ -34,13 +30,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRow:
-    """A row without padding, with an entry for each token in every field.
-
-    Attributes:
-        ids: token ids, not checked yet.
-        loss_mask: weight of each token, not checked yet; None scores all.
-        signals: those signals of the row that have an entry for each token.
-    """
+    """A row without padding: unchecked ids, and loss mask (None scores all) and signals with an entry per token."""
 
     ids: Any
     loss_mask: Any
@@ -50,14 +40,14 @@ class TokenRow:
 def read_token_row(row: Mapping[str, Any]) -> TokenRow:
     """Read a row of one of ``TOKEN_MARKS``.
 
-    Tokens are ``tokens``, or ``prompt_tokens`` and ``response_tokens`` behind them. The response is
-    ``response_tokens``, or the last ``response_length`` tokens, or as many as ``response_mask`` or ``completion_mask``
-    have entries. Fields with an entry for each token may have one for each token of the response instead. Without a
-    mask, only the response is scored, if it is known.
+    Tokens are ``tokens``, or ``prompt_tokens`` and ``response_tokens`` after them. The response is ``response_tokens``,
+    or the last ``response_length`` tokens, or as many as ``response_mask`` or ``completion_mask`` have entries. Fields
+    with an entry for each token may have one for each token of the response instead. Without a mask, only the response
+    is scored, if it is known.
 
     ``attention_mask`` is 0 for padding on either side, which is removed from all fields. ``labels`` are the token ids,
-    or -100 for a token that is not scored. Of ``response_mask``, ``completion_mask`` and ``assistant_masks``, a token
-    that one of them excludes is not scored, as in TRL.
+    or -100 for a token that is not scored. A token that ``response_mask``, ``completion_mask`` or ``assistant_masks``
+    excludes is not scored, as in TRL.
 
     Raises:
         ChatError: a field is malformed or contradicts another; names both.
@@ -68,7 +58,7 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
         if "response_length" in row:
             raise ChatError("fields 'response_tokens' and 'response_length' are both given; give one of them")
         if "prompt_tokens" not in row:
-            raise ChatError("field 'prompt_tokens' is missing beside 'response_tokens'; it may be an empty list")
+            raise ChatError("field 'response_tokens' needs field 'prompt_tokens', which may be an empty list")
         ids = _list(_ids(row, "prompt_tokens")) + _list(_ids(row, "response_tokens"))
         response: int | None = len(row["response_tokens"])
     else:
@@ -91,12 +81,7 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
 
 @dataclass(frozen=True, kw_only=True)
 class _Aligned:
-    """Give fields an entry for each token.
-
-    Attributes:
-        length: number of tokens.
-        response: number of tokens of the response, at their end; None if it is not known.
-    """
+    """Give fields an entry for each of ``length`` tokens, of which the last ``response`` answer (None: unknown)."""
 
     length: int
     response: int | None
@@ -228,7 +213,7 @@ def _loss_mask(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice)
 def _scored_by_labels(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice) -> BoolArray:
     labels = _array(aligned.field(row, "labels", fill=_IGNORED))
     if labels.ndim != 1 or (labels.size and labels.dtype.kind not in "iu"):
-        raise ChatError("field 'labels' must be a flat list of integers: token ids, or -100 where nothing is scored")
+        raise ChatError("field 'labels' must be a flat list of integers: token ids, or -100 for unscored tokens")
     tokens = np.asarray(ids)
     scored: BoolArray = np.asarray(labels != _IGNORED)
     wrong = (scored & (labels != tokens))[kept]
@@ -241,16 +226,16 @@ def _scored_by_labels(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept:
     if scored[:-1][behind].any() and shifted[scored[:-1][behind]].all():
         raise ChatError(
             f"field 'labels' is shifted by one: index {at} has the token of index {at + 1}; give labels[t] = tokens[t] "
-            "where a token is scored, as Hugging Face does, and -100 where not"
+            "for scored tokens, as Hugging Face does, and -100 for others"
         )
     raise ChatError(
         f"field 'labels' is {labels[at]} at index {at}, but the token there is {tokens[at]}; a label is its token, or "
-        "-100 where nothing is scored"
+        "-100 for an unscored token"
     )
 
 
 def _check_agreement(given: Mapping[str, BoolArray], bounds: Mapping[str, BoolArray], start: int) -> None:
-    """Check that two fields do not say different things of a token; nothing predicts the first token."""
+    """Check that fields, bool ``[n]`` each, agree on every token but the first, which nothing predicts."""
     names = list(given)
     for name, scored in given.items():
         against = [(other, given[other] != scored) for other in names if other != name]
@@ -270,7 +255,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _array(value: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array; one without a dimension for what is none."""
+    """Return a value as an array ``[...]``; without a dimension if it is not one."""
     try:
         return np.asarray(value)
     except ValueError:  # a ragged list

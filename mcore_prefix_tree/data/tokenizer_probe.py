@@ -9,7 +9,7 @@ from typing import Any
 from mcore_prefix_tree.sample import INT32_MAX
 from mcore_prefix_tree.utils.inputs import read_regular
 
-# Something of most languages; a tokenizer of another one is asked for text of its own tokens.
+# Text of most languages; a tokenizer of another one is tested with text of its tokens.
 _TEXT = "the 0 la не 的 の 이 ال"
 _TOKENS = 1000
 
@@ -21,16 +21,12 @@ def code_of(folder: str) -> str | None:
         if isinstance(found, dict):  # by the name of the class that it replaces
             found = found.get("AutoTokenizer")
         if found:
-            return f"the 'auto_map' of its {name} names code of its own"
+            return f"the 'auto_map' of its {name} names custom code"
     return None
 
 
 def check_ids(tokenizer: Any, folder: str) -> None:
-    """Check that every token's id fits the type of token ids, also as the files have it: the library renumbers some.
-
-    Raises:
-        ValueError: one does not; names the token and the folder.
-    """
+    """Check that every token's id, also as the files have it, fits its type; raise ValueError with token and folder."""
     ids: dict[Any, Any] = dict(tokenizer.get_vocab())
     listed = _content(folder, "tokenizer.json").get("added_tokens")
     ids |= {one.get("content"): one.get("id") for one in listed or () if isinstance(one, dict)}
@@ -59,12 +55,9 @@ def _content(folder: str, name: str) -> dict[str, Any]:
 
 
 def check_encodes_text(tokenizer: Any, folder: str) -> None:
-    """Check that some text becomes tokens other than control tokens and the unknown one.
+    """Raise ValueError, naming the folder, if every text becomes only control tokens and the unknown one.
 
-    A folder whose vocabulary is empty, or lost its merges or its pieces, loads, and makes of every text nothing.
-
-    Raises:
-        ValueError: no text does; names the folder.
+    A folder whose vocabulary is empty, or lost its merges or its pieces, loads, but encodes no text.
     """
     added = tokenizer.added_tokens_decoder
     silent = {token_id for token_id, token in added.items() if token.special} | _unknown(tokenizer)

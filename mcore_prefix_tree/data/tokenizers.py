@@ -10,9 +10,9 @@ from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.utils.inputs import local_path
 from mcore_prefix_tree.utils.versions import install_command
 
-# v7 leaves the history alone from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
+# v7 does not change the history from turn to turn, so the turns of a rollout share it, and has the small vocabulary.
 DEFAULT_TOKENIZER = "mistral-v7"
-# v1 and v2 are left out: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
+# v1 and v2 are unsupported: v1 knows no tools and no control tokens, v2 drops the tool calls of earlier turns.
 FILES = {
     "mistral-v3": "mistral_instruct_tokenizer_240323.model.v3",
     "mistral-v3-tekken": "tekken_240718.json",
@@ -28,12 +28,12 @@ def load_tokenizer(
     Args:
         name_or_path: ``mistral-v7`` (32,768 tokens), ``mistral-v3`` (32,768) or ``mistral-v3-tekken`` (131,072), which
             the mistral-common wheel carries; or the path of a folder with a Hugging Face tokenizer.
-        chat_template_kwargs: further variables of a folder's chat template, such as ``enable_thinking``. With
+        chat_template_kwargs: further variables of a folder's chat template, for example ``enable_thinking``. With
             ``strftime_now``, a date as ``2026-11-20``, a template that reads the clock finds it at that date.
 
     Raises:
-        ValueError: the name is neither; the folder holds no tokenizer, or its chat template is missing or gives other
-            output each time; or ``chat_template_kwargs`` are not a template's.
+        ValueError: the name is neither; the folder holds no tokenizer, or its chat template is missing or its output
+            changes from call to call; or ``chat_template_kwargs`` are not a template's.
         ImportError: the name is a folder and transformers is missing.
         TypeError: the name is not a string or a path.
     """
@@ -60,15 +60,7 @@ def load_tokenizer(
 
 
 def check_tokenizer_named(name_or_path: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-    """Check that a name is a tokenizer's or a folder, without loading it.
-
-    Args:
-        name_or_path: see :func:`load_tokenizer`.
-        chat_template_kwargs: see :func:`load_tokenizer`.
-
-    Raises:
-        ValueError: the name is neither, or ``chat_template_kwargs`` are not a template's.
-    """
+    """Check the arguments of :func:`load_tokenizer` without loading; raise ValueError as it does."""
     if os.path.isdir(name_or_path):
         return
     if name_or_path not in FILES:

@@ -26,7 +26,7 @@ def parse_tools(value: object) -> list[Tool]:
     list itself does. Each value is at most ``MAX_DEPTH`` levels deep.
 
     Raises:
-        ChatError: a tool is malformed; names the field, such as ``tools[3].name``.
+        ChatError: a tool is malformed; names the field, for example ``tools[3].name``.
     """
     if value is None:
         return []
@@ -77,16 +77,7 @@ def _schema(value: object, field: str) -> object:
 
 
 def parse_tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCall, ...]:
-    """Check the tool calls of a message.
-
-    Args:
-        value: list of calls, or None.
-        field: name of the list in its record.
-        calls_seen: number of calls in the messages before, for the ids of calls without one.
-
-    Raises:
-        ChatError: a call is malformed.
-    """
+    """Check a message's tool calls, if any, after ``calls_seen`` others; raise ChatError with ``field``."""
     if value is None:
         return ()
     if not isinstance(value, list):

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 # A conversation that every chat template takes.
 QUESTION: dict[str, Any] = {"role": "user", "content": "a"}
-_ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are none beside one
+_ANSWER = {"role": "assistant", "content": "b."}  # no letter: some tokens are not recognised next to one
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "c", "arguments": {}}}
 CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
@@ -26,9 +26,9 @@ Messages = Sequence[Mapping[str, Any]]
 class TurnEnds:
     """Finds the end of assistant turns in their tokens.
 
-    Three things say what stops the model: ``eos_token_id`` of the folder's generation config, the tokenizer's
-    end-of-sequence token, and the token with which the chat template ends an answer. If the template ends an answer
-    with no token, as GLM's does, the model stops with the token that opens the next message.
+    Three sources define the tokens that stop the model: ``eos_token_id`` of the folder's generation config, the
+    tokenizer's end-of-sequence token, and the token with which the chat template ends an answer. If the template ends
+    an answer with no token, as GLM's does, the model stops with the token that opens the next message.
     """
 
     def __init__(
@@ -41,18 +41,10 @@ class TurnEnds:
         encode: Callable[[Messages], list[int]],
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        """Read the generation config of a tokenizer's folder, if it has one, and render an answer.
+        """Read a tokenizer folder's generation config, if any, and render an answer; raise ValueError if malformed.
 
-        Args:
-            folder: tokenizer folder.
-            eos: the tokenizer's end-of-sequence token.
-            special: ids of its control tokens.
-            added: ids of all its added tokens, control tokens included.
-            encode: function that returns the tokens of rendered messages; raises ChatError.
-            decode: function that returns the text of tokens.
-
-        Raises:
-            ValueError: the generation config is malformed.
+        ``added`` has the ids of all added tokens, ``special`` those of control tokens among them; ``encode`` raises
+        ChatError.
         """
         self._folder, self._special, self._added = folder, special, added
         self._encode, self._decode = encode, decode
@@ -75,10 +67,7 @@ class TurnEnds:
         self._has_warned = False
 
     def _answer_end(self, answer: list[int], later: list[int], stops: set[int]) -> tuple[list[int], int | None]:
-        """Return the tokens that end an answer, and the index of the one that stops the model, if there is one.
-
-        Some templates end a conversation with another token, which the history of ``later`` messages does not have.
-        """
+        """Return the tokens that end an answer, which ``later`` may lack, and the index of the one that stops."""
         start = self._tail(answer, 0, stops | self._added)
         ending = answer[start:]
         behind = later[len(later) - later[::-1].index(answer[start - 1]) :] if answer[start - 1] in later else []
@@ -93,16 +82,11 @@ class TurnEnds:
         return ending, None
 
     def stop(self, tokens: list[int], start: int) -> tuple[int, int] | None:
-        """Return where the text of a turn ends, and the index of the token that ends it; None without such a token.
-
-        Args:
-            tokens: tokens of the conversation up to the end of the turn.
-            start: index of the first token of the turn.
-        """
+        """Return the end of a turn's text, from ``start`` to the end of ``tokens``, and its end token's index."""
         text_end = len(tokens) - len(self._ending)
         at = text_end + (self._at or 0)
         if self._at is None or text_end < start or tokens[text_end:] != self._ending:
-            # A turn of another kind may end otherwise, such as a call; and text may end with the token itself.
+            # A turn of another kind, for example a call, may end differently; and text may end with the token itself.
             text_end = at = self._tail(tokens, start, frozenset()) - 1
             if at < start or tokens[at] not in (self._stops | self._special if self._is_ended else self._stops):
                 return None
@@ -116,12 +100,7 @@ class TurnEnds:
         return end if end >= start and tokens[end:] == self._ending else len(tokens)
 
     def opener(self, role: str, following: Sequence[int]) -> int | None:
-        """Return the token that opens a message and so stopped the model before it; None if there is no such token.
-
-        Args:
-            role: role of the message behind the turn.
-            following: its first tokens, if they are known.
-        """
+        """Return the token that opens the message after a turn, given known ``following`` tokens; None without one."""
         if self._is_ended or role == "assistant":
             return None
         token = following[0] if following else self._opener(role)
@@ -163,11 +142,7 @@ class TurnEnds:
 
 
 def declared_stops(folder: str) -> frozenset[int]:
-    """Return ``eos_token_id`` of a folder's generation config; empty without one.
-
-    Raises:
-        ValueError: the file is not JSON, or the entry is neither an integer nor a list of integers.
-    """
+    """Return ``eos_token_id`` of a folder's generation config, or nothing; raise ValueError if it is malformed."""
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return frozenset()

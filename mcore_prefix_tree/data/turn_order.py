@@ -1,4 +1,4 @@
-"""Turns of a rollout in lines of their own, which stay together as those of one line do."""
+"""Turns of a rollout in separate lines, which stay together like those of one line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ def goes_on(before: Turn | None, turn: Turn | None) -> bool:
 
 
 def with_later_turns(lines: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-    """Join neighbouring lines that hold one turn after another of a rollout, such as those that ``score`` writes.
-
-    They share their prefix, as the turns of one line do, and stay together in a shuffled order.
-    """
+    """Join neighbouring lines that hold successive turns of a rollout, for example from ``score``."""
     joined: list[list[Sample]] = []
     last = None
     for line in lines:

@@ -15,7 +15,7 @@ from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.turn_ends import CALLING, QUESTION
 from mcore_prefix_tree.data.turns import THINKING, check_said
 
-# An empty block of thinking, such as <think></think> or [THINK][/THINK], with whitespace in and around it.
+# An empty block of thinking, for example <think></think> or [THINK][/THINK], with whitespace in and around it.
 _EMPTY_THINKING = re.compile(
     r"\s*(?P<opens>[<\[◁]\|?)(?P<tag>[\w:]*(?:think|thought|reason)\w*)(?P<closes>\|?[>\]▷])\s*"
     r"(?P=opens)/(?P=tag)(?P=closes)\s*",
@@ -32,13 +32,7 @@ _PROBE = "7q1Zx"
 
 @dataclass(frozen=True, kw_only=True)
 class TurnText:
-    """Text of one assistant turn.
-
-    Attributes:
-        index: index of its message.
-        prompt: text that the model was given.
-        answered: text of the conversation with the turn, as the template writes it.
-    """
+    """Text of the assistant turn at message ``index``: its prompt, and the rendered conversation up to its end."""
 
     index: int
     prompt: str
@@ -46,7 +40,7 @@ class TurnText:
 
 
 class TurnTexts:
-    """Renders turns, and rejects what a template would drop of them in silence."""
+    """Renders turns, and rejects content that a template would silently drop."""
 
     def __init__(self, templates: ChatTemplates, folder: str) -> None:
         """``folder`` is the tokenizer's, for messages."""
@@ -110,11 +104,7 @@ class TurnTexts:
         converted: list[dict[str, Any]],
         told: list[dict[str, Any]] | None,
     ) -> str:
-        """Return the prompt of a turn, with the empty block of thinking that the template puts before the turn's text.
-
-        A model that wrote no thinking was given that block: by the prompt that the template makes with thinking off,
-        if it has such a switch.
-        """
+        """Return a turn's prompt with the empty block of thinking, if any, that the template gives the model."""
         block = _EMPTY_THINKING.match(answered, len(_unopened(prompt)))
         if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
             return prompt

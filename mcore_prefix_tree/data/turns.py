@@ -60,7 +60,7 @@ INTERPRETED = frozenset({"role", "content", "tool_calls", "tool_call_id", *THINK
 
 
 def check_refused_keys(message: Mapping[str, Any], field: str) -> None:
-    """Raise ChatError for a key that changes what is trained on and is not supported, or seems to."""
+    """Raise ChatError for a key that changes the training content, or seems to, and is not supported."""
     for name, way_out in _REFUSED.items():
         if message.get(name) is not None:
             raise ChatError(f"field '{field}.{name}' changes what is trained on, and is not supported: {way_out}")
@@ -133,9 +133,7 @@ def _seems_switch(name: str, value: object) -> bool:
 def weight_of(message: Mapping[str, Any], role: str, field: str) -> float:
     """Return the weight of an assistant message's tokens: 0 if a switch turns it off, 1 without a switch.
 
-    Raises:
-        ChatError: a switch is not a boolean or a number of at least 0, two contradict each other, or one asks to train
-            on a message that is not the assistant's.
+    Raises ChatError for a malformed or contradictory switch, or one that trains a message that is not the assistant's.
     """
     weights = {name: _weight(message[name], name, field) for name in SWITCHES if message.get(name) is not None}
     if role != "assistant":
@@ -175,11 +173,7 @@ def _shown(value: object) -> str:
 
 
 def thinking_of(message: Mapping[str, Any], role: str, field: str) -> str:
-    """Return the thinking that a message keeps apart from its content; "" without any.
-
-    Raises:
-        ChatError: it is not text, two names hold different texts, or the message is not the assistant's.
-    """
+    """Return the thinking that a message keeps apart, or ""; raise ChatError for other types, names or roles."""
     given = {}
     for name in THINKING:
         value = message.get(name)

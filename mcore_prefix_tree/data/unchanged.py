@@ -23,19 +23,11 @@ class Unchanged:
         return cls(path, now.st_size, now.st_mtime_ns)
 
     def check(self, descriptor: int | None = None) -> None:
-        """Check that the file is the same. Every read does, which costs far more than this check.
-
-        Args:
-            descriptor: the open file, because the path may name another one by now.
-
-        Raises:
-            SampleError: the file has been written to, or replaced.
-            OSError: the file does not exist any more.
-        """
+        """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
         now = os.stat(self.path if descriptor is None else descriptor)
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             raise self.error()
 
     def error(self) -> SampleError:
         """Return the error for a file that is not the same."""
-        return SampleError(f"{self.path}: has changed since the run began; leave the files alone while it runs")
+        return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")

@@ -14,13 +14,7 @@ _seen: set[str] = set()
 
 
 def notice_unread(names: Iterable[str], known: Collection[str], source: str) -> None:
-    """Warn of each such name, once in a process and on the first rank alone; data may have fields of its own.
-
-    Args:
-        names: fields of a record.
-        known: fields that are read.
-        source: place of the record.
-    """
+    """Warn once per process, on the first rank only, of each name that is not among the ``known`` fields."""
     for name in names:
         if name in known or name in _seen:
             continue

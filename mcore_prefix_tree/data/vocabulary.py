@@ -9,8 +9,8 @@ from typing import Literal
 # How pieces are written down: their bytes; GPT-2's characters for bytes; SentencePiece's text with marks.
 Spelling = Literal["bytes", "byte_level", "sentencepiece"]
 
-# Where a tokenizer puts a space that is not in the text: before a sequence that begins with text, or also before the
-# text behind each control token.
+# Place of a space that a tokenizer adds to the text: before a sequence that begins with text, or also before the text
+# after each control token.
 DummySpace = Literal["never", "first", "always"]
 
 
@@ -19,14 +19,12 @@ class Vocabulary:
     """The tokens of a tokenizer, as its files write them.
 
     Attributes:
-        pieces: piece of each token id; None where the tokenizer has no token of this id.
-        spelling: way in which the pieces are written.
+        pieces: piece of each token id; None for ids without a token.
         special: ids of control tokens, which stand for no text.
-        verbatim: ids whose piece is its own text, whatever the spelling (added tokens).
-        dummy_space: places where the tokenizer puts a space that is not in the text.
-        bos: id of the token that begins a text; None without one.
-        eos: id of the token that ends a turn; None without one.
-        merges: pairs of pieces that byte-pair encoding joins, in its order, where the pieces do not determine it.
+        verbatim: ids whose piece is its text, in any spelling (added tokens).
+        dummy_space: places of spaces that the tokenizer adds to the text.
+        bos, eos: ids of the token that begins a text, and of the one that ends a turn; None without one.
+        merges: pairs of pieces that byte-pair encoding joins, in order, unless the pieces determine them.
     """
 
     pieces: Sequence[str | bytes | None]

@@ -1,4 +1,4 @@
-"""Writers of files that this package reads back: JSON Lines, Parquet, Arrow. A file appears whole or not at all."""
+"""Writers of files that this package reads back: JSON Lines, Parquet, Arrow. A file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,34 +25,22 @@ from mcore_prefix_tree.signals import Signals, Teacher
 from mcore_prefix_tree.utils.inputs import files_of_folder, is_same_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-# What names of files of lines end in; tables have their own.
+# Endings of names of files of lines; tables have other ones.
 _LINES, _PACKED_LINES = (".jsonl", ".json"), (".jsonl.gz", ".json.gz")
 
 
 class RowWriter(Protocol):
-    """Takes rows in order, each as values by name; a list of numbers is an array, NaN where an entry is missing.
+    """Takes rows in order, each as values by name; a list of numbers is an array, NaN for a missing entry.
 
-    Values of fields that samples carry are what a reader gave: JSON text, or an Arrow array of one.
+    Values of carried fields are as the reader gave them: JSON text, or an Arrow array of one.
     """
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write more rows.
-
-        Raises:
-            SampleError: a value of a table is of another kind than others of its column; names its ``source``.
-            OSError: no room is left.
-        """
+        """Write more rows; raise SampleError, with a ``source``, for mixed types in a column, OSError without room."""
 
 
 def row_of(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
-    """Return all fields of a sample, and those that it carries as they are.
-
-    ``source`` is for people and is not read back; one that the data had already is kept.
-
-    Args:
-        sample: sample to write.
-        names: the file's names of our fields.
-    """
+    """Return all fields of a sample, by the file's names, and those that it carries; a carried ``source`` is kept."""
     key = sample.merge_key
     row: dict[str, Any] = {"tokens": sample.tokens, "loss_mask": sample.loss_mask}
     if isinstance(key, Tempered):
@@ -70,10 +58,8 @@ def row_of(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
 def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     """Check that a file could be written, before there is anything to write.
 
-    Args:
-        path: path of the file.
-        inputs: inputs that the command reads: files, globs, ``-``; folders of runs, models, tokenizers and saved data
-            sets. One that does not exist is ignored.
+    ``inputs`` are the command's: files, globs, ``-``, folders of runs, models, tokenizers and data sets, or missing
+    paths.
 
     Raises:
         ValueError: the file's folder does not exist or cannot be written to, the path is a folder or a device, or the
@@ -119,12 +105,7 @@ def check_rows_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> No
 
 @contextmanager
 def rows_file(path: str | Path) -> Iterator[RowWriter]:
-    """Write rows to a file; its name sets the format (``.parquet``, ``.arrow``, ``.feather``, or JSON Lines).
-
-    Raises:
-        SampleError: a table cannot hold the rows.
-        OSError: the file cannot be written.
-    """
+    """Write rows to a file of the format in its name; raise SampleError for unsuitable rows, OSError if it fails."""
     if is_table(str(path)):
         require_pyarrow(str(path))
         from mcore_prefix_tree.data.write_tables import TableSpool
@@ -140,12 +121,8 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield a path to write to; the file takes its name once all is written, and disappears after an error.
-
-    Raises:
-        OSError: the file cannot be written; names it.
-    """
-    target = Path(path).resolve()  # what a link points to, so that the link stays one
+    """Yield a path to write to, renamed when it is complete and removed after an error; raise OSError with its name."""
+    target = Path(path).resolve()  # the target of a link, so that the link stays one
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished
@@ -216,4 +193,5 @@ def _part(part: Any) -> Any:
 
 
 def _listed(values: np.ndarray[Any, Any]) -> list[Any]:
+    """Return an array ``[n]`` or ``[n, k]`` as a list."""
     return [value if math.isfinite(value) else None for value in values.tolist()]

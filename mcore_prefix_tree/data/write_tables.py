@@ -1,7 +1,7 @@
 """Writer of Parquet and Arrow files that :mod:`mcore_prefix_tree.data.tables` reads back.
 
-A table begins with the types of its columns, but which fields samples have is known only after the last. So rows go to
-a nameless file beside the table's, in parts with types of their own, and are copied from there.
+A table begins with the types of its columns, but the fields of the samples are known only after the last. So rows are
+first written to a nameless file in the table's folder, in parts with separate types, and are copied from there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from mcore_prefix_tree.data.jsonl import JsonText
 from mcore_prefix_tree.signals import SampleError, Teacher
 
-# Of a row group or record batch: what a reader unpacks for a single row.
+# Bytes of a row group or record batch, which a reader unpacks for a single row.
 _PART_BYTES = 1 << 24
 
 

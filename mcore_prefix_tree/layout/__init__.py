@@ -1,4 +1,4 @@
-"""A trie laid out flat: what the model reads, and the way back to the samples."""
+"""A trie laid out flat as the model's input, and the map back to the samples."""
 
 from mcore_prefix_tree.layout.flat import FlatLayout, fold
 from mcore_prefix_tree.layout.padding import NO_PADDING, Padding

@@ -21,17 +21,17 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatLayout:
-    """One micro-batch of folded samples; 24 bytes a physical token, apart from :attr:`sample_map`.
+    """One micro-batch of folded samples; 24 bytes per physical token, without :attr:`sample_map`.
 
-    Query token i sees key token j exactly if ``j <= i < subtree_end[j]``. Tokens from T to P are padding: roots
-    of their own that see only themselves and are never scored.
+    Query token i sees key token j exactly if ``j <= i < subtree_end[j]``. Tokens from T to P are padding: separate
+    roots that see only themselves and are never scored.
 
     Attributes:
         input_ids: int32 ``[P]``; 0 for padding.
-        position_ids: int32 ``[P]``, each token's depth on its own path; 0 for padding.
+        position_ids: int32 ``[P]``, each token's depth on its path; 0 for padding.
         subtree_end: int32 ``[P]``, exclusive flat end of the subtree under the token's node.
-        predictor: int32 ``[P]``, flat index of the token's predecessor on its path; -1 where nothing predicts the
-            token (first in a root, padding).
+        predictor: int32 ``[P]``, flat index of the token's predecessor on its path; -1 if nothing predicts the token
+            (first in a root, padding).
         loss_weight: float64 ``[P]``, the loss masks of all samples through a token, summed; 0 without a predictor.
         cu_node_lens: int32 ``[N + 1]``, node n holds flat tokens ``cu_node_lens[n]:cu_node_lens[n + 1]``.
         node_parent: int32 ``[N]``, -1 for a root.
@@ -41,7 +41,7 @@ class FlatLayout:
         sample_order: int64 ``[S]``, the samples in depth-first order.
         sample_shared: int64 ``[S]``, leading tokens that each sample in that order has in common with the one before.
         num_supervised: logical tokens that have a predictor and a non-zero loss mask.
-        temperature: float64 ``[P]``, divisor of the logits at each token; None where it is 1 for all.
+        temperature: float64 ``[P]``, divisor of the logits at each token; None if it is 1 for all.
     """
 
     input_ids: Int32Array
@@ -92,9 +92,9 @@ class FlatLayout:
 
     @cached_property
     def sample_map(self) -> Int32Array:
-        """int32 ``[L]``: flat indices of the samples' tokens, one sample after another, in the caller's order.
+        """Flat indices of the samples' tokens, int32 ``[L]``, one sample after another, in the caller's order.
 
-        The only array here as long as the logical tokens: made when first asked for.
+        The only array here with an entry per logical token: made when it is first requested.
         """
         sample_map = np.empty(self.logical_tokens, dtype=np.int32)
         lengths = np.diff(self.cu_sample_lens)[self.sample_order]
@@ -113,15 +113,15 @@ class FlatLayout:
 
     @cached_property
     def unfolded_pairs(self) -> int:
-        """(query, key) pairs that causal attention over each sample alone computes."""
+        """Number of (query, key) pairs that causal attention over each separate sample computes."""
         lengths = np.diff(self.cu_sample_lens)
         return int((lengths * (lengths + 1) // 2).sum())
 
     @cached_property
     def num_predictors(self) -> int:
-        """Tokens that predict a token with a loss weight: the positions that a fused vocabulary head projects.
+        """Number of tokens that predict a token with a loss weight: the positions that a fused head projects.
 
-        One that predicts several, at a branch, counts once.
+        A token that predicts several, at a branch, counts once.
         """
         predicts = np.zeros(self.padded_size, dtype=np.bool_)
         predicts[self.predictor[self.loss_weight != 0]] = True
@@ -152,13 +152,12 @@ def fold(
 ) -> FlatLayout:
     """Fold samples into one flat layout.
 
-    It depends on the samples only, not on their order, apart from ``sample_map``, ``cu_sample_lens``, ``sample_node``
-    and ``sample_order``, which follow the caller's order.
+    It depends on the samples only, not on their order, except ``sample_map``, ``cu_sample_lens``, ``sample_node`` and
+    ``sample_order``, which follow the caller's order.
 
     Args:
-        samples: any number; no samples give a layout of padding alone (a rank without work).
-        trie: trie of these samples, where it is known or shares less than everything; ``build_trie(samples)`` by
-            default.
+        samples: any number; no samples give a layout of padding only (a rank without work).
+        trie: trie of these samples, if it is known or shares less than everything; ``build_trie(samples)`` by default.
         pad_to_multiple_of: number whose multiples the size is rounded up to (tensor parallel size, under sequence
             parallelism).
         padded_size: exact size to pad to; it must hold all tokens and be such a multiple.
@@ -172,7 +171,7 @@ def fold(
         if not isinstance(value, int | np.integer | None) or (value is None and name == "pad_to_multiple_of"):
             raise TypeError(f"{name}={value!r} must be an integer")
     if not isinstance(trie, Trie | None):
-        raise TypeError(f"trie is a {type(trie).__name__}; give what build_trie returns, or nothing")
+        raise TypeError(f"trie is a {type(trie).__name__}; give the result of build_trie, or omit it")
     if trie is None:
         trie = build_trie(samples)
     elif len(trie.order) != len(samples):
@@ -193,7 +192,7 @@ def fold(
     borders, parent = trie.cu_node_lens.astype(np.int32), trie.node_parent.astype(np.int32)
     depth = trie.node_depth.astype(np.int32)
     node_lens = np.diff(borders)
-    # In place, and what needs an array beside its own first: in all no more memory than what is returned.
+    # In place, and steps that need a second array first: the peak is no more memory than the result.
     position_ids = np.arange(padded_size, dtype=np.int32)
     position_ids[:physical] -= np.repeat(borders[:-1] - depth, node_lens)
     position_ids[physical:] = 0
@@ -231,7 +230,7 @@ def fold(
 def _temperature(
     samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
 ) -> npt.NDArray[np.float64] | None:
-    """Return the temperature of every token; samples that share it agree on theirs, which is part of the merge key."""
+    """Return each token's temperature, float64 ``[P]``, or None; samples that share a token agree on it."""
     of_sample = np.fromiter((sample.temperature for sample in samples), dtype=np.float64, count=len(samples))
     if (of_sample == 1).all():
         return None
@@ -241,11 +240,7 @@ def _temperature(
 
 
 def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:
-    """For each sample in depth-first order, an array whose first ``length`` entries are its tokens' flat indices.
-
-    One buffer, overwritten from sample to sample: a sample keeps the shared part of the path before it and continues
-    with new flat tokens.
-    """
+    """Yield per sample, depth-first, a reused buffer whose first ``length`` entries are flat indices, ``[S]``."""
     path = np.empty(int(lengths.max(initial=0)), dtype=np.int32)
     flat = 0
     for prefix, length in zip(shared.tolist(), lengths.tolist(), strict=True):
@@ -257,15 +252,12 @@ def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:
 def _loss_weights(
     samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
 ) -> tuple[npt.NDArray[np.float64], int]:
-    """Return the masks of all samples through each token, summed, and the number of scored logical tokens.
-
-    Sums along the current path, and writes a token's sum once the walk leaves it: memory for one path, not for all.
-    """
-    loss_weight = np.zeros(padded_size)  # float64: in it a sum of masks is what a loss in float64 adds up
+    """Return the summed masks of the samples through each token, float64 ``[P]``, and the scored logical tokens."""
+    loss_weight = np.zeros(padded_size)  # float64: a sum of masks then equals the sum in a float64 loss
     num_supervised = 0
     on_path = np.zeros(int(lengths.max(initial=0)), dtype=np.float64)
     ordered = lengths[trie.order]
-    # What the walk leaves after each sample is what the next one does not share.
+    # After each sample the walk leaves the tokens that the next one does not share.
     left = np.append(trie.shared, 0)[1:]
     for index, path, length, keep in zip(
         trie.order.tolist(), _paths(trie.shared, ordered), ordered.tolist(), left.tolist(), strict=True

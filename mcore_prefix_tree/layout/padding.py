@@ -1,4 +1,4 @@
-"""Padding of a micro-batch: to what its parallel layout needs, and to few sizes if wanted."""
+"""Padding of a micro-batch to a multiple that its parallel layout needs, and to few sizes if wanted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Sizes that micro-batches are rounded up to.
+    """Sizes that micro-batches are rounded up to; construction raises ValueError for invalid buckets.
 
     Attributes:
-        multiple: number that divides the size: the tensor-parallel ranks where they share the sequence, else 1.
-        buckets: the only sizes, increasing, where something downstream is compiled or captured once a size. Empty
-            rounds up to ``multiple`` and no further.
-
-    Raises:
-        ValueError: raised on construction, if a bucket is not a positive multiple or they do not increase. The caller
-            adds the name of the setting.
+        multiple: divisor of the size: the number of tensor-parallel ranks if they share the sequence, else 1.
+        buckets: the only sizes, increasing multiples, if something downstream is compiled or captured once per size.
+            Empty rounds up to ``multiple`` and no further.
     """
 
     multiple: int = 1
@@ -35,22 +31,14 @@ class Padding:
             raise ValueError(f"{list(self.buckets)} must increase")
 
     def check_holds(self, max_tokens: int) -> None:
-        """Check that every micro-batch under a budget finds a size.
-
-        Raises:
-            ValueError: the largest bucket is below ``max_tokens``.
-        """
+        """Raise ValueError if the largest bucket is below ``max_tokens``."""
         if self.buckets and self.buckets[-1] < max_tokens:
             raise ValueError(
                 f"the largest, {self.buckets[-1]}, cannot hold a micro-batch of {max_tokens} tokens; add one that can"
             )
 
     def size(self, tokens: int) -> int:
-        """Return the tokens with padding; at least one, because a micro-batch of nothing is one of padding.
-
-        Raises:
-            ValueError: ``tokens`` are more than the largest bucket.
-        """
+        """Return the size with padding, at least one token; raise ValueError if ``tokens`` exceed all buckets."""
         if not self.buckets:
             return max(1, -(-tokens // self.multiple)) * self.multiple
         self.check_holds(tokens)

@@ -1,7 +1,4 @@
-"""Counts and ratios of a layout, and the shape of each of its trees.
-
-Legend: N nodes, G segments (maximal chains of nodes without branching), S samples.
-"""
+"""Counts and ratios of a layout of S samples in N nodes, and its trees' G segments (chains without branching)."""
 
 from __future__ import annotations
 
@@ -108,8 +105,7 @@ class Chains:
     """The nodes of a layout grouped into segments, numbered in depth-first pre-order, for drawing.
 
     Attributes:
-        first_node: int64 ``[G]``, node at which each segment begins; it ends where the next begins.
-        children: segments below each segment.
+        first_node: int64 ``[G]``, node at which each segment begins; it ends before the next one.
         samples: int64 ``[G]``, number of samples through its first node.
         physical_tokens: int64 ``[G]``, number of tokens of the segment and everything below it.
         segment_of_node: int64 ``[N]``, segment of each node.

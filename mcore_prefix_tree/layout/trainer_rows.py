@@ -1,7 +1,4 @@
-"""Rows of token ids as a trainer lays them out, and the layout that folds them.
-
-Legend: T tokens of the trainer's layout, with its padding; S rows; L tokens of all rows.
-"""
+"""Layout that folds S rows of token ids, L tokens, out of a trainer's T, which include padding."""
 
 from __future__ import annotations
 
@@ -21,13 +18,9 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostRows:
-    """Rows of a trainer's micro-batch, on the host. Rows without tokens are left out.
+    """Rows of a trainer's micro-batch, on the host, without empty rows.
 
-    Attributes:
-        ids: int64 ``[T]``, token ids.
-        row: int64 ``[S]``, number of each row among all of the micro-batch.
-        start: int64 ``[S]``, start of each row.
-        length: int64 ``[S]``, number of tokens of each row.
+    ``ids`` is int64 ``[T]``; number in the micro-batch, start and length of each ``row`` are int64 ``[S]``.
     """
 
     ids: Int64Array
@@ -82,11 +75,7 @@ class HostRows:
         return np.array(order, dtype=np.int64), shared
 
     def make_layout(self, *, pad_to_multiple_of: int = 1) -> FlatLayout:
-        """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
-
-        Raises:
-            ValueError: a token id is negative or does not fit into 32 bits; names the row.
-        """
+        """Fold the rows as :func:`mcore_prefix_tree.layout.fold`; raise ValueError, with the row, for a bad id."""
         named = zip(self.row.tolist(), self._tokens, strict=True)
         samples = [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]
         order, shared = self._sorted

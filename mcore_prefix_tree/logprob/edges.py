@@ -41,20 +41,19 @@ ROWS = 256
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edges:
-    """The edges of a layout that are scored, in the order of their predictors.
+    """The scored edges of a layout, in the order of their predictors.
 
     Attributes:
         predictor: int64 tensor ``[E]``, flat index of the token that predicts.
         token: int64 tensor ``[E]``, flat index of the token that is predicted; None for tokens that need not be in the
-            layout, such as a teacher's.
+            layout, for example a teacher's.
         token_id: int64 tensor ``[E]``, id of that token in the vocabulary.
         row: int64 tensor ``[R]``, every predictor once, ascending.
         row_of_edge: int64 tensor ``[E]``: ``predictor == row[row_of_edge]``.
-        host_row: ``row`` on the host.
+        host_row, host_settled_by: ``row`` and ``settled_by`` on the host.
         first_edge: int64 ``[R + 1]`` on the host, row r predicts edges ``first_edge[r]:first_edge[r + 1]``.
         settled_by: int64 tensor ``[R]``, the last row that is scored together with this one: once its log-probabilities
-            are known, so are all that a loss of samples reads beside this row's.
-        host_settled_by: ``settled_by`` on the host.
+            are known, so are all others that a loss of samples reads with this row's.
         padded_size: P.
     """
 
@@ -73,10 +72,10 @@ class Edges:
     def from_layout(
         cls, layout: FlatLayout, *, needed: npt.NDArray[np.bool_] | None = None, device: torch.device | str = "cpu"
     ) -> Edges:
-        """Return the edges of the tokens that something predicts, which are all but the first of each root.
+        """Return the edges of the predicted tokens, which are all but the first of each root.
 
-        Rows are scored together where a sample goes through both. ``needed``, bool ``[P]`` by predicted token, leaves
-        out the others, whose log-probability is 0.
+        Rows are scored together if a sample goes through both. Tokens outside ``needed``, bool ``[P]``, have no edge:
+        their log-probability is 0.
         """
         token = np.flatnonzero(layout.predictor >= 0 if needed is None else (layout.predictor >= 0) & needed)
         token = token[np.argsort(layout.predictor[token], kind="stable")]
@@ -106,15 +105,10 @@ class Edges:
         padded_size: int,
         device: torch.device | str = "cpu",
     ) -> Edges:
-        """Return an edge for each of the k tokens that each of R questions asks about, question by question.
+        """Return an edge for each of k tokens of each of R questions, in order; no two rows are scored together.
 
-        No two rows are scored together.
-
-        Args:
-            predictor: int64 ``[R]``, flat indices of the tokens that the questions are about, ascending; some may be
-                the same.
-            token_ids: ``[R, k]``.
-            padded_size, device: padded size and device of the edges.
+        ``predictor``, int64 ``[R]``, ascending, has the flat indices that the questions are about; ``token_ids`` is
+        ``[R, k]``.
         """
         k = token_ids.shape[1]
         row, first, row_of_question = np.unique(predictor, return_index=True, return_inverse=True)
@@ -134,9 +128,7 @@ class Edges:
     def scored_together(self, predictor: npt.NDArray[np.int64], term: npt.NDArray[np.int64]) -> Edges:
         """Return these edges for a loss whose terms read more than one sample each.
 
-        Args:
-            predictor: int64 ``[K]``, flat indices of the predictors that terms read.
-            term: int64 ``[K]``, number of the term that reads each, from 0.
+        ``predictor`` and ``term``, int64 ``[K]``, have the flat indices that terms read, and the number of each term.
         """
         row = np.searchsorted(self.host_row, predictor)
         last = np.zeros(term.max(initial=-1) + 1, dtype=np.int64)
@@ -151,8 +143,8 @@ class Edges:
     ) -> tuple[Edges, torch.Tensor, torch.Tensor]:
         """Return the edges of some rows, no two of them scored together, and int64 indices of these rows and edges.
 
-        ``chosen`` is bool ``[R]`` on the host, ``on_device`` the same on the edges' device, so that the host does not
-        wait for it.
+        ``chosen`` is bool ``[R]`` on the host, and ``on_device`` on the edges' device, so that the host does not wait
+        for it.
         """
         count = np.diff(self.first_edge)[chosen]
         rows = _places(on_device, len(count))
@@ -195,7 +187,7 @@ class Edges:
         return per_edge.new_zeros(self.padded_size).index_put((self.token,), per_edge)
 
     def placed(self, per_edge: torch.Tensor) -> torch.Tensor:
-        """Return :meth:`at_tokens`, or ``[E]`` as it is where the tokens need not be in the layout."""
+        """Return :meth:`at_tokens`, or ``[E]`` unchanged if the tokens need not be in the layout."""
         return per_edge if self.token is None else self.at_tokens(per_edge)
 
     def at_rows(self, per_row: torch.Tensor) -> torch.Tensor:
@@ -204,7 +196,7 @@ class Edges:
 
 
 def _places(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices where a mask is true, ascending, given their count: ``nonzero`` would wait for the device."""
+    """Return the true indices of a mask ``[n]``, ascending, given their count: ``nonzero`` waits for the device."""
     return mask.int().argsort(descending=True, stable=True)[:count]
 
 
@@ -231,6 +223,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         with_entropy: bool,
         in_place: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities ``[E]`` and entropies ``[R]`` or None for logits ``[P, Vl]``."""
         empty = logits.new_empty(0, dtype=wide(logits.dtype))
         sums = RowSums.empty(logits.shape[0], with_entropy=with_entropy, like=empty)
         for rows in slices(logits.shape[0], ROWS):
@@ -269,7 +262,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         is_wide = grad.dtype == sums.total.dtype
         for rows in slices(logits.shape[0], ROWS):
             owned = edges.of_flat(rows)
-            # In fp32 or wider, whatever the gradient's dtype: what a target loses to rounding stays lost.
+            # In fp32 or wider for any dtype of the gradient: a target's rounding error would be permanent.
             block = grad[rows] if is_wide else torch.empty_like(grad[rows], dtype=sums.total.dtype)
             if not (is_wide and ctx.in_place):
                 block.copy_(logits[rows])
@@ -301,7 +294,7 @@ def edge_logprobs(
     with_entropy: bool = False,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probability of every token given its path, and the entropy of what each token predicts.
+    """Return the log-probability of every token given its path, and the entropy of each token's prediction.
 
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
@@ -309,14 +302,13 @@ def edge_logprobs(
         temperature: ``[P]``, divisor of each row of logits; None means 1.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
-        with_entropy: whether to compute the entropy too.
-        in_place: whether backward puts the gradient where the logits are, which halves the peak. For logits that nobody
-            reads afterwards; autograd refuses a second backward.
+        in_place: whether backward overwrites the logits with the gradient, which halves the peak. For logits that
+            nobody reads afterwards; autograd rejects a second backward.
 
     Returns:
-        Log-probabilities ``[P]`` in nats, at each token's own flat index, 0 where nothing predicts the token; ``[E]``
-        for edges to tokens that need not be in the layout. And the entropies ``[P]`` in nats, or None. Equal on all
-        ranks of the group, fp32 or better.
+        Log-probabilities ``[P]`` in nats, at each token's flat index, 0 if nothing predicts the token; ``[E]`` for
+        edges to tokens that need not be in the layout. And the entropies ``[P]`` in nats, or None. Equal on all ranks
+        of the group, fp32 or better.
 
     Raises:
         ValueError: if the logits are not ``[padded_size, Vl]``.

@@ -1,7 +1,4 @@
-"""Values of unique tokens, copied to each row that shares them.
-
-Legend: P unique tokens of a layout, with its padding; T tokens of the rows, with their padding.
-"""
+"""Values of P unique tokens, padding included, copied to the T tokens of the rows that share them."""
 
 from __future__ import annotations
 
@@ -14,14 +11,7 @@ _COLUMNS = 1024
 
 
 def expand(values: torch.Tensor, place: torch.Tensor, *, dim: int = 0, padded: bool = True) -> torch.Tensor:
-    """Return the value of each position's token, 0 for padding. The gradient of a token is the sum over its rows.
-
-    Args:
-        values: tensor of size P along ``dim``.
-        place: int64 ``[T]``, the token of each position, P for padding.
-        dim: dimension of the tokens, which has size T in the result.
-        padded: whether there is any padding.
-    """
+    """Return values ``[..., P, ...]`` at each token of ``place``, int64 ``[T]``, 0 for padding P; gradients add up."""
     expanded: torch.Tensor = _Expand.apply(values, place, dim, padded)  # type: ignore[no-untyped-call]
     return expanded
 
@@ -31,6 +21,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, place: torch.Tensor, dim: int, padded: bool) -> torch.Tensor:
+        """Return ``[..., T, ...]`` for values ``[..., P, ...]`` and place ``[T]``."""
         ctx.save_for_backward(place)
         ctx.dim, ctx.shape = dim, values.shape
         if padded:
@@ -39,6 +30,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        """Return the gradient ``[..., P, ...]`` for ``[..., T, ...]``."""
         (place,) = ctx.saved_tensors
         shape = [size + 1 if dim == ctx.dim else size for dim, size in enumerate(ctx.shape)]
         total = grad.new_zeros(shape)

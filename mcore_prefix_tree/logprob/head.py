@@ -7,8 +7,7 @@ stored logits. :mod:`mcore_prefix_tree.logprob.head_losses` does without the fou
 The gradients of both outputs are in :mod:`mcore_prefix_tree.logprob.edges`; those of hidden states and weight follow
 from ``logits = hidden @ weight.T``.
 
-Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
-vocabulary on this rank.
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl local columns.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ def head_logprobs(
     Args:
         hidden: ``[R, h]``, the hidden states of ``head.edges.row``, the same on all ranks of the group.
         weight: ``[Vl, h]``, this rank's part of the output weight.
-        head: everything else that the logits are made of.
-        with_entropy: whether to compute the entropy too.
 
     Returns:
-        Log-probabilities ``[P]`` in nats, fp32 or better, at each token's own flat index, 0 for tokens without an edge,
-        or ``[E]`` for edges to tokens that need not be in the layout; and the entropies ``[P]`` of the predictors, 0
-        where they have no edge, or None. Both are equal on all ranks of the group. The gradient of ``hidden`` is this
-        rank's part: the caller sums it over the group.
+        Log-probabilities ``[P]`` in nats, fp32 or better, at each token's flat index, 0 for tokens without an edge, or
+        ``[E]`` for edges to tokens that need not be in the layout; and the entropies ``[P]`` of the predictors, 0 if
+        they have no edge, or None. Both are equal on all ranks of the group. The gradient of ``hidden`` is this rank's
+        part: the caller sums it over the group.
 
     Raises:
         ValueError: if ``hidden`` does not have a row for every predictor or ``weight`` is not ``[Vl, h]``.
@@ -48,7 +45,7 @@ def head_logprobs(
 
 
 def check_shapes(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> None:
-    """Raise ValueError as :func:`head_logprobs` says."""
+    """Raise ValueError as :func:`head_logprobs`, for other shapes than ``[R, h]`` and ``[Vl, h]``."""
     rows = len(head.edges.host_row)
     if hidden.ndim != 2 or len(hidden) != rows:
         raise ValueError(f"hidden must be [{rows}, h], a row for every predictor, not {list(hidden.shape)}")
@@ -61,6 +58,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, head: Head, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities ``[E]`` and entropies ``[R]`` or None for ``[R, h]`` and ``[Vl, h]``."""
         chunks = Chunks(hidden, weight, head)
         empty = hidden.new_empty(0, dtype=chunks.dtype)
         sums = RowSums.empty(len(hidden), with_entropy=with_entropy, like=empty)
@@ -99,7 +97,7 @@ class _HeadLogprobs(torch.autograd.Function):
 def add_gradients(
     chunks: Chunks, grads: Grads, sums: RowSums, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
 ) -> None:
-    """Form the logits again, and add the gradients that follow from ``[E]`` and ``[R]``; None for what nobody uses."""
+    """Form the logits again, and add the gradients that follow from ``[E]`` and ``[R]``; None for an unused output."""
     row_of_edge = chunks.head.edges.row_of_edge
     per_row = None if grad_logprob is None else sum_per_row(grad_logprob, row_of_edge, sums.total)
     for rows, edges, logits in chunks:

@@ -1,7 +1,6 @@
 """The logits of a chunk of rows at a time, and the gradients that they are turned into.
 
-Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
-vocabulary on this rank.
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl local columns.
 """
 
 from __future__ import annotations
@@ -33,18 +32,12 @@ def default_chunk_rows(columns: int, device: torch.device) -> int:
 
 
 def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
-    """Cut R rows into chunks of at most C, so that few rows are scored together with one of a later chunk.
+    """Cut R rows into ascending chunks of at most C, so that few rows are scored together with one of a later chunk.
 
     Such a row is projected twice, one product more than the three of others. A border that spares fewer of them than a
-    fourth of the rows by which it makes its chunk smaller is not worth the chunks that follow from it.
-
-    Args:
-        settled_by: int64 ``[R]``, see :class:`Edges`.
-        head_chunk_rows: C.
-
-    Returns:
-        Ascending chunks. They depend on the edges alone: rows of a product of another height may have other bits, and a
-        policy's old log-probabilities have to have those of the step that they are compared with.
+    fourth of the rows by which it makes its chunk smaller is not worth the chunks that follow from it. The chunks
+    depend only on ``settled_by``, int64 ``[R]`` of :class:`Edges`, and C: rows of a product of another height may have
+    other bits, and a policy's old log-probabilities must equal those of the step that they are compared with.
     """
     rows = len(settled_by)
     # How many rows before a border are settled behind it.
@@ -57,7 +50,7 @@ def cut(settled_by: npt.NDArray[np.int64], head_chunk_rows: int) -> list[slice]:
     while stop > 0:
         start = max(0, stop - head_chunk_rows)
         if start:
-            # From the end, so that what comes last is whole.
+            # From the end, so that the last chunk is full.
             smaller = np.arange(head_chunk_rows // 2 + 1)
             start += int(np.argmin(torn[start + smaller] + smaller / 4))
         chunks.append(slice(start, stop))
@@ -77,18 +70,16 @@ class WeightGradSink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Head:
-    """Everything that a row's logits are made of, besides hidden states and weight.
+    """The factors of a row's logits, in addition to hidden states and weight.
 
     Attributes:
-        edges: edges to score.
         multiplier: factor on the product of hidden states and weight, as in muP (https://arxiv.org/abs/2203.03466).
         temperature: ``[P]``, temperature of each predictor; None means 1.
         vocab_start: id of this rank's first column.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
         head_chunk_rows: C; :func:`default_chunk_rows` if None.
         weight_grad: receiver of the weight's gradient; None leaves it to autograd.
-        vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
-            None means no padding.
+        vocab_size: id from which columns are padding, which has no probability; None means no padding.
     """
 
     edges: Edges
@@ -105,7 +96,7 @@ class Chunks:
     """Logits of ``hidden @ weight.T``, a chunk of rows at a time."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, like: Chunks | None = None) -> None:
-        """Take over the memory of ``like``, chunks of other rows that are finished, if it is given."""
+        """Project hidden ``[R, h]`` with weight ``[Vl, h]``; reuse the memory of ``like``, finished chunks."""
         self.hidden, self.weight, self.head = hidden, weight, head
         self.dtype = wide(hidden.dtype)
         self._product: torch.Tensor
@@ -149,7 +140,7 @@ class Chunks:
         return self._scratch[: rows.stop - rows.start]
 
     def target(self, rows: slice, edges: slice, logits: torch.Tensor) -> torch.Tensor:
-        """Logit of each edge's token; 0 where that is on another rank."""
+        """Return the logit of each edge's token, ``[E]`` from ``[C, Vl]``; 0 if it is on another rank."""
         own_row = self.head.edges.row_of_edge[edges] - rows.start
         return torch.where(self.here[edges], logits[own_row, self.column[edges]], 0)
 
@@ -163,14 +154,9 @@ class Chunks:
 
 
 class Grads:
-    """Gradients of hidden states and weight, from those of the logits a chunk at a time.
+    """Gradients of hidden ``[R, h]`` and weight ``[Vl, h]``, or added to ``weight_grad``, from one chunk at a time.
 
-    Args:
-        chunks: chunks of the logits.
-        of_hidden: whether to form the gradient of the hidden states.
-        of_weight: whether to form the gradient of the weight.
-        weight_grad: tensor to add the weight's gradient to.
-        gathered: whether chunks have rows in any order, and may repeat a row.
+    If ``gathered``, chunks have rows in any order, and may repeat a row.
     """
 
     def __init__(
@@ -187,7 +173,7 @@ class Grads:
         self.hidden = made(chunks.hidden) if of_hidden else None
         self.weight = weight_grad
         if of_weight and weight_grad is None:
-            # In fp32 whatever the weight's dtype: it is a sum over chunks.
+            # In fp32 for any dtype of the weight: it is a sum over chunks.
             self.weight = torch.zeros_like(chunks.weight, dtype=chunks.dtype)
 
     def add_(self, rows: slice | torch.Tensor, grad: torch.Tensor) -> None:

@@ -1,16 +1,16 @@
-"""The vocabulary head with a loss that is known beforehand: its gradients are formed while a chunk's logits are there.
+"""The vocabulary head with a loss that is known beforehand: its gradients are formed while a chunk's logits exist.
 
-Three products of ``[R, h]`` and ``[Vl, h]``, as with stored logits, and backward only scales what forward has formed:
+Three products of ``[R, h]`` and ``[Vl, h]``, as with stored logits, and backward only scales the gradients of forward:
 
-- :func:`head_weighted_sum`, linear in the log-probabilities with known weights, such as supervised training;
-- :func:`head_edge_loss`, a sum of terms that each read the edges and entropies of one row, such as a policy gradient
-  with a ratio per token, or of the rows that are scored together, such as a preference: a row's gradient follows from
-  the chunk in which the last of these is. The rows that are scored together with one of a later chunk are the only ones
-  whose logits are computed again;
-- :func:`head_logit_losses`, a sum of terms that each read all logits of one row, such as a divergence from a teacher's.
+- :func:`head_weighted_sum`, linear in the log-probabilities with known weights, for example supervised training;
+- :func:`head_edge_loss`, a sum of terms that each read the edges and entropies of one row, for example a policy
+  gradient with a ratio per token, or of the rows that are scored together, for example a preference: a row's gradient
+  follows from the chunk in which the last of these is. Only logits of rows that are scored together with one of a later
+  chunk are computed again;
+- :func:`head_logit_losses`, a sum of terms that each read all logits of one row, for example a divergence from a
+  teacher's.
 
-Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl columns of the
-vocabulary on this rank.
+Legend: P padded tokens, E edges, R rows (predictors with an edge), C rows of a chunk, h hidden size, Vl local columns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EdgeLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 # Of a chunk's rows and their logits [C, Vl]: the values [C]. It turns the logits into the gradient of the loss at them.
 LogitLoss = Callable[[slice, torch.Tensor], torch.Tensor]
 
-# Of what an EdgeLoss reads, the gradients [E] and [R]; None of entropies that the loss does not read.
+# Gradients [E] and [R] of the inputs of an EdgeLoss; None for entropies that the loss does not read.
 _RowGrads = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -59,8 +59,8 @@ def head_weighted_sum(
         :func:`head_logprobs`, without a gradient.
 
     Raises:
-        ValueError: same cases as in :func:`head_logprobs`; or float16, where gradients that are formed before the loss
-            is scaled vanish.
+        ValueError: same cases as in :func:`head_logprobs`; or float16, which underflows in gradients formed before the
+            loss is scaled.
     """
     edge_weight = edge_weight.to(wide(hidden.dtype))
     gradient, per_edge, _ = _with_gradient(
@@ -78,29 +78,26 @@ def head_edge_loss(
     by_rows: bool = False,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradient of a known loss, in three products where one chunk has all that a term reads.
+    """Return the gradient of a known loss, in three products if one chunk has all rows that a term reads.
 
-    Memory and use are those of :func:`head_weighted_sum`.
+    Memory, use and errors are those of :func:`head_weighted_sum`.
 
     Args:
-        hidden, weight, head: as in :func:`head_logprobs`.
+        hidden, weight, head: ``[R, h]``, ``[Vl, h]``, as in :func:`head_logprobs`.
         loss: function of the log-probabilities ``[E]`` and, ``with_entropy``, the entropies ``[R]``: a sum of terms,
-            each of which reads rows that are scored together, see :class:`Edges`. It is called once a chunk and once
-            more at the end, and not at all without gradients. Only its results for rows whose terms have all they read
-            are used; rows that are still to come have a uniform distribution. It is the same on all ranks of the group.
+            each of which reads rows that are scored together, see :class:`Edges`. It is called once per chunk and once
+            more at the end, and not at all without gradients. Only its results for rows with complete terms are used;
+            rows that are still to come have a uniform distribution. It is the same on all ranks of the group.
         by_rows: whether each term reads the edges and the entropy of one row.
-        with_entropy: whether to compute the entropy too.
 
     Returns:
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the log-probabilities ``[E]``
-        and the entropies ``[R]`` or None to compute that value from, fp32 or better, without gradients and equal on
-        all ranks of the group.
-
-    Raises:
-        ValueError: same cases as in :func:`head_weighted_sum`.
+        and the entropies ``[R]`` or None to compute that value from, fp32 or better, without gradients and equal on all
+        ranks of the group.
     """
 
     def row_grads(logprob: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the loss's gradients ``[E]`` and ``[R]`` or None."""
         leaves = [leaf.detach().requires_grad_() for leaf in (logprob, entropy) if leaf is not None]
         with torch.enable_grad():
             total = loss(leaves[0], leaves[1] if with_entropy else None)
@@ -115,21 +112,18 @@ def head_edge_loss(
 def head_logit_losses(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, loss: LogitLoss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of a loss that sums over rows and reads each row whole.
+    """Return the gradient of a loss that sums over rows and reads each row completely.
 
-    Memory and use are those of :func:`head_weighted_sum`.
+    Memory, use and errors are those of :func:`head_weighted_sum`.
 
     Args:
-        hidden, weight, head: as in :func:`head_logprobs`; of the edges, only the rows are read.
-        loss: function called once a chunk, with and without gradients. The logits are in fp32 or wider and divided by
+        hidden, weight, head: ``[R, h]``, ``[Vl, h]``, as in :func:`head_logprobs`; only the rows of the edges are read.
+        loss: function called once per chunk, with and without gradients. The logits are in fp32 or wider and divided by
             the temperature; each rank of the group has its columns, and ranks call it together.
 
     Returns:
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the values ``[R]``, without
         gradients.
-
-    Raises:
-        ValueError: same cases as in :func:`head_weighted_sum`.
     """
     with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor] = _HeadLogitLosses.apply(  # type: ignore[no-untyped-call]
@@ -141,6 +135,7 @@ def head_logit_losses(
 def _with_gradient(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, row_grads: _RowGrads, *, by_rows: bool, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return 0, log-probabilities ``[E]`` and entropies ``[R]`` or None for ``[R, h]`` and ``[Vl, h]``."""
     with_grad = forms_gradient(hidden, weight, head)
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadEdgeLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, head, row_grads, by_rows, with_entropy, with_grad
@@ -149,7 +144,7 @@ def _with_gradient(
 
 
 def forms_gradient(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> bool:
-    """Return whether forward forms a gradient; check that it can."""
+    """Return whether forward forms a gradient of ``[R, h]`` or ``[Vl, h]``; check that it can."""
     check_shapes(hidden, weight, head)
     if hidden.dtype == torch.float16:
         raise ValueError("gradients that are formed before the loss is scaled vanish in float16; use bfloat16")
@@ -168,6 +163,7 @@ class _HeadEdgeLoss(torch.autograd.Function):
         with_entropy: bool,
         with_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return 0, log-probabilities ``[E]`` and entropies ``[R]`` or None for ``[R, h]`` and ``[Vl, h]``."""
         chunks = Chunks(hidden, weight, head)
         of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
         grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
@@ -207,13 +203,7 @@ class _HeadEdgeLoss(torch.autograd.Function):
 
 
 class _Scores:
-    """Inputs of a loss of edges, filled in a chunk at a time.
-
-    Attributes:
-        logprob: ``[E]`` log-probabilities; those of later chunks are as if all tokens were equally likely.
-        entropy: ``[R]`` entropies in the same way, or None if not asked for.
-        sums: ``[R]``, sums of the softmax over all ranks.
-    """
+    """Inputs of a loss of edges ``[E]``, and ``[R]``, filled one chunk at a time; uniform for later chunks."""
 
     def __init__(self, chunks: Chunks, *, with_entropy: bool) -> None:
         head, rows = chunks.head, len(chunks.hidden)
@@ -225,11 +215,7 @@ class _Scores:
         self.sums = RowSums.empty(rows, with_entropy=with_entropy, like=self.logprob)
 
     def add(self, rows: slice, edges: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Score a chunk; turns its logits into ``exp(logits - own maximum)``.
-
-        Returns:
-            The maximum of each row on this rank, ``[C]``; with entropies, ``logits - own maximum``.
-        """
+        """Score a chunk ``[C, Vl]``, left as ``exp(logits - own maximum)``; return that maximum, and shifted logits."""
         head = self._chunks.head
         target = self._chunks.target(rows, edges, logits)
         shifted = None if self.entropy is None else self._chunks.scratch(rows)
@@ -254,16 +240,7 @@ def _grad_of_logits_(
     grad_entropy: torch.Tensor | None,
     edges: EdgeGrads,
 ) -> torch.Tensor:
-    """Return the gradient of some rows' logits; overwrites ``block``.
-
-    Args:
-        block: ``[C, Vl]``, ``exp(logits - own maximum)``; with ``grad_entropy``, ``logits - own maximum``.
-        joined: sums of the rows over all ranks.
-        shift: ``[C]``, this rank's maximum minus that of all ranks.
-        grad_row: ``[C]``, from :func:`sum_per_row`.
-        grad_entropy: ``[C]``, or None where the loss reads no entropy.
-        edges: gradients of the rows' edges.
-    """
+    """Return the gradient of some rows' logits ``[C, Vl]``; overwrites ``block``, from ``_Scores.add``."""
     if grad_entropy is None:
         grad = block.mul_(-(grad_row * shift.exp() / joined.total)[:, None])
         edges.add_to_(grad)
@@ -278,6 +255,7 @@ class _HeadLogitLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, head: Head, loss: LogitLoss, with_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return 0 and the values ``[R]`` for hidden states ``[R, h]`` and weight ``[Vl, h]``."""
         chunks = Chunks(hidden, weight, head)
         of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
         grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
@@ -296,11 +274,7 @@ class _HeadLogitLosses(torch.autograd.Function):
 
 
 class _Waiting:
-    """The rows that are scored together with one of a later chunk.
-
-    Attributes:
-        rows: bool ``[R]`` on the host.
-    """
+    """The rows, bool ``[R]`` on the host, that are scored together with one of a later chunk."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges = edges
@@ -319,7 +293,7 @@ class _Waiting:
     def only_settled(
         self, rows: slice, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradients without those of the rows among these that wait; others are not read."""
+        """Return the gradients ``[E]`` and ``[R]`` without those of waiting rows among these; others are not read."""
         if not self.rows[rows].any():
             return grad_logprob, grad_entropy
         grad_logprob = grad_logprob.masked_fill(self._rows[self._edges.row_of_edge], 0)
@@ -328,7 +302,7 @@ class _Waiting:
     def add_gradients(
         self, chunks: Chunks, grads: Grads, sums: RowSums, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor | None
     ) -> None:
-        """Add the gradients of these rows, once everything is known; arguments are those of :func:`add_gradients`."""
+        """Add the gradients of these rows, ``[E]`` and ``[R]``, once everything is known; see :func:`add_gradients`."""
         edges, rows, of_edge = self._edges.some_rows(self.rows, self._rows)
         later = Chunks(chunks.hidden[rows], chunks.weight, replace(chunks.head, edges=edges), like=chunks)
         own = Grads(later, of_hidden=grads.hidden is not None, of_weight=False, weight_grad=grads.weight)
@@ -346,7 +320,7 @@ def keep(ctx: Any, grads: Grads, head: Head, weight_dtype: torch.dtype) -> None:
 
 
 def kept(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the kept gradients of hidden states and weight, times the gradient of the loss."""
+    """Return the kept gradients ``[R, h]`` and ``[Vl, h]``, times the gradient of the loss ``[]``."""
     grad_hidden, grad_weight = ctx.saved_tensors
     head: Head = ctx.head
     if grad_hidden is not None:

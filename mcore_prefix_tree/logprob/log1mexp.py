@@ -6,9 +6,9 @@ import torch
 
 
 def log1mexp(values: torch.Tensor) -> torch.Tensor:
-    """``log(1 - exp(x))`` for x < 0 without cancellation (Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012).
+    """Return ``log(1 - exp(x))``, ``[...]`` (Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012).
 
-    At 0 and above (a certain token, or rounding), as for the last number below 0.
+    At 0 and above (a certain token, or rounding), the result is that of the last number below 0.
     """
     below = values.clamp(max=-torch.finfo(values.dtype).tiny)
     near = below > -0.6931471805599453

@@ -1,8 +1,8 @@
-"""The softmax of a block of rows of logits, forward and backward, each step overwriting the block it is given.
+"""The softmax of a block of rows of logits, forward and backward, each step overwriting its block.
 
-Shared by the paths with and without logits: what one computes for a row, the other computes in the same operations.
+Shared by the paths with and without logits, so that both compute a row in the same operations.
 
-Legend: B rows of the block, Vl columns on this tensor-parallel rank.
+Legend: B rows of the block, R rows in all, E edges, Vl columns on this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXP_IS_ZERO = -1000.0
 
 @dataclass(frozen=True)
 class RowSums:
-    """Sums over the columns of each row, ``[B]`` or ``[R]``: all that a softmax needs beside the logits.
+    """Sums over the columns of each row, ``[B]`` or ``[R]``: all inputs of a softmax except the logits.
 
     The sum of ``exp(logits)`` stays in two factors, ``exp(maximum) * total``. The logarithm of their product would be
     rounded at the size of the maximum, and every log-probability with it.
@@ -27,7 +27,7 @@ class RowSums:
     Attributes:
         maximum: the largest logit.
         total: sum of ``exp(logits - maximum)``, at least 1 over all ranks.
-        moment: sum of ``exp(logits - maximum) * (logits - maximum)``; None if no entropy is asked for.
+        moment: sum of ``exp(logits - maximum) * (logits - maximum)``; None if no entropy is needed.
     """
 
     maximum: torch.Tensor
@@ -36,6 +36,7 @@ class RowSums:
 
     @classmethod
     def empty(cls, *size: int, with_entropy: bool, like: torch.Tensor) -> RowSums:
+        """Return uninitialised sums ``[*size]`` on the device of ``like``, ``[...]``."""
         return cls(like.new_empty(size), like.new_empty(size), like.new_empty(size) if with_entropy else None)
 
     @property
@@ -68,11 +69,10 @@ class RowSums:
 def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -> RowSums:
     """Return the sums of this rank's columns.
 
-    Args:
-        block: ``[B, Vl]``, logits; left with ``exp(block - maximum)``.
-        shifted: memory of the same size, left with ``block - maximum``; without it there is no moment.
+    ``block``, logits ``[B, Vl]``, is left with ``exp(block - maximum)``, and ``shifted``, memory of the same size, with
+    ``block - maximum``; without it there is no moment.
     """
-    # A rank may have none but logits of -inf, whose exponentials are 0 whatever the maximum.
+    # A rank may have only logits of -inf, whose exponentials are 0 for any maximum.
     maximum = block.amax(dim=1).clamp_(min=torch.finfo(block.dtype).min)
     if shifted is None:
         return RowSums(maximum, block.sub_(maximum[:, None]).exp_().sum(dim=1), None)
@@ -82,7 +82,7 @@ def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -
 
 
 def over_ranks(sums: RowSums, group: dist.ProcessGroup | None) -> RowSums:
-    """Join the sums that each rank of the group has of its own columns."""
+    """Join the ranks' sums, each of its own columns, over the group."""
     if group is None:
         return sums
     maximum = sums.maximum.clone()
@@ -99,12 +99,9 @@ def over_ranks(sums: RowSums, group: dist.ProcessGroup | None) -> RowSums:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeGrads:
-    """Gradients of some edges' log-probabilities, ``[E]``, and where each edge's token stands on this rank.
+    """Gradients of some edges' log-probabilities, ``[E]``; 0, at any column, for tokens on another rank.
 
-    Attributes:
-        row: int64, the row of each edge in the block.
-        column: int64, column of its token; anything where that is on another rank.
-        grad: the gradient; 0 where the token is on another rank.
+    ``row`` and ``column``, int64 ``[E]``, are the places of each edge's token in the block.
     """
 
     row: torch.Tensor
@@ -112,7 +109,7 @@ class EdgeGrads:
     grad: torch.Tensor
 
     def add_to_(self, block: torch.Tensor) -> None:
-        """Add each gradient at its token; several edges may share one."""
+        """Add each gradient at its token in ``[B, Vl]``; several edges may share one."""
         block.index_put_((self.row, self.column), self.grad, accumulate=True)
 
 
@@ -134,10 +131,9 @@ def softmax_backward_(
     Args:
         block: ``[B, Vl]``, logits.
         sums: sums of the rows, over all ranks.
-        grad_row: ``[B]``, the sum of the gradients of all edges of a row, on whatever rank their tokens are; None if
-            nobody uses the log-probabilities.
-        grad_entropy: ``[B]``, gradients of the rows' entropies; None if nobody uses them.
-        edges: gradients of the block's edges; None where ``grad_row`` is.
+        grad_row: ``[B]``, the sum of the gradients of all edges of a row, on all ranks; None, with ``edges``, if
+            unused.
+        grad_entropy: ``[B]``, gradients of the rows' entropies; None if unused.
     """
     shifted = block.sub_(sums.maximum[:, None])
     if grad_entropy is None:

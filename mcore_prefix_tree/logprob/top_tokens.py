@@ -1,7 +1,4 @@
-"""The likeliest next tokens, from vocabulary-parallel logits; for a teacher to be distilled from.
-
-Legend: P padded tokens, R rows, k tokens of each, Vl columns of the vocabulary on this rank.
-"""
+"""The k likeliest next tokens at R rows of logits ``[P, Vl]``, for a teacher to be distilled from."""
 
 from __future__ import annotations
 
@@ -24,23 +21,18 @@ def top_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k likeliest tokens after some tokens, the likeliest first.
+    """Return the k likeliest tokens after some tokens, the likeliest first; raise ValueError if there are fewer.
 
     Args:
         logits: ``[P, Vl]``, this rank's columns, in any floating dtype; reductions are in fp32 or better.
         row: int64 ``[R]``, flat indices.
-        k: number of tokens, at most the whole vocabulary.
         temperature: ``[P]``, divisor of each row of logits; None means 1.
-        vocab_size: number of tokens of the vocabulary; columns from this id on are padding, which has no probability.
-            None means no padding.
+        vocab_size: id from which columns are padding, which has no probability; None means no padding.
         vocab_start: id of the first column.
         group: tensor-parallel group over which the vocabulary is split evenly, None if it is not.
 
     Returns:
         Ids, int64 ``[R, k]``, and log-probabilities in nats, ``[R, k]`` in fp32 or better; equal on all ranks.
-
-    Raises:
-        ValueError: k is more than the vocabulary.
     """
     vocabulary = vocab_size or logits.shape[1] * (1 if group is None else dist.get_world_size(group))
     if not 1 <= k <= vocabulary:
@@ -62,6 +54,7 @@ def top_logprobs(
 def _of_all_ranks(
     values: torch.Tensor, ids: torch.Tensor, k: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k likeliest values and ids of all ranks, ``[R, k]``, from those of each."""
     if group is None:
         return values, ids
     joined = []

@@ -1,27 +1,17 @@
-"""Columns of logits that stand for no token: they fill a vocabulary up to a multiple of the tensor-parallel ranks.
-
-How many there are depends on the parallel layout, so they have no probability: log-probabilities, entropies and
-gradients are those of a vocabulary without them.
-"""
+"""Columns of logits that pad the vocabulary to the tensor-parallel ranks: they have no probability or gradient."""
 
 from __future__ import annotations
 
 import torch
 
-# Its exponential is 0 beside any logit. It is finite, because a product of a probability of 0 and -inf is NaN.
+# Its exponential is 0 next to any logit. It is finite, because a product of a probability of 0 and -inf is NaN.
 _NEVER = -1e30
 
 
 def mask_padding_(logits: torch.Tensor, vocab_size: int | None, vocab_start: int = 0) -> torch.Tensor:
-    """Give the columns of padding no probability, in place; other columns are not touched.
+    """Give the columns of padding of ``[..., Vl]`` no probability, in place, and return the tensor.
 
-    Args:
-        logits: ``[..., Vl]``, this rank's columns, in any floating dtype.
-        vocab_size: number of tokens of the vocabulary; columns from this id on are padding. None means no padding.
-        vocab_start: id of the first column.
-
-    Returns:
-        The same tensor.
+    Columns from id ``vocab_size`` on are padding, None means no padding; ``vocab_start`` is the id of the first column.
     """
     if vocab_size is not None and vocab_size < vocab_start + logits.shape[-1]:
         lowest = torch.finfo(logits.dtype).min / 2

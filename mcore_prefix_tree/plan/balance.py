@@ -1,4 +1,4 @@
-"""Assignment of leaves to micro-batches on ranks, so that the slowest rank is as fast as can be found.
+"""Assignment of leaves to micro-batches on ranks, to make the slowest rank as fast as possible.
 
 Several constructions are tried and the best is kept; each ends early once it is within one per cent of the lower bound.
 
@@ -24,7 +24,7 @@ from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
-# What a rank's micro-batches hold: indices of leaves, in increasing order.
+# Leaves of a rank's micro-batches: indices, in increasing order.
 RankBins = list[Int64Array]
 
 # How far above the lower bound the slowest bin may be, tried in this order.
@@ -35,14 +35,7 @@ _GOOD_ENOUGH = 10  # thousandths above the lower bound
 def balance(
     leaves: Leaves, cost_model: CostModel, *, dp_size: int, micro_batches: int, max_tokens: int, bubble: float = 0.0
 ) -> list[RankBins]:
-    """Return the best assignment found of all leaves to D ranks of K micro-batches.
-
-    Args:
-        leaves: leaves of the whole step; ``fewest_runs`` under ``max_tokens`` must need no more than D * K.
-        cost_model: cost model of a micro-batch.
-        dp_size, micro_batches: D and K.
-        max_tokens, bubble: as in :func:`~mcore_prefix_tree.plan.forest_plan.plan_step`.
-    """
+    """Return the best assignment found of leaves to D ranks of K micro-batches, enough for ``fewest_runs``."""
     trie = trie_from_order(np.arange(len(leaves)), leaves.context, leaves.length)
     least = least_makespan(
         trie, cost_model, dp_size=dp_size, micro_batches=micro_batches, max_tokens=max_tokens, scored=leaves.scored
@@ -116,7 +109,7 @@ class _Search:
         self.deal([np.arange(*run) for run in runs])
 
     def whole_trees(self) -> None:
-        """Try whole trees in the ranks' micro-batches, cut where none can hold them."""
+        """Try complete trees in the ranks' micro-batches, and cut those that none can hold."""
         if self.done() or self.dp_size * self.micro_batches == 1:
             return
         placer = SubtreePlacer(self.leaves, self.cost_model)
@@ -138,7 +131,7 @@ class _Search:
                 return
 
     def consider_bins(self, bin_of: Int64Array) -> None:
-        """Consider the contents of D * K bins, K a rank, and the result of moving leaves between them."""
+        """Consider D * K bins, K per rank, ``bin_of`` int64 ``[L]``, and the result of moving leaves between them."""
         count = self.micro_batches
         refined = refine(
             self.leaves,
@@ -173,8 +166,7 @@ class _Search:
             return
 
     def placed(self, bins: int, bound: int, ceiling: int, max_tokens: int) -> Iterator[list[Int64Array]]:
-        """Leaves of each bin under the tightest limit, from ``bound`` to below ``ceiling``, that placing succeeds with;
-        then under looser ones."""
+        """Yield each bin's leaves under the tightest limit that placing succeeds with, then under looser ones."""
         atoms = Atoms.of_leaves(self.leaves, self.cost_model, bins=bins, target=bound, max_tokens=max_tokens)
         if len(atoms.runs) > MAX_ATOMS:
             return
@@ -188,7 +180,7 @@ class _Search:
                 yield _members(bin_of[atom_of_leaf], bins)
 
     def consider_ranks(self, ranks: list[Int64Array]) -> bool:
-        """Cut each rank's leaves into its micro-batches, if they are enough for all of them."""
+        """Cut each rank's leaves, int64 ``[n]``, into its micro-batches, if they are enough for all of them."""
         cut = [self.cut(chosen) for chosen in ranks]
         within = [rank for rank in cut if rank is not None]
         if len(within) < len(ranks):
@@ -197,6 +189,7 @@ class _Search:
         return True
 
     def cut(self, chosen: Int64Array) -> RankBins | None:
+        """Cut a rank's leaves, int64 ``[n]``, into its micro-batches; None if they cannot hold them."""
         own = self.leaves.some(chosen)
         context = self.cost_model.units_of_path(own.context)
         ways = [_runs_within(own, context, self.max_tokens, self.micro_batches)]
@@ -212,20 +205,18 @@ class _Search:
         return min(cuts, key=self.cost_of, default=None)
 
     def deal(self, bins: list[Int64Array]) -> None:
+        """Deal bins, int64 ``[n]`` each, to the ranks and consider the result."""
         self.consider(_deal(self.leaves, self.cost_model, bins, self.dp_size, self.micro_batches))
 
 
 def _members(bin_of: Int64Array, bins: int) -> list[Int64Array]:
-    """Contents of each bin, in increasing order."""
+    """Return the contents of each bin, in increasing order, from the bin of each leaf, int64 ``[L]``."""
     sizes = np.bincount(bin_of, minlength=bins)
     return np.split(np.argsort(bin_of, kind="stable"), np.cumsum(sizes)[:-1])
 
 
 def _cheapest_runs(context: Int64Array, fresh: Int64Array, count: int, furthest: Int64Array) -> list[Run] | None:
-    """Return at most ``count`` runs that go no further than ``furthest``, the most expensive as cheap as it can be.
-
-    To one part in ten thousand. None if so few cannot hold everything.
-    """
+    """Return at most ``count`` runs within ``furthest`` whose maximal cost is least, to 1e-4, or None; ``[L]``."""
     low, high = int((context + fresh).max(initial=1)), int((context + fresh).sum()) + 1
     if len(longest_runs(furthest)) > count:
         return None
@@ -239,7 +230,7 @@ def _cheapest_runs(context: Int64Array, fresh: Int64Array, count: int, furthest:
 
 
 def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: int) -> list[Run] | None:
-    """The least repeating runs under the budget if they are ``count`` at most, or else the fewest, or else None."""
+    """Return the least repeating runs under the budget if at most ``count``, else the fewest, else None; ``[L]``."""
     fresh_tokens = leaves.length - leaves.context
     runs = least_repeating_runs(leaves.context, fresh_tokens, max_tokens, repeats=context)
     if len(runs) > count:
@@ -250,7 +241,7 @@ def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: in
 def _deal(
     leaves: Leaves, cost_model: CostModel, bins: list[Int64Array], dp_size: int, micro_batches: int
 ) -> list[RankBins]:
-    """Deal bins to ranks, ``micro_batches`` each."""
+    """Deal bins, int64 ``[n]`` each, to ranks, ``micro_batches`` per rank."""
     empty, missing = np.arange(0), dp_size * micro_batches - len(bins)
     cost = [leaves.some(chosen).units(cost_model) for chosen in bins]
     cost += [leaves.some(empty).units(cost_model)] * missing

@@ -1,6 +1,6 @@
-"""The bound of the speed-up by folding: the most that sharing can give on the machine that ran the unfolded step.
+"""The bound of the speed-up by folding: the largest gain from sharing on the machine that ran the unfolded step.
 
-A step has parts, and folding shares each to another degree. No part of the folded step is done faster than at the best
+A step has parts, and folding shares each to another degree. No part of the folded step runs faster than at the best
 rate that the part had in any unfolded way, so the folded step takes at least
 
     body / r_body + attention / r_attention + head / r_head + rest
@@ -10,8 +10,8 @@ seconds, by the least that each part took unfolded. The ratios r are of work:
 - the *body*, everything until the last backward ends that is not one of the others, follows tokens;
 - *attention* computes visible pairs, and reads and writes tokens. One measurement does not tell the two apart, so it
   shrinks by the larger of both ratios at most;
-- the *head* follows the positions that it projects, see :mod:`mcore_prefix_tree.plan.flops`; where it projects all, its
-  loss still reads those that are scored alone, and the larger of both ratios counts;
+- the *head* follows the positions that it projects, see :mod:`mcore_prefix_tree.plan.flops`; if it projects all, its
+  loss still reads only scored ones, and the larger of both ratios counts;
 - the *rest*, which finishes the gradients after the last backward, does not shrink.
 """
 
@@ -34,14 +34,7 @@ class Parts(NamedTuple):
 
 
 def work_ratios(expected: ExpectedSpeedup, folded: Counts, unfolded: Counts, *, fused_head: bool) -> Parts:
-    """Return the most that the seconds of each part can shrink by.
-
-    Args:
-        expected: work of the step, folded and unfolded.
-        folded: counts of the same step, as it is folded.
-        unfolded: counts of its samples, each by itself.
-        fused_head: whether the head projects only positions that predict a scored token.
-    """
+    """Return the largest factor by which each part's seconds can shrink; a ``fused_head`` projects scored positions."""
     body, attention, head = (ratio for ratio, _ in expected.parts.values())
     scored = unfolded.predictors / folded.predictors if folded.predictors else 1.0
     return Parts(body=body, attention=max(attention, body), head=head if fused_head else max(head, scored), rest=1.0)
@@ -49,13 +42,7 @@ def work_ratios(expected: ExpectedSpeedup, folded: Counts, unfolded: Counts, *, 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Bound of a measured speed-up.
-
-    Attributes:
-        unfolded_seconds: time of the step in the fastest unfolded way.
-        least: the least seconds of each part in any unfolded way with the kernels of the folded step.
-        ratios: the most that each part can shrink by, from :func:`work_ratios`.
-    """
+    """Bound of a measured speed-up: the fastest unfolded step, each part's least unfolded seconds and largest ratio."""
 
     unfolded_seconds: float
     least: Parts

@@ -1,7 +1,4 @@
-"""Samples that have to be in one micro-batch, such as the two sides of a preference pair.
-
-Legend: S samples, C clusters of such samples; a sample that is free to go anywhere is a cluster by itself.
-"""
+"""S samples in C clusters that must each share a micro-batch, for example the sides of a preference pair."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ Int64Array = npt.NDArray[np.int64]
 class Clusters:
     """Clusters in the order of their first samples, to be cut into runs like samples.
 
-    What a run of clusters costs by ``context`` and ``fresh`` is never less than its unique tokens: of two neighbours it
-    counts once only what their first samples have in common.
+    The cost of a run of clusters by ``context`` and ``fresh`` is never less than its unique tokens: for two neighbours
+    it counts only the common tokens of their first samples once.
 
     Attributes:
         members: places of each cluster's samples in the depth-first order, increasing.
@@ -37,18 +34,13 @@ class Clusters:
 
     @classmethod
     def of(cls, keys: Sequence[Hashable], leaves: Leaves) -> Clusters:
-        """Put the samples together that have the same key.
-
-        Args:
-            keys: keys of the samples in depth-first order; None leaves a sample free.
-            leaves: every sample, in the same order.
-        """
+        """Put the samples together that have the same key; None leaves a sample free. Both are in depth-first order."""
         members: dict[Hashable, list[int]] = {}
         for place, key in enumerate(keys):
             members.setdefault(("free", place) if key is None else ("kept", key), []).append(place)
         arrays = [np.array(places, dtype=np.int64) for places in members.values()]
         first = np.array([places[0] for places in arrays], dtype=np.int64)
-        # What two samples have in common is the least that neighbours between them have.
+        # Two samples have as many tokens in common as the least similar neighbours between them.
         context = leaves.some(first).context
         tokens = np.array([leaves.some(places).tokens for places in arrays], dtype=np.int64)
         return cls(members=arrays, context=context, fresh=tokens - context)

@@ -1,8 +1,8 @@
 """Cost of a micro-batch: token-wise work, attention by visible pairs, scoring, and a fixed overhead.
 
-A token at depth d sees d + 1 keys, wherever it is laid out. So the cost of a path is a function of its length, and the
-cost of a set of samples is the sum over their unique tokens. A vocabulary head that computes scored tokens alone adds a
-cost to each of these.
+A token at depth d sees d + 1 keys in any layout. So the cost of a path is a function of its length, and the cost of a
+set of samples is the sum over their unique tokens. A vocabulary head that computes only scored tokens adds a cost to
+each of these.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ UNITS_PER_TOKEN = 1024
 
 
 class Measured(NamedTuple):
-    """One timed forward and backward.
-
-    Attributes:
-        tokens: physical tokens computed, padding included.
-        pairs: visible (query, key) pairs.
-        seconds: measured seconds.
-        scored: unique tokens that the vocabulary head computed; 0 where it computes all of them.
-    """
+    """One timed forward and backward, with padding among ``tokens``; ``scored`` is 0 if the head computes all."""
 
     tokens: float
     pairs: float
@@ -41,12 +34,7 @@ class Measured(NamedTuple):
 
 
 def read_measured(path: str) -> list[Measured]:
-    """Return the measurements in a file that ``mcore-prefix-tree calibrate`` wrote.
-
-    Raises:
-        ValueError: the file is not one; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Return the measurements in a file of ``mcore-prefix-tree calibrate``; raise ValueError for another file."""
     try:
         found = json.loads(read_text(path))["measured"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -77,9 +65,9 @@ class CostModel:
     Attributes:
         token: cost of one physical token; FLOPs from :meth:`from_work`, seconds once calibrated.
         pair: cost of one visible (query, key) pair, in the same unit.
-        scored: cost of scoring a unique token, on top of ``token``, in the same unit; 0 where the head computes all
+        scored: cost of scoring a unique token, in addition to ``token``, in the same unit; 0 if the head computes all
             tokens.
-        micro_batch: cost of having a micro-batch at all, in the same unit.
+        micro_batch: fixed cost of a micro-batch, in the same unit.
 
     Raises:
         ValueError: raised on construction, if a cost is negative or not finite, or a token costs nothing.
@@ -105,16 +93,13 @@ class CostModel:
         return cls(token=token, pair=pair, scored=scored)
 
     def calibrated(self, measured: Sequence[Measured]) -> CostModel:
-        """Return this model in seconds, as measured.
+        """Return this model in seconds, as measured; raise ValueError without measurements, or if one is not positive.
 
-        Measurements of as many different shapes as there are costs (four, or three where the head computes all tokens)
+        Measurements of as many different shapes as there are costs (four, or three if the head computes all tokens)
         give all of them: the non-negative ones with the smallest squared *relative* error, so that small micro-batches
         count as much as large ones. From fewer, or from shapes that are multiples of each other, the costs keep their
-        proportions and are scaled to the measured total. All have six digits: the last ones of a fit are another
-        machine's, and ranks on unlike machines have to make the same plan.
-
-        Raises:
-            ValueError: without a measurement, or if one is not positive.
+        proportions and are scaled to the measured total. All have six digits: the last digits of a fit differ between
+        machines, and ranks on unlike machines have to make the same plan.
         """
         if not measured or any(not (m.tokens > 0 and m.pairs > 0 and m.seconds > 0) for m in measured):
             raise ValueError("calibration needs measurements with positive tokens, pairs and seconds")
@@ -144,10 +129,9 @@ class CostModel:
         return paths
 
     def units_of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """:meth:`of_path` in whole units of ``token / UNITS_PER_TOKEN``, what plans are made with.
+        """Return :meth:`of_path` for lengths ``[n]`` in integer units of ``token / UNITS_PER_TOKEN``, int64 ``[n]``.
 
-        Sums of integers are the same on every machine; sums of floats depend on the processor's vector width, and ranks
-        on unlike machines have to make the same plan.
+        Unlike those of floats, sums of integers, and so the plans, are the same on ranks with unlike processors.
         """
         return np.rint(self.of_path(length) * (UNITS_PER_TOKEN / self.token)).astype(np.int64)
 
@@ -157,7 +141,7 @@ class CostModel:
         return round(self.micro_batch * (UNITS_PER_TOKEN / self.token))
 
     def units_of_scored(self, scored: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Cost of scoring so many tokens, in the units of :meth:`units_of_path`."""
+        """Return the cost of scoring so many tokens, int64 ``[n]``, in the units of :meth:`units_of_path`."""
         return np.rint(scored.astype(np.float64) * (self.scored * UNITS_PER_TOKEN / self.token)).astype(np.int64)
 
     def of_micro_batch(self, tokens: float, pairs: float, scored: float = 0.0) -> float:
@@ -170,12 +154,7 @@ def _rounded(costs: Mapping[str, float]) -> CostModel:
 
 
 def _least_relative_error(scaled: npt.NDArray[np.float64], norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the costs >= 0, the first of them > 0, that minimise the squared relative error.
-
-    Args:
-        scaled: ``[measurements, costs]``, quantity that each cost was paid for, per measured second.
-        norms: ``[costs]``, norms of its columns.
-    """
+    """Return the costs >= 0, the first > 0, with the least squared relative error, from ``[measurements, costs]``."""
     # So few unknowns have few faces: the constrained optimum is the best feasible optimum of one of them.
     best, best_error = np.zeros(len(norms)), math.inf
     columns = range(len(norms))

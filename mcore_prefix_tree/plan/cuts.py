@@ -1,8 +1,8 @@
 """Runs of the depth-first order under a budget: the fewest, the most even, and those that repeat the least.
 
-A run of samples brings the whole path of its first one, and of every later one what it does not share with its
-predecessor: ``context[start] + fresh[start:end].sum()``, in tokens or in any other cost of unique tokens. What a cut
-before sample i repeats is ``context[i]``.
+A run of samples costs the full path of its first one, and the tokens that every later one does not share with its
+predecessor: ``context[start] + fresh[start:end].sum()``, in tokens or in any other cost of unique tokens. A cut before
+sample i repeats ``context[i]``.
 
 Legend: S samples.
 """
@@ -24,7 +24,7 @@ def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
     Args:
         context: int64 ``[S]``, cost of the path that each sample has in common with the one before; 0 for the first.
         fresh: int64 ``[S]``, cost that each sample adds to the one before.
-        budget: largest cost of a run. A sample that does not fit by itself is a run of its own.
+        budget: largest cost of a run. A sample that exceeds it becomes a separate run.
     """
     ends = np.cumsum(fresh)
     furthest = np.searchsorted(ends, budget + (ends - fresh) - context, side="right")
@@ -33,7 +33,7 @@ def reach(context: Int64Array, fresh: Int64Array, budget: int) -> Int64Array:
 
 
 def reach_of_several(furthest: Int64Array, count: int) -> Int64Array:
-    """Return the reach of ``count`` runs in a row, if a single one goes as far as ``furthest``."""
+    """Return the reach of ``count`` runs in a row, if a single one reaches ``furthest``, int64 ``[S]``."""
     single = np.append(furthest, len(furthest))
     several = single
     for _ in range(count - 1):
@@ -42,7 +42,7 @@ def reach_of_several(furthest: Int64Array, count: int) -> Int64Array:
 
 
 def longest_runs(furthest: Int64Array) -> list[Run]:
-    """``(start, end)`` of runs from the first sample to the last, each as long as it may be; no others are fewer."""
+    """Return ``(start, end)`` of the longest possible runs, the fewest, from each sample's reach, int64 ``[S]``."""
     ends = furthest.tolist()
     runs = []
     start = 0
@@ -53,12 +53,12 @@ def longest_runs(furthest: Int64Array) -> list[Run]:
 
 
 def fewest_runs(context: Int64Array, fresh: Int64Array, budget: int) -> list[Run]:
-    """Cut into as few runs as the budget allows; see :func:`reach`."""
+    """Cut into as few runs as the budget allows; ``context`` and ``fresh``, int64 ``[S]``, as in :func:`reach`."""
     return longest_runs(reach(context, fresh, budget))
 
 
 def smallest_budget(context: Int64Array, fresh: Int64Array, count: int, high: int) -> int:
-    """Return the smallest budget under which ``count`` runs are enough, where under ``high`` they are."""
+    """Return the smallest budget for ``count`` runs, which ``high`` allows; int64 ``[S]`` as in :func:`reach`."""
     low = int((context + fresh).max(initial=1))
     while low < high:
         middle = (low + high) // 2
@@ -75,20 +75,20 @@ def least_repeating_runs(
     """Return the runs under the budget that repeat the least, among all ways to cut the order.
 
     Minimises the sum of ``repeats[start]`` over runs; of equal sums, takes the fewest runs. Dynamic programming over
-    the ends of runs: ``best[j] = min over i of best[i] + repeats[i]`` where the run i:j fits. Where a run may begin
-    only moves on with its end (what a sample shares is no more than its predecessor's path), so the minimum over that
-    window is kept in a queue: O(S).
+    the ends of runs: ``best[j] = min over i of best[i] + repeats[i]`` for runs i:j that fit. The earliest start of a
+    run never decreases with its end (a sample shares at most its predecessor's path), so the minimum over that window
+    is kept in a queue: O(S).
 
     Args:
-        context, fresh, budget: as in :func:`reach`.
-        repeats: int64 ``[S]``, cost of a run that begins here besides its fresh part; ``context`` by default.
+        context, fresh, budget: as in :func:`reach`, int64 ``[S]``.
+        repeats: int64 ``[S]``, cost of a run that begins here in addition to its fresh part; ``context`` by default.
     """
     count = len(fresh)
     ends = np.cumsum(fresh)
     offset = (ends - fresh - context).tolist()  # a run i:j fits if ends[j - 1] - offset[i] <= budget
     cost = (context if repeats is None else repeats).tolist()
     best: list[tuple[int, int]] = [(0, 0)]  # by end: sum, runs
-    first: list[int] = []  # by end - 1: where the last run begins
+    first: list[int] = []  # by end - 1: start of the last run
     window: deque[tuple[tuple[int, int], int]] = deque()
     for last, end in enumerate(ends.tolist()):
         total, runs = best[last]

@@ -1,4 +1,4 @@
-"""Deal units, such as micro-batches or groups of rollouts, to ranks that take an equal number of rows each."""
+"""Deal units, for example micro-batches or groups of rollouts, to ranks that take an equal number of rows each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ class Dealt(NamedTuple):
 
 
 def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> Dealt:
-    """Deal the most expensive unit first to the cheapest rank with room, then exchange units between ranks.
-
-    Args:
-        cost: cost of each unit.
-        ranks: number of ranks.
-        size: number of rows of each unit.
-        room: number of rows that each rank takes.
-    """
+    """Deal the costliest unit first to the cheapest rank with ``room`` for its rows, then exchange units."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     load, free, left = [0] * ranks, [room] * ranks, []
     with_room = [(0, rank) for rank in range(ranks)]  # a heap
@@ -54,7 +47,7 @@ def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> 
 
 
 def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array, size: Int64Array) -> None:
-    """Exchange two units of a size between the heaviest rank and another while the heavier of the two gets lighter."""
+    """Exchange two units of one size between the heaviest rank and another while the heavier gets lighter; ``[n]``."""
     for _ in range(4 * len(ranks)):
         heavy = int(np.argmax(load))
         best: tuple[int, int, int, int] | None = None

@@ -1,18 +1,17 @@
-"""The FLOPs of a step by parts, folded and unfolded, and from them the speed-up to expect of folding.
+"""The FLOPs of a step by parts, folded and unfolded, and the expected speed-up by folding.
 
-Each part grows with something else, and folding shares each to another degree:
+Each part grows with another count, and folding shares each to another degree:
 
 - the *body*, all matrices of the layers, with tokens;
 - *attention* with visible (query, key) pairs;
-- the *head*, the output layer, with the positions that it projects: all tokens, or where it is fused only those that
-  predict a scored token. A sample per turn scores its own turn alone: where turns are folded, hardly two samples share
-  such a position.
+- the *head*, the output layer, with the positions that it projects: all tokens, or if it is fused only those that
+  predict a scored token. A sample per turn scores only its last turn, so folded turns rarely share such a position.
 
 Every FLOP count of a model in this package is made here. A multiplication counts two, as in Narayanan et al. (SC 2021,
 appendix); norms, activations, softmax and rotary embeddings count nothing, nor does the embedding, which is a look-up.
-Recomputed activations and padding are left aside. The speed-up to expect takes every FLOP to last equally long. It is
-an estimate for planning, and no bound: where a FLOP of the body takes longer than one of the head, a measurement
-exceeds it. The bound, see :mod:`mcore_prefix_tree.plan.bound`, is measured.
+Recomputed activations and padding are ignored. The expected speed-up assumes that every FLOP takes the same time. It is
+an estimate for planning, and no bound: if a FLOP of the body takes longer than one of the head, a measurement exceeds
+it. The bound, see :mod:`mcore_prefix_tree.plan.bound`, is measured.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from mcore_prefix_tree.plan.model_shape import Experts, LatentAttention, layers_
 
 
 class Counts(NamedTuple):
-    """Tokens, pairs and predictors that a run computes, padding aside.
+    """Tokens, pairs and predictors that a run computes, without padding.
 
     Attributes:
         tokens: number of tokens that pass through the layers.
         pairs: visible (query, key) pairs of a layer without a sliding window.
-        window_pairs: visible pairs of a layer with one; 0 where the model has none.
+        window_pairs: visible pairs of a layer with one; 0 if the model has none.
         predictors: positions that predict a scored token, which the fused head projects.
     """
 
@@ -114,22 +113,14 @@ class Work(NamedTuple):
 def pair_flops(heads: int, query: int, value: int) -> Flops:
     """Return the FLOPs of a visible pair in one layer, by the head sizes of queries and keys and of values.
 
-    Two products forward, and five backward, the scores once more among them: 2.5 times as many where sizes are equal
-    (Dao, FlashAttention-2, section 4.1).
+    Two products forward and five backward: 2.5 times as many if sizes are equal (Dao, FlashAttention-2, section 4.1).
     """
     return Flops(forward=2.0 * heads * (query + value), backward=2.0 * heads * (3 * query + 2 * value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedSpeedup:
-    """Speed-up to expect of folding: FLOPs unfolded over FLOPs folded.
-
-    Both sides have the same head: where it is fused, neither projects a position whose prediction is not scored.
-
-    Attributes:
-        folded: work of the step as it is folded.
-        unfolded: work of its samples, each by itself.
-    """
+    """Expected speed-up by folding: FLOPs unfolded over FLOPs folded, both with the same, perhaps fused, head."""
 
     folded: Work
     unfolded: Work
@@ -141,15 +132,12 @@ class ExpectedSpeedup:
 
     @property
     def forward_ratio(self) -> float:
-        """Estimate of a forward pass without a backward, such as scoring."""
+        """Estimate of a forward pass without a backward, for example of scoring."""
         return _ratio(self.unfolded.whole.forward, self.folded.whole.forward)
 
     @property
     def parts(self) -> dict[str, tuple[float, float]]:
-        """Ratio and share of the folded FLOPs, for body, attention and head; the products sum to the estimate.
-
-        Forward and backward of a part have one ratio, because each is a multiple of the same counts.
-        """
+        """Ratio and share of the folded FLOPs of body, attention and head; the products sum to the estimate."""
         whole = self.folded.whole.total
         return {
             name: (_ratio(unfolded.total, folded.total), folded.total / whole if whole else 0.0)
@@ -184,7 +172,7 @@ def _ratio(unfolded: float, folded: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """FLOPs that a GPT spends on a token, on a visible pair and on a position that its head projects.
+    """FLOPs of a GPT per token, per visible pair and per position that its head projects.
 
     Attributes:
         token: FLOPs of a token in the matrices of all layers, forward; each of its two gradients takes as many.
@@ -221,17 +209,15 @@ class ModelWork:
         settings: Mapping[str, Any] | None = None,
         parts: Sequence[str] | None = None,
     ) -> ModelWork:
-        """Count a GPT's weights, each of which a token multiplies once.
+        """Count a GPT's weights, each of which a token multiplies once; names are those of Megatron's arguments.
 
         Args:
-            num_layers, hidden_size, ffn_hidden_size, num_attention_heads, swiglu: as in Megatron's arguments.
             vocab_size: columns of the output layer.
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
-            fused_head: whether the head is fused, see above.
-            settings: further settings by the names of Megatron's ``TransformerConfig``, of which multi-latent
-                attention, experts, ``attention_output_gate`` and sliding windows count.
-            parts: "attention", "mlp" or "experts" of each layer of a hybrid model, counted in place of ``num_layers``;
+            settings: further settings by the names of Megatron's ``TransformerConfig``; multi-latent attention,
+                experts, ``attention_output_gate`` and sliding windows count.
+            parts: "attention", "mlp" or "experts" of each layer of a hybrid model, counted instead of ``num_layers``;
                 by default a layer has attention and one of the others.
         """
         settings = settings or {}
@@ -272,17 +258,10 @@ class ModelWork:
     def from_model(
         cls, model: Any, *, vocab_size: int | None = None, fused_head: bool = False, scalar_head: bool = False
     ) -> ModelWork:
-        """Count a recipe's model.
+        """Count a recipe's ``ModelConfig``; raise ValueError without a vocabulary size.
 
-        Args:
-            model: a recipe's ``ModelConfig``.
-            vocab_size: size of the vocabulary, where the recipe leaves it to the tokenizer.
-            fused_head: ``recipe.fused_head``.
-            scalar_head: whether the model has the head of a critic or reward model instead of the vocabulary's; it has
-                one column, for all tokens.
-
-        Raises:
-            ValueError: if neither gives a vocabulary size.
+        ``vocab_size`` is needed if the recipe takes it from the tokenizer. With ``scalar_head`` the model has the head
+        of a critic or reward model instead of the vocabulary's: one column, for all tokens.
         """
         columns = 1 if scalar_head else model.vocab_size or vocab_size
         if columns is None:

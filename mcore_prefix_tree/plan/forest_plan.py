@@ -1,9 +1,9 @@
 """Cut a step's samples into micro-batches under a token budget and deal them to data-parallel ranks.
 
-In depth-first order the samples of a subtree are neighbours, so micro-batches are made of runs of that order. Where a
-cut goes through a tree, both sides compute the shared ancestors; every sample still belongs to exactly one micro-batch,
-so the step's gradient does not depend on the cuts. The plan is a function of the samples' content: every rank computes
-the same one.
+In depth-first order the samples of a subtree are neighbours, so micro-batches are made of runs of that order. If a cut
+divides a tree, both sides compute the shared ancestors; every sample still belongs to exactly one micro-batch, so the
+step's gradient does not depend on the cuts. The plan is a function of the samples' content: every rank computes the
+same one.
 
 Legend: S samples, D data-parallel ranks, K micro-batches per rank.
 """
@@ -74,10 +74,10 @@ def plan_step(
     few tokens as that allows, and deal the largest first, back and forth over the ranks.
 
     Args:
-        samples: samples of the whole step, all ranks together.
+        samples: samples of the step, all ranks together.
         max_tokens: largest number of physical tokens of a micro-batch, before padding.
         dp_size: D.
-        micro_batch_multiple: number that K is a multiple of (the pipeline size, where stages are interleaved).
+        micro_batch_multiple: number that K is a multiple of (the pipeline size, if stages are interleaved).
         micro_batches: K, such a multiple; None chooses it.
         cost_model: cost model that compares the ranks' work; None counts tokens of micro-batches.
         bubble: cost that a pipeline adds to a rank, in times that of its largest micro-batch: the stages but one, over
@@ -147,7 +147,7 @@ def fewest_micro_batches(
 def _in_order(
     samples: Sequence[Sample], max_tokens: int, sharing: Sharing
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The samples' depth-first order, and in it what each shares with the one before, and its length."""
+    """Return the samples' depth-first order, and in it the tokens shared with the sample before, and the length."""
     for sample in samples:
         if len(sample) > max_tokens:
             raise BudgetError(
@@ -162,11 +162,12 @@ def _in_order(
 def _scored(
     samples: Sequence[Sample], order: Int64Array, shared: Int64Array, cost_model: CostModel | None
 ) -> Int64Array | None:
-    """Return the cost that scoring each sample adds, if it costs anything."""
+    """Return the cost that scoring adds per sample, int64 ``[S]`` as the arguments, or None if it is 0."""
     return first_scored(samples, order, shared) if cost_model is not None and cost_model.scored else None
 
 
 def _fewest_per_rank(shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, multiple: int) -> int:
+    """Return the fewest micro-batches per rank, a multiple of ``multiple``; arrays are int64 ``[S]``."""
     needed = len(fewest_runs(shared, fresh, max_tokens))
     return max(1, -(-needed // (dp_size * multiple))) * multiple
 
@@ -189,6 +190,7 @@ def _for_pipeline(leaves: Leaves, cost_model: CostModel, rank: RankBins) -> Rank
 def _even_plan(
     order: Int64Array, shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, per_rank: int
 ) -> ForestPlan:
+    """Plan micro-batches as even in tokens as possible; arrays are int64 ``[S]``."""
     count = dp_size * per_rank
     budget = smallest_budget(shared, fresh, count, max_tokens)
     cuts = least_repeating_runs(shared, fresh, budget)
@@ -210,6 +212,7 @@ def _even_plan(
 
 
 def _check_clusters(clusters: Clusters, samples: Sequence[Sample], order: Int64Array, max_tokens: int) -> None:
+    """Raise BudgetError for a cluster above ``max_tokens``; ``order`` is int64 ``[S]``."""
     for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
         if tokens > max_tokens:
             sources = [samples[index].source for index in order[members].tolist()]
@@ -228,6 +231,7 @@ def _cluster_plan(
     per_rank: int,
     cost_model: CostModel | None,
 ) -> ForestPlan:
+    """Plan micro-batches that keep clusters together; ``order`` is int64 ``[S]``."""
     count = dp_size * per_rank
     budget = smallest_budget(clusters.context, clusters.fresh, count, max_tokens)
     bins = [clusters.places(run) for run in fewest_runs(clusters.context, clusters.fresh, budget)]

@@ -1,7 +1,4 @@
-"""A lower bound of the slowest rank's cost, over all assignments of the samples, not only runs of an order.
-
-Legend: N nodes.
-"""
+"""A lower bound of the slowest rank's cost over all assignments, not only runs, of a trie with N nodes."""
 
 from __future__ import annotations
 
@@ -23,21 +20,17 @@ def least_makespan(
     max_tokens: int | None = None,
     scored: Int64Array | None = None,
 ) -> int:
-    """No plan of these samples has a slowest rank that costs less, in units of :meth:`CostModel.units_of_path`.
+    """Return a lower bound of any plan's slowest rank, in units of :meth:`CostModel.units_of_path`.
 
-    Say the slowest rank costs M. A rank that works below a node computes the path down to the node's end too, which
-    leaves ``M - path`` for what is below. So at least ``ceil(below / (M - path))`` ranks compute that node, where
-    ``below`` counts the nodes below as often as this rule repeats them, from the leaves up, and once what scoring the
-    samples adds, each at its end. The same with tokens and
-    the budget counts micro-batches. If the forest with these repeats costs more than ``dp_size * M``, no plan reaches
-    M; bisection finds the smallest M that this does not exclude. Besides, M is at least the most expensive sample, and
-    of the ``k * dp_size + 1`` leaves that have most to themselves, k + 1 meet on one rank.
+    Say the slowest rank costs M. A rank that works below a node computes the path down to the node's end too, so only
+    ``M - path`` remain for the nodes below. So at least ``ceil(below / (M - path))`` ranks compute that node; ``below``
+    counts the nodes below as often as this rule repeats them, from the leaves up, and once the cost of scoring each
+    sample, at its end. The same with tokens and the budget counts micro-batches. If the forest with these repeats costs
+    more than ``dp_size * M``, no plan reaches M; bisection finds the smallest M that this does not exclude. Also, M is
+    at least the most expensive sample, and of the ``k * dp_size + 1`` leaves with the most unshared cost, k + 1 meet on
+    one rank.
 
     Args:
-        trie: trie of all samples.
-        cost_model: cost model of a micro-batch.
-        dp_size: number of data-parallel ranks.
-        micro_batches: number of micro-batches of every rank; each costs ``cost_model.micro_batch``.
         max_tokens: largest number of physical tokens of a micro-batch, at least those of the longest sample; None for
             any number.
         scored: int64 ``[S]``, scored tokens of each sample in the trie's order of them: see ``plan.pack.first_scored``;
@@ -83,10 +76,7 @@ def least_makespan(
 
 
 def _repeats(parent: list[int], own: list[int], room: list[int], times: list[int], below: list[int]) -> int:
-    """Raise ``times``, how often each node is computed, to what ``room`` below it needs; the cost of all in the end.
-
-    ``below`` has what ends with a node to begin with.
-    """
+    """Raise each node's ``times`` until ``room`` holds ``below``, at first the node ends; return the total cost."""
     total = 0
     for node in range(len(parent) - 1, -1, -1):
         if below[node] > room[node]:
@@ -100,6 +90,7 @@ def _repeats(parent: list[int], own: list[int], room: list[int], times: list[int
 
 
 def _meeting_leaves(trie: Trie, own_cost: Int64Array, dp_size: int) -> int:
+    """Return the unshared cost of leaves that must meet on one rank; ``own_cost`` is int64 ``[N]``."""
     is_leaf = np.ones(trie.num_nodes, dtype=bool)
     is_leaf[trie.node_parent[trie.node_parent >= 0]] = False
     private = np.sort(own_cost[is_leaf])[::-1]

@@ -11,14 +11,7 @@ from typing import Any
 class LatentAttention:
     """Sizes of multi-latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 
-    Names and defaults are those of Megatron's ``MLATransformerConfig``.
-
-    Attributes:
-        q_lora_rank: rank of the queries' latent; None projects them from hidden states.
-        kv_lora_rank: rank of the latent of keys and values.
-        qk_head_dim: size of a head's queries and keys, without the part that has a position.
-        qk_pos_emb_head_dim: size of that part; all heads share that of the keys.
-        v_head_dim: size of a head's values.
+    Names, meanings and defaults are those of Megatron's ``MLATransformerConfig``.
     """
 
     q_lora_rank: int | None = 512
@@ -48,17 +41,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts, with the names and defaults of Megatron's ``TransformerConfig``.
-
-    Attributes:
-        num_moe_experts: number of experts of a layer; the router scores each for every token.
-        moe_router_topk: number of experts that a token passes through.
-        moe_ffn_hidden_size: width of an expert; None is the dense layer's.
-        moe_shared_expert_intermediate_size: width of the expert that all tokens pass through; None means no such
-            expert.
-        moe_latent_size: width of the input of the experts, but not of the shared one; None is the hidden size.
-        moe_layer_freq: layers that have experts; see :func:`layers_with_experts`.
-    """
+    """A mixture of experts; names, meanings and defaults are those of Megatron's ``TransformerConfig``."""
 
     num_moe_experts: int
     moe_router_topk: int = 2
@@ -68,7 +51,7 @@ class Experts:
     moe_layer_freq: int | Sequence[int] = 1
 
     def weights(self, hidden_size: int, ffn_hidden_size: int, matrices: int) -> int:
-        """Number of weights that a token multiplies in a layer, where an MLP has so many matrices."""
+        """Return the number of weights that a token multiplies in a layer whose MLP has ``matrices`` matrices."""
         width, latent = self.moe_ffn_hidden_size or ffn_hidden_size, self.moe_latent_size
         routed = matrices * (latent or hidden_size) * width * self.moe_router_topk
         routed += 2 * hidden_size * latent if latent else 0

@@ -1,9 +1,9 @@
-"""Placement of a forest's leaves in bins, where the paths that a bin's leaves have in common count once.
+"""Placement of a forest's leaves in bins; a common path of a bin's leaves counts once.
 
-A sample that another one continues costs nothing where that other one is computed: only leaves, the samples that none
-continues, have to be placed, and the others follow.
+A sample that another one continues costs nothing in the same micro-batch: only leaves, the samples that none continues,
+have to be placed, and the others follow.
 
-Legend: L leaves, A atoms, B bins.
+Legend: L leaves, A atoms, B bins, S samples.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Leaves:
     """The leaves of a forest, or some of them, in depth-first order.
 
     Attributes:
-        start: int64 ``[L]``, the first sample, in depth-first order, that goes with each leaf; it ends with the leaf.
+        start: int64 ``[L]``, the first sample, in depth-first order, that belongs to each leaf; it ends with the leaf.
         end: int64 ``[L]``, exclusive.
         length: int64 ``[L]``, tokens of the leaf's path.
         context: int64 ``[L]``, leading tokens of that path in common with the leaf before; 0 for the first.
-        scored: int64 ``[L]``, amount that scoring the samples of each leaf adds: see :func:`first_scored`.
+        scored: int64 ``[L]``, cost of scoring the samples of each leaf: see :func:`first_scored`.
     """
 
     start: Int64Array
@@ -48,10 +48,7 @@ class Leaves:
 
     @classmethod
     def of_samples(cls, shared: Int64Array, lengths: Int64Array, scored: Int64Array | None = None) -> Leaves:
-        """The leaves among samples in depth-first order; ``shared`` and ``lengths`` as in ``trie_from_order``.
-
-        ``scored`` is that of each sample; None if scoring costs nothing.
-        """
+        """Return the leaves among samples, as in ``trie_from_order``, int64 ``[S]``; ``scored`` None if it is free."""
         scored = np.zeros(len(shared), dtype=np.int64) if scored is None else scored
         continues = np.append(shared, 0)[1:] == lengths
         last = np.flatnonzero(~continues)
@@ -62,16 +59,16 @@ class Leaves:
 
     @classmethod
     def every_sample(cls, shared: Int64Array, lengths: Int64Array, scored: Int64Array | None = None) -> Leaves:
-        """All samples in depth-first order, those too that others continue; arguments as of :meth:`of_samples`."""
+        """Return all samples in depth-first order, even if others continue them; for ``[S]`` see :meth:`of_samples`."""
         start = np.arange(len(shared))
         scored = np.zeros(len(shared), dtype=np.int64) if scored is None else scored
         return cls(start=start, end=start + 1, length=lengths, context=shared, scored=scored)
 
     def some(self, chosen: Int64Array) -> Leaves:
-        """The leaves at ``chosen``, indices in increasing order, with their contexts among themselves."""
+        """Return the leaves at ``chosen``, increasing indices int64 ``[n]``, with their contexts among themselves."""
         context = np.zeros(len(chosen), dtype=np.int64)
         if len(chosen) > 1:
-            # What two leaves have in common is the least that neighbours between them have.
+            # Two leaves have as many tokens in common as the least similar neighbours between them.
             context[1:] = np.minimum.reduceat(self.context[: chosen[-1] + 1], chosen[:-1] + 1)
         return Leaves(
             start=self.start[chosen],
@@ -92,7 +89,7 @@ class Leaves:
         return int((self.length * (self.length + 1) // 2 - self.context * (self.context + 1) // 2).sum())
 
     def fresh_units(self, cost_model: CostModel) -> Int64Array:
-        """int64 ``[L]``: what each adds to the cost of the one before."""
+        """Return int64 ``[L]``: the cost that each adds to the one before."""
         path = cost_model.units_of_path(self.length) - cost_model.units_of_path(self.context)
         return path + cost_model.units_of_scored(self.scored)
 
@@ -102,11 +99,11 @@ class Leaves:
 
 
 def first_scored(samples: Sequence[Sample], order: Int64Array, shared: Int64Array) -> Int64Array:
-    """int64 ``[S]``: of samples in depth-first order, the scored tokens that each does not share with the one before.
+    """Return int64 ``[S]``: for samples in depth-first order, the scored tokens not shared with the sample before.
 
-    As good as all that a micro-batch of them scores: the completions of one prompt share nothing that is scored, and
-    the turns of a conversation are scored one in each sample, the shorter ones first. What two samples score together
-    and different micro-batches compute counts once.
+    This nearly equals the tokens that a micro-batch of them scores: completions of one prompt share no scored tokens,
+    and each sample of a conversation scores one turn, the shorter ones first. Tokens that two samples score together,
+    but in different micro-batches, count once.
     """
     return np.fromiter(
         (
@@ -123,11 +120,9 @@ class Atoms:
     """Runs of leaves that are placed together.
 
     Attributes:
-        runs: run of leaves of each atom.
         context: int64 ``[A]``, tokens of the path that each has in common with the atom before.
         narrowest: int64 ``[A]``, tokens that all leaves of the atom have in common.
-        tokens: int64 ``[A]``, tokens of each by itself.
-        units: int64 ``[A]``, cost of each by itself.
+        tokens, units: int64 ``[A]``, tokens and cost of each atom by itself.
     """
 
     runs: list[Run]
@@ -138,10 +133,10 @@ class Atoms:
 
     @classmethod
     def of_leaves(cls, leaves: Leaves, cost_model: CostModel, *, bins: int, target: int, max_tokens: int) -> Atoms:
-        """Every leaf by itself, or where there are many to a bin, the runs that repeat the least and stay small.
+        """Return single leaves, or for many leaves per bin, runs that repeat the least and stay small.
 
         A run of several leaves costs at most an eighth of ``target``, the cost of a bin in units, and no atom has more
-        than ``max_tokens``, unless a leaf by itself has.
+        than ``max_tokens``, unless a single leaf has.
         """
         fresh = leaves.fresh_units(cost_model)
         context = cost_model.units_of_path(leaves.context)
@@ -165,8 +160,8 @@ class Atoms:
 def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max_tokens: int) -> Int64Array | None:
     """Return a bin for every atom, int64 ``[A]``, such that no bin exceeds its limits; None if this finds none.
 
-    The most expensive atom first, each into the bin where it adds least (the one that has most of its path), of several
-    such into the emptiest, so that room is left beside it for what shares with it.
+    The most expensive atom comes first, each into the bin to which it adds least (the one that has most of its path),
+    and of several such into the emptiest, to keep room there for atoms that share with it.
     """
     count = len(atoms.runs)
     bin_of = np.full(count, -1, dtype=np.int64)
@@ -175,12 +170,12 @@ def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max
     grain = max(1, max_units // 100)  # adding less by a hundredth of a bin is not worth filling another one for
     for atom in np.argsort(-atoms.units, kind="stable").tolist():
         # Tokens in common with the nearest atom of each bin on either side; nothing with bins that have none there.
-        # Of what is written from far to near the nearest stays; what is not placed yet goes to a bin of its own.
+        # Written from far to near, so the nearest stays; unplaced atoms go to a separate bin.
         sides = np.zeros((2, bins + 1), dtype=np.int64)
         sides[0, bin_of[:atom]] = np.minimum.accumulate(atoms.context[atom:0:-1])[::-1]
         sides[1, bin_of[atom + 1 :][::-1]] = np.minimum.accumulate(atoms.context[atom + 1 :])[::-1]
         before, after = sides[:, :bins]
-        # What both sides have was counted once in the bin and twice here.
+        # Tokens common to both sides were counted once in the bin and twice here.
         both = np.minimum(np.minimum(before, after), atoms.narrowest[atom])
         saved = cost_model.units_of_path(np.stack([before, after, both]))
         added = atoms.units[atom] - saved[0] - saved[1] + saved[2]

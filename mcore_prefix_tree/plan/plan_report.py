@@ -18,16 +18,7 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_o
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchReport:
-    """One micro-batch.
-
-    Attributes:
-        samples: number of samples that it scores.
-        tokens: unique tokens.
-        padding: tokens up to the size that the parallel layout or length buckets ask for.
-        pairs: visible (query, key) pairs.
-        scored: unique tokens that are scored; what samples of several micro-batches score together counts in one.
-        cost: predicted cost.
-    """
+    """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one."""
 
     samples: int
     tokens: int
@@ -39,16 +30,14 @@ class MicroBatchReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A plan in numbers. Costs are in the unit of the cost model and leave padding aside.
+    """A plan in numbers. Costs are in the unit of the cost model and ignore padding.
 
     Attributes:
         ranks: micro-batches by data-parallel rank, then by micro-batch.
         logical_tokens: sum of the sample lengths.
-        unique_tokens: unique tokens of the whole step; what a single micro-batch without a budget would compute.
+        unique_tokens: unique tokens of the step; a single micro-batch without a budget would compute as many.
         repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
-        padding: tokens of padding in all micro-batches.
-        slowest: cost of the most expensive rank.
-        mean: cost of a rank on average.
+        slowest, mean: cost of the most expensive rank and of the average one.
         lower_bound: lower bound of the slowest rank's cost, over all plans.
         bubble: pipeline bubble that the ranks' costs count, see :func:`plan_step`.
     """
@@ -102,16 +91,7 @@ def report_plan(
     bubble: float = 0.0,
     sharing: Sharing = SHARE_ALL,
 ) -> PlanReport:
-    """Count a plan of samples, from :func:`plan_step` or from anywhere else.
-
-    Args:
-        samples: samples that were planned.
-        plan: plan of the samples.
-        cost_model: cost model to judge it by.
-        max_tokens: the budget, which the lower bound respects.
-        padding: padding of the micro-batches.
-        bubble, sharing: as in :func:`plan_step`.
-    """
+    """Count a plan of samples, from :func:`plan_step` or another planner; the lower bound respects ``max_tokens``."""
     order, shared = sort_samples(samples, sharing)
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
     scored = first_scored(samples, order, shared)

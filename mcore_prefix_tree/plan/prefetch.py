@@ -11,14 +11,10 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[K, T]):
-    """Makes steps by name, one ahead of the step in use.
+    """Makes steps by name with ``make``, in another thread, one ahead of the step in use.
 
-    Whatever the timing, the steps that come out are those that were asked for, so a run with it is the same run. No
-    two calls of ``make`` overlap. The thread shares Python's lock with the training loop, which gives it up wherever
-    it waits for a device or for other ranks.
-
-    Args:
-        make: function that does one step's work. It is called from another thread.
+    The steps that come out are those requested, in any timing, and no two calls of ``make`` overlap. The thread shares
+    Python's lock with the training loop, which releases it whenever it waits for a device or for other ranks.
     """
 
     def __init__(self, make: Callable[[K], T]) -> None:
@@ -27,15 +23,7 @@ class Ahead(Generic[K, T]):
         self._next: tuple[K, Future[T]] | None = None
 
     def take(self, step: K, *, then: K | None) -> T:
-        """Return a step, and begin with the one that follows.
-
-        Args:
-            step: name of the step, begun by the call before, or else made now.
-            then: name of the next step; None begins none.
-
-        Raises:
-            Exception: any exception that ``make`` raised for this step.
-        """
+        """Return a step, begun by the last call or made now, or raise ``make``'s exception; begin the step ``then``."""
         made = self._made(step)
         self._next = None if then is None else (then, self._thread.submit(self._make, then))
         return made

@@ -1,7 +1,4 @@
-"""Moves of leaves from the slowest rank to others, as long as that makes it faster.
-
-Legend: L leaves, B bins.
-"""
+"""Moves of L leaves among B bins, from the slowest rank to others, as long as that makes it faster."""
 
 from __future__ import annotations
 
@@ -30,16 +27,9 @@ def refine(
 ) -> Int64Array:
     """Return a better assignment, int64 ``[L]``, or the same.
 
-    Each move takes one leaf from the slowest rank to a bin of another, the pair for which the slower of the two ends up
-    fastest; it stops where no move helps.
-
-    Args:
-        leaves: the L leaves.
-        cost_model: cost model of their tokens.
-        bin_of: int64 ``[L]``, bin of each leaf; rank r has the bins from ``r * bins_per_rank`` on.
-        ranks, bins_per_rank: number of ranks, and of bins of each.
-        max_tokens: largest number of tokens of a bin.
-        enough: cost of a rank, in units, below which nothing more is moved.
+    Each move takes one leaf from the slowest rank to a bin of another, the pair that makes the slower of the two
+    fastest, until none helps or a rank costs less than ``enough`` units. ``bin_of``, int64 ``[L]``, is the bin of each
+    leaf; rank r has the bins from ``r * bins_per_rank`` on.
     """
     bins = ranks * bins_per_rank
     rank_of = np.arange(bins) // bins_per_rank

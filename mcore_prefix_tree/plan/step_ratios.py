@@ -1,4 +1,4 @@
-"""Fold ratio of training steps, which is less than that of a whole file."""
+"""Fold ratio of training steps, which is less than that of a complete file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A fold ratio over several steps.
-
-    Attributes:
-        mean: logical tokens of all steps over physical tokens of all steps.
-        lowest: lowest ratio of a single step.
-        highest: highest ratio of a single step.
-    """
+    """A fold ratio over several steps: logical over physical tokens of all steps, and the extremes of single steps."""
 
     mean: float
     lowest: float
@@ -32,14 +26,9 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsReport:
-    """Steps of training.
+    """Steps of training; ``samples`` and ``idle_ranks`` are those of an average step.
 
-    Attributes:
-        steps: number of steps.
-        samples: number of samples of an average step.
-        fold_ratio: fold ratio of the steps.
-        planned_fold_ratio: the same ratio with the context that micro-batches repeat; None without a plan.
-        idle_ranks: number of data-parallel ranks without samples in an average step; None without a plan.
+    ``planned_fold_ratio`` has the context that micro-batches repeat; it and ``idle_ranks`` are None without a plan.
     """
 
     steps: int
@@ -55,13 +44,7 @@ def report_steps(
     sharing: Sharing = SHARE_ALL,
     plan: Callable[[Sequence[Sample]], ForestPlan] | None = None,
 ) -> StepsReport:
-    """Count what steps fold to.
-
-    Args:
-        steps: the samples of each step; at least one step.
-        sharing: common prefixes that samples share.
-        plan: function that cuts a step into micro-batches, as training does.
-    """
+    """Count the folding of at least one step; ``plan`` cuts a step into micro-batches, as training does."""
     samples, logical, physical, planned, idle = 0, [], [], [], 0
     for step in steps:
         samples += len(step)

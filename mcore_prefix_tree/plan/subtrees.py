@@ -1,6 +1,6 @@
-"""Place whole subtrees in bins: cut a tree only where no bin can hold it, so that few bins recompute its ancestors.
+"""Place complete subtrees in bins: cut a tree only if no bin can hold it, so that few bins recompute its ancestors.
 
-Where :mod:`mcore_prefix_tree.plan.pack` starts from single leaves and lets them find each other, this starts from whole
+:mod:`mcore_prefix_tree.plan.pack` starts from single leaves and lets them find each other; this starts from complete
 trees: best fit for items that may be broken, at the price of a path that both parts compute.
 
 Legend: L leaves, B bins.
@@ -41,18 +41,15 @@ class SubtreePlacer:
     ) -> Int64Array | None:
         """Return a bin for every leaf, int64 ``[L]``, such that no limit is exceeded; None if this finds none.
 
-        A tree goes whole into the bin where it adds least, of several such into that of the fullest rank. One that fits
-        nowhere is cut: the bin with the most room takes as many of its first leaves as it can hold, and the rest is a
-        tree to place like the others.
+        A complete tree is placed in the bin to which it adds least, of several such in that of the fullest rank. One
+        that fits nowhere is cut: the bin with the most room takes as many of its first leaves as it can hold, and the
+        rest is a tree to place like the others. Bins are those of :func:`~mcore_prefix_tree.plan.refine.refine`.
 
         Args:
-            ranks, bins_per_rank: number of ranks, and of bins of each; rank r has the bins from ``r * bins_per_rank``
-                on.
             max_units: largest cost of a rank, in units.
             max_tokens: largest number of tokens of a bin.
-            by_size: whether the most expensive tree comes first. Otherwise those that have to be cut anyway come first,
-                then those whose leaves have most in common: what comes last is cut to fill the bins, at the least
-                price.
+            by_size: whether the most expensive tree comes first. Otherwise trees that exceed every bin come first, then
+                those whose leaves have most in common: the last ones are cut to fill the bins, at the least price.
         """
         bins = ranks * bins_per_rank
         rank_of = np.arange(bins) // bins_per_rank
@@ -106,10 +103,7 @@ class SubtreePlacer:
         return int(self._tokens[end] - self._tokens[start] + self._context[start])
 
     def _in_common(self, start: int, root: int, bin_of: Int64Array, bins: int) -> Int64Array:
-        """int64 ``[B]``: tokens of the path above a leaf that each bin computes already.
-
-        Of a tree, what is placed comes before what is not.
-        """
+        """Return int64 ``[B]``: tokens above a leaf that each bin computes already; placed leaves come first."""
         common = np.zeros(bins, dtype=np.int64)
         if start > root:
             narrowest = np.minimum.accumulate(self._context[start:root:-1])[::-1]
@@ -117,7 +111,7 @@ class SubtreePlacer:
         return common
 
     def _cut(self, start: int, end: int, max_units: int, max_tokens: int) -> int:
-        """Return the end of a run from ``start``: near the limits, where the path that the rest repeats is shortest."""
+        """Return the end of a run from ``start``: near the limits, at the shortest path that the rest repeats."""
 
         def furthest(limit: int, limit_tokens: int) -> int:
             by_units = np.searchsorted(self._units, limit - self._path_units[start] + self._units[start], side="right")

@@ -1,7 +1,4 @@
-"""Depth-first order by sorting: the samples of a subtree are neighbours, and neighbours share the longest prefixes.
-
-Legend: S samples.
-"""
+"""Depth-first order of S samples by sorting: neighbours are in one subtree and share the longest prefixes."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ class Sharing:
     """Common prefixes that samples share. A plan and the folding of its micro-batches take the same one.
 
     Attributes:
-        share: rule of sharing. ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares what two
-            samples have in common before the first scored token of either: each sample computes its own completion.
+        share: ``"all"`` shares every common prefix, scored tokens too. ``"prompt"`` shares the tokens that two samples
+            have in common before the first scored token of either: each sample computes its own completion.
         min_shared_tokens: smallest length of a common prefix that is shared; samples with fewer tokens in common are in
             different trees.
 
@@ -49,9 +46,9 @@ SHARE_ALL = Sharing()
 def sort_samples(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> tuple[IntArray, IntArray]:
     """Return ``order`` and ``shared`` of a :class:`Trie`, int64 ``[S]`` each: a depth-first order of the samples.
 
-    The order depends on the samples' content alone (those that score the same of equal tokens keep the caller's order),
-    so every rank and every shuffle of the same samples builds the same trie and plans the same. Needs 4 bytes for every
-    logical token while it sorts.
+    The order depends on the samples' content only (samples that score the same of equal tokens keep the caller's
+    order), so every rank and every shuffle of the same samples builds the same trie and the same plan. Needs 4 bytes
+    for every logical token while it sorts.
     """
     shareable = [
         sample.tokens if sharing.share == "all" else sample.tokens[: prompt_length(sample)] for sample in samples
@@ -72,9 +69,9 @@ def sort_samples(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> tup
 
 
 def _sorted_runs(samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.int32]]) -> list[list[int]]:
-    """The samples of each ``merge_key`` in order, and these runs in an order that does not depend on the caller's."""
-    # Big-endian bytes compare like the integers they hold, so the sort is memcmp on whole samples. What is not shared
-    # decides between equal prompts alone, or their order would be the caller's.
+    """Return the samples of each ``merge_key``; the order depends only on their content, int32 ``[n]`` each."""
+    # Big-endian bytes compare like the integers they hold, so the sort is memcmp on full samples. Unshared tokens only
+    # decide between equal prompts, or their order would be the caller's.
     keys = [
         (part.astype(">i4").tobytes(), sample.tokens[len(part) :].astype(">i4").tobytes(), _Scored(sample.loss_mask))
         for part, sample in zip(shareable, samples, strict=True)
@@ -89,10 +86,7 @@ def _sorted_runs(samples: Sequence[Sample], shareable: Sequence[npt.NDArray[np.i
 
 @dataclass(frozen=True, eq=False)
 class _Scored:
-    """Order of samples with equal tokens, made for these alone: more scored ones first, then earlier ones.
-
-    What the others of them score is then mostly scored already, as a plan's cost takes for granted.
-    """
+    """Order of samples with equal tokens: more scored ones first, so that they cover the others, as plans assume."""
 
     mask: npt.NDArray[np.float32]
 
@@ -116,7 +110,7 @@ def prompt_length(sample: Sample) -> int:
 
 
 def common_prefix_length(left: npt.NDArray[np.integer], right: npt.NDArray[np.integer]) -> int:
-    """Count the leading tokens that two samples have in common."""
+    """Count the leading tokens that two samples, ``[n]`` and ``[m]``, have in common."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0

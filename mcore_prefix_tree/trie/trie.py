@@ -1,9 +1,9 @@
 """A trie over samples, built by sorting: neighbours in lexicographic order share the longest prefixes.
 
-Sorting the samples and keeping, of each, only what its predecessor in that order does not have already yields the
-tokens of the trie in depth-first pre-order. The nodes follow from the longest common prefixes (LCPs) of neighbours
-with one stack, as in the construction of a suffix tree from an LCP array (Kasai et al., CPM 2001). Nothing recurses
-and nothing walks tokens in Python.
+Sorting the samples and keeping only the tokens of each that its predecessor in that order does not have yields the
+tokens of the trie in depth-first pre-order. The nodes follow from the longest common prefixes (LCPs) of neighbours with
+one stack, as in the construction of a suffix tree from an LCP array (Kasai et al., CPM 2001). Nothing recurses and
+nothing walks tokens in Python.
 
 Legend: S samples, N nodes, T physical tokens.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-# What happens at a sample that cannot be used.
+# Handling of a sample that cannot be used.
 OnError = Literal["raise", "skip"]
 # In which order steps take samples.
 Order = Literal["shuffled", "folded", "file"]
@@ -12,7 +12,7 @@ Order = Literal["shuffled", "folded", "file"]
 Share = Literal["all", "prompt"]
 # How the texts of two tokenizers are aligned.
 Aligner = Literal["bytes", "dynamic"]
-# What a teacher with another tokenizer reads.
+# Input of a teacher with another tokenizer.
 Rendering = Literal["own", "student"]
 # How far a teacher is from its student.
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]

@@ -19,18 +19,18 @@ USER_ERROR = 2
 ENDED_BY_SIGNAL = 128  # and the signal's number, as shells have it
 INTERRUPTED = ENDED_BY_SIGNAL + signal.SIGINT
 
-# What this package raises for users. An ImportError says which optional package is missing and how to get it.
+# Errors that this package raises for users. An ImportError names the missing optional package and its installation.
 USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError)
 # How long a rank waits to be ended before it reports what another has reported, under torchrun and elsewhere. A loaded
 # machine takes seconds to end the rank that reported.
 _PATIENCE_S, _PATIENCE_ELSEWHERE_S = 30.0, 10.0
-# What torch, CUDA and C++ say where Python raises MemoryError, and how much they and NumPy asked for.
+# Messages of torch, CUDA and C++ that correspond to Python's MemoryError, and the size that they and NumPy requested.
 _NO_MEMORY = re.compile(
     r"can't allocate memory|out of memory|not enough memory|bad_alloc|ALLOC_FAILED|new thread|"
     + re.escape(os.strerror(errno.EAGAIN))  # of a thread that cannot start
 )
 _NO_FILES = os.strerror(errno.EMFILE)
-# What tempfile says of all folders if it cannot write a word to a file.
+# Message of tempfile if it cannot write a word to a file in any folder.
 _NO_FOLDER, _TRIED = "No usable temporary directory", 16
 _ASKED_FOR = re.compile(r"(?:tried|Tried|Unable) to allocate ([0-9.]+) (\w+)")
 
@@ -41,12 +41,10 @@ class OutOfMemoryError(MemoryError):
 
 @contextmanager
 def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
-    """Turn errors that a user can mend into one line on standard error and exit code 2.
+    """Turn errors that a user can fix into one line on standard error and exit code 2.
 
-    Ctrl-C exits with 130, quietly. Anything else is a bug and keeps its traceback.
-
-    Args:
-        is_users: whether an error of :data:`USER_ERRORS` is one that a user can mend.
+    Ctrl-C exits with 130, quietly. Anything else is a bug and keeps its traceback. ``is_users`` decides whether a user
+    can fix an error of :data:`USER_ERRORS`.
     """
     try:
         yield
@@ -83,11 +81,7 @@ class Mistakes:
         return bool(self._errors)
 
     def report(self) -> None:
-        """Raise what was found: one error as it is, or several as one sentence.
-
-        Raises:
-            ValueError: several checks have failed.
-        """
+        """Raise the collected error, or ValueError with several in one sentence."""
         sentences = list(dict.fromkeys(sentence_of(error) for error in self._errors))
         if len(sentences) == 1:
             raise self._errors[0]
@@ -97,15 +91,11 @@ class Mistakes:
 
 @contextmanager
 def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
-    """Give the settings that an error names the spelling of a door, such as its flags.
-
-    Args:
-        spellings: spelling of settings by their canonical key, with which the package raises; see :func:`spell`.
-    """
+    """Show the settings that an error names in the spelling of a door, for example its flags; see :func:`spell`."""
     try:
         yield
     except USER_ERRORS as error:
-        if len(error.args) == 1:  # others, such as the operating system's, name no setting
+        if len(error.args) == 1:  # others, for example the operating system's, name no setting
             error.args = (spell(str(error.args[0]), spellings),)
         raise
 
@@ -113,10 +103,8 @@ def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
 def spell(sentence: str, spellings: Mapping[str, str]) -> str:
     """Return a sentence with the settings that it names in the spelling of a door.
 
-    Args:
-        sentence: sentence that names settings by their canonical keys, which are a recipe's. A key behind "its" is one
-            of another recipe, and stays.
-        spellings: spelling of keys, or of keys with a value, such as ``fused_head=false``.
+    Settings have their canonical keys, which are a recipe's; a key after "its" belongs to another recipe, and stays.
+    ``spellings`` also takes keys with a value, for example ``fused_head=false``.
     """
     if not spellings:
         return sentence
@@ -126,10 +114,7 @@ def spell(sentence: str, spellings: Mapping[str, str]) -> str:
 
 @contextmanager
 def naming_memory(describe: Callable[[], str]) -> Iterator[None]:
-    """Raise OutOfMemoryError for an allocation that fails, of the host or of a device.
-
-    ``describe`` returns what was being done and what to do about it.
-    """
+    """Raise OutOfMemoryError for a failed allocation, with the activity and the way out from ``describe``."""
     try:
         yield
     except OutOfMemoryError:
@@ -189,20 +174,20 @@ def sentence_of(error: BaseException) -> str:
 
 
 def _may_not_grow(error: OSError) -> bool:
-    """Return whether a limit of this process kept a file from growing, such as the one that tempfile tries."""
+    """Return whether a limit of this process kept a file from growing, for example tempfile's."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     is_limited = limit != resource.RLIM_INFINITY
     return is_limited and (error.errno == errno.EFBIG or (limit < _TRIED and _NO_FOLDER in str(error)))
 
 
 def tell(sentence: str | None) -> None:
-    """Report why this process is about to exit: under torchrun, one rank of a machine reports for all.
+    """Report why this process is about to exit, unless ``sentence`` is None: under torchrun, one rank per machine does.
 
-    torchrun ends every rank as soon as one exits, so the others wait for that. A rank that is not ended had an error of
-    its own, and reports it. ``sentence`` is None if everything is reported already.
+    torchrun ends every rank as soon as one exits, so the others wait for that. A rank that is not ended had another
+    error.
     """
     if not speaks_first():
-        # To be ended is what it waits for; a trainer's handler would only take note of the signal.
+        # It waits to be ended, but a trainer's handler would only record the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S if os.environ.get("TORCHELASTIC_ERROR_FILE") else _PATIENCE_ELSEWHERE_S)
     if sentence is not None:
@@ -214,10 +199,7 @@ def tell(sentence: str | None) -> None:
 
 
 def speaks_first() -> bool:
-    """Return whether this rank is the one of its machine that reports, which only the first that asks is.
-
-    torchrun gives each start of its workers a folder of its own. Without that folder local rank 0 reports.
-    """
+    """Return whether this rank reports for its machine: the first in torchrun's folder, or local rank 0 without it."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun is to keep no logs
     if file:
         try:

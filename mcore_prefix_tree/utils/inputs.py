@@ -1,4 +1,4 @@
-"""Open files that users name, and end with a sentence where a file never ends or never begins."""
+"""Open files that users name, and end with a sentence for a file that never ends or never begins."""
 
 from __future__ import annotations
 
@@ -17,27 +17,23 @@ PathLike = str | os.PathLike[str]
 
 FIFO_S = 10.0
 TEXT_BYTES = 1 << 24
-MOST = 2**31 - 1  # of tokens, which are counted in int32, and of whatever else is counted
+MOST = 2**31 - 1  # of tokens, which are counted in int32, and of other counts
 
-# File of a run's folder that names its last checkpoint, and the folders of checkpoints beside it; Megatron-LM's names.
+# File of a run's folder that names its last checkpoint, and the folders of its checkpoints; Megatron-LM's names.
 TRACKER = "latest_checkpointed_iteration.txt"
 _CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 # Files that only the folder of a model, an adapter or a tokenizer has, and the one folder in it that is read.
 _MODEL = {"config.json", "adapter_config.json", "tokenizer_config.json"}
 _TEMPLATES = "additional_chat_templates"
-# What names of data sets on Hugging Face's hub begin with, which data settings take.
+# Prefix of names of data sets on Hugging Face's hub, in data settings.
 HUB = "hf://"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-# What commands write into the folder of a model, and nothing reads as a part of it.
+# Files that commands write into a model's folder, and that are not a part of the model.
 _NO_MODEL = (".jsonl", ".gz", ".parquet", ".arrow", ".feather", ".png", ".svg")
 
 
 def local_path(path: str) -> str:
-    """Return a path that a setting gives, with the home folder in place of ``~``.
-
-    Raises:
-        ValueError: the path is a URL, or begins with ``~`` and a user that this machine does not have.
-    """
+    """Return a setting's path with ``~`` expanded; raise ValueError for a URL or an unknown user."""
     if _URL.match(path):
         raise ValueError(f"{path} is a URL, and only local files are read and written; give the path of a mounted copy")
     found = os.path.expanduser(path)
@@ -76,11 +72,7 @@ def open_input(path: PathLike) -> BinaryIO:
 
 
 def open_regular(path: PathLike) -> BinaryIO:
-    """Open a file of a folder that a program wrote, such as a checkpoint.
-
-    Raises:
-        OSError: the path is missing, or names no regular file: a pipe would be waited for, and a device has no end.
-    """
+    """Open a file that a program wrote, for example a checkpoint; raise OSError unless it is a regular file."""
     # Without waiting for whoever writes to a pipe; a regular file does not notice.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -101,11 +93,7 @@ def read_regular(path: PathLike) -> bytes:
 
 
 def check_files_of(folder: PathLike) -> None:
-    """Check that a folder holds regular files and folders, before a library opens what it finds there.
-
-    Raises:
-        OSError: the folder cannot be listed, or an entry is a pipe, a socket or a device; names it.
-    """
+    """Raise OSError, with the name, if a folder has entries that are neither files nor folders, or is unreadable."""
     for entry in os.scandir(folder):
         if not (entry.is_file() or entry.is_dir() or _leads_nowhere(entry)):
             raise _not_regular(entry.path)
@@ -120,12 +108,7 @@ def _not_regular(path: PathLike) -> OSError:
 
 
 def read_text(path: PathLike) -> str:
-    """Return the content of a small file in UTF-8, such as a recipe.
-
-    Raises:
-        OSError: see :func:`open_input`.
-        ValueError: the file is not UTF-8, or larger than :data:`TEXT_BYTES`.
-    """
+    """Return a small file's text; raise OSError as :func:`open_input`, ValueError if it is not UTF-8 or too large."""
     with open_input(path) as stream:
         content = stream.read(TEXT_BYTES + 1)
     if len(content) > TEXT_BYTES:

@@ -33,17 +33,10 @@ PORT = "29500"  # torchrun's own
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables, unless they are set, to the values of another launcher's.
+    """Set torchrun's variables in ``environment``, unless they are set, to the values of another launcher's.
 
-    Sets ``LOCAL_WORLD_SIZE`` where the launcher has it, and ``MASTER_PORT`` to torchrun's default where it is missing.
-    A launcher of one process counts as none.
-
-    Args:
-        environment: environment variables of the process; changed in place.
-
-    Raises:
-        ValueError: the variables contradict each other or are incomplete, or ``MASTER_ADDR``, which only whoever starts
-            the job knows, does not say where the ranks meet.
+    Sets ``LOCAL_WORLD_SIZE`` if the launcher has it, and a missing ``MASTER_PORT`` to torchrun's default. A launcher of
+    one process is ignored. Raises ValueError for incomplete or contradictory variables, or without ``MASTER_ADDR``.
     """
     if RANK not in environment:
         _adopt(environment)
@@ -60,8 +53,8 @@ def _adopt(environment: MutableMapping[str, str]) -> None:
             continue
         if "MASTER_ADDR" not in environment:
             raise ValueError(
-                f"{launcher} started {said[SIZE]} ranks ({names[SIZE]}), and MASTER_ADDR does not say where they meet: "
-                "export it, the name of the machine of the first one"
+                f"{launcher} started {said[SIZE]} ranks ({names[SIZE]}), but MASTER_ADDR is missing: export the name "
+                "of the first rank's machine"
             )
         # Slurm's list of all nodes, "8(x2)" or "8,8,4", is a number where all have as many.
         if LOCAL_SIZE in said:
@@ -87,11 +80,7 @@ def _check_alone(environment: Mapping[str, str]) -> None:
 
 
 def _check_ranks(environment: Mapping[str, str]) -> None:
-    """Check the variables; with wrong ones torch and Megatron would wait for ever or fail without a sentence.
-
-    Raises:
-        ValueError: a variable is wrong; names it.
-    """
+    """Raise ValueError for a wrong variable, with which torch and Megatron would hang or fail without a sentence."""
     for name in (SIZE, "MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):
             raise ValueError(f"{RANK}={environment[RANK]} is set without {name}; start the ranks with torchrun")
@@ -105,7 +94,7 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
         if rank in number and size in number and number[rank] >= number[size]:
             raise ValueError(
                 f"{rank}={number[rank]} is not below {size}={number[size]}; ranks are numbered from 0, and every rank "
-                "has a number of its own"
+                "has a different number"
             )
     if not 0 < number["MASTER_PORT"] < 2**16:
         raise ValueError(f"MASTER_PORT={number['MASTER_PORT']} is not a port; ports are 1 to 65535")
@@ -118,21 +107,15 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
 
 
 def check_gpus(environment: Mapping[str, str], seen: int) -> None:
-    """Reject ranks that cannot each have the GPU of their ``LOCAL_RANK``, which is the one that Megatron-LM takes.
+    """Raise ValueError unless each rank can have the GPU of its ``LOCAL_RANK``, as Megatron-LM does, among ``seen``.
 
-    All ranks of a machine are rejected, if its launcher reports how many there are: one that stays would wait for ever.
-
-    Args:
-        environment: environment variables of the process, as :func:`adopt_ranks` leaves it.
-        seen: number of GPUs that the process can use.
-
-    Raises:
-        ValueError: this machine has fewer GPUs than ranks.
+    All ranks of a machine are rejected, if its launcher reports their number: any other would wait for ever. The
+    ``environment`` is as :func:`adopt_ranks` leaves it.
     """
     ranks = max(int(environment.get(LOCAL_SIZE, "1")), int(environment.get(LOCAL_RANK, "0")) + 1)
     if ranks > seen:
         raise ValueError(
             f"this machine has {ranks} ranks, each of which takes the GPU numbered {LOCAL_RANK}, and this one sees "
             f"{seen}: let every rank see all GPUs of its machine, under srun with --gpus-per-node, or with "
-            "--gpu-bind=none beside --gpus-per-task"
+            "--gpu-bind=none and --gpus-per-task"
         )

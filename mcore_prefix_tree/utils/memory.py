@@ -15,10 +15,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak above what was held when it was made.
-
-    On the CPU it reads Linux's high-water mark of the resident set, which only Linux lets a process reset.
-    """
+    """Peak in addition to the memory held when it was made; on the CPU, Linux's high-water mark of the resident set."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
@@ -39,9 +36,9 @@ class PeakMemory:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank can still allocate; on the CPU its share of what the machine has left."""
+    """Return the bytes that this rank can still allocate; on the CPU its share of the machine's available memory."""
     if device.type == "cuda":
-        # What torch has reserved and does not use is free for torch alone.
+        # Memory that torch has reserved and does not use is free only for torch.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
@@ -49,7 +46,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _give_back_free_heap() -> None:
-    """Let glibc return what earlier work freed, which would otherwise hide the peak of what comes next."""
+    """Let glibc return memory that earlier work freed, which would otherwise hide the next peak."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -27,11 +27,7 @@ def heeded() -> list[int]:
 
 
 def end_without_stacks() -> None:
-    """Keep ending signals from printing the stack of every rank, which Megatron's inference asks for on import.
-
-    ``megatron.training`` imports it. torchrun sends SIGTERM to the other ranks when one has refused the job in a
-    sentence.
-    """
+    """Keep ending signals, for example torchrun's, from printing stacks, as ``megatron.training`` requests."""
     for number in ENDING_SIGNALS:
         faulthandler.unregister(number)
 
@@ -40,13 +36,10 @@ def end_without_stacks() -> None:
 def ended_at_once() -> Iterator[None]:
     """Let a signal end the process at once, with one sentence, unless a handler that is installed later takes it.
 
-    The main thread, which may wait for other ranks in C++, blocks the signals, and a thread of its own receives them.
+    The main thread, which may wait for other ranks in C++, blocks the signals, and a separate thread receives them.
     Processes that the main thread starts inherit the block: a signal to the process group ends no compiler and no
-    worker that a step waits for.
-
-    The death of torchrun, which then sends no signal, counts as its SIGTERM.
-
-    Outside the main thread, which alone may handle signals, nothing changes.
+    worker that a step waits for. The death of torchrun, which then sends no signal, counts as its SIGTERM. Outside the
+    main thread, which is the only one that may handle signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

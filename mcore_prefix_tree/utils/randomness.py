@@ -1,7 +1,4 @@
-"""Random draws in a model's forward pass. Folding cannot repeat them: samples that share a token would share its draw.
-
-Two looks find them: at the rates that a model's modules have, before it runs, and at torch's generator, while it runs.
-"""
+"""Random draws in a model's forward, found by its modules' rates and torch's generator: folding cannot repeat them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 # Attributes that hold a rate: dropout, attn_pdrop, layerdrop, drop_path, router_jitter_noise, neftune_noise_alpha, ...
 _RATE = re.compile("drop|jitter|noise")
 _NOISE = re.compile("jitter|noise")
-# Attributes that hold the rate of a class whose name says what it does, such as DropPath.
+# Attributes that hold the rate of a class with a telling name, for example DropPath.
 _OF_DROPOUT = {"p", "prob", "rate"}
 
 SHARED = "samples that share a token would share its random draw"
@@ -25,11 +22,8 @@ SHARED = "samples that share a token would share its random draw"
 def random_part(model: torch.nn.Module) -> str | None:
     """Return a sentence about the modules of a model that draw random numbers as it is now, or None without any.
 
-    A module in evaluation mode draws nothing. Neither does a rate of 0 or 1, or an adapter that PEFT has switched off.
-    It takes about a microsecond for each module.
-
-    Args:
-        model: model, or a part of one, that is about to run.
+    Evaluation mode, a rate of 0 or 1 and an adapter that PEFT has switched off draw nothing. Takes about 1 us per
+    module.
     """
     found = list(_rates(model))
     if not found:
@@ -44,12 +38,7 @@ def random_part(model: torch.nn.Module) -> str | None:
 
 
 def drew(model: Any, when: str) -> str:
-    """Return what is not supported of a model that drew random numbers, with the rates in its configuration.
-
-    Args:
-        model: model or a part of it; one with ``config`` has its rates named.
-        when: when it drew them.
-    """
+    """Return a sentence that rejects a model that drew random numbers ``when``, with the rates of its ``config``."""
     settings = vars(getattr(model, "config", drew))
     rates = [f"{name}={rate:g}" for name, rate in settings.items() if _RATE.search(name) and _draws(name, rate)]
     named = f" (its config has {', '.join(rates)})" if rates else ""
@@ -113,11 +102,7 @@ def _active_adapters(layer: Any) -> Collection[str]:
 
 
 class Draws:
-    """Look at the random numbers that torch's generator of a device gave since this was made.
-
-    Args:
-        device: device of the model; generators of other devices than a CPU and CUDA's are not looked at.
-    """
+    """Look at the random numbers that torch's generator of a CPU or CUDA device gave since this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._generator: torch.Generator | None = None
@@ -130,10 +115,7 @@ class Draws:
         self._before = self._state()
 
     def any(self, *, coins: int) -> bool:
-        """Return whether there were any, other than up to ``coins`` draws of a single number.
-
-        Stochastic depth draws one for each layer, also at a rate of 0, at which it falls one way.
-        """
+        """Return whether there were any except ``coins`` single numbers, which stochastic depth draws at any rate."""
         if self._generator is None or torch.equal(self._before, now := self._state()):
             return False
         if self._generator.device.type != "cpu":
@@ -147,6 +129,7 @@ class Draws:
 
 
 def _after_a_coin(generator: torch.Generator, state: torch.Tensor) -> bool:
+    """Return whether a generator has ``state``, uint8 ``[n]``, after one draw of a single number."""
     torch.rand([], generator=generator)
     return torch.equal(generator.get_state(), state)
 
@@ -158,11 +141,7 @@ class LayerDraws:
         self._last: tuple[int, bool, Draws] | None = None
 
     def before(self, layer: int | None) -> bool:
-        """Return whether the model drew random numbers since the attention of the layer before.
-
-        Args:
-            layer: index of the layer whose attention begins.
-        """
+        """Return whether the model drew random numbers since the previous layer's attention; ``layer`` begins now."""
         if self._last is None or layer is None:
             return False
         last, with_grad, draws = self._last

@@ -20,7 +20,7 @@ def _end(error: OSError) -> None:
 
 
 def _go_on(error: OSError) -> None:
-    print(f"standard output is lost ({error.strerror}); the run goes on without it", file=sys.stderr)
+    print(f"standard output is lost ({error.strerror}); the run continues without it", file=sys.stderr)
 
 
 def _ignore(error: OSError) -> None:
@@ -54,7 +54,7 @@ class LostOutput:
             yield
         except OSError as error:
             self.is_lost = True
-            # Otherwise the interpreter tries again to write what is buffered when it ends, and reports that.
+            # Otherwise the interpreter tries again to write the buffer when it ends, and reports that.
             with suppress(OSError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
@@ -64,7 +64,7 @@ class LostOutput:
 
 @contextmanager
 def lost_output() -> Iterator[None]:
-    """End a command quietly if its standard output is lost, in a ``with`` block; go on without standard error."""
+    """End a command quietly if its standard output is lost, in a ``with`` block; continue without standard error."""
     before = sys.stdout, sys.stderr
     # A descriptor that the caller closed would be given to the next file, and be written to.
     out, err = (stream or open(os.devnull, "w") for stream in before)  # noqa: SIM115
@@ -79,6 +79,6 @@ def lost_output() -> Iterator[None]:
 
 
 def outlive_output() -> None:
-    """Let the rest of the command go on if standard output is lost, and report that on standard error."""
+    """Let the rest of the command continue if standard output is lost, and report that on standard error."""
     if isinstance(sys.stdout, LostOutput):
         sys.stdout.when_lost = _go_on

@@ -15,18 +15,11 @@ T = TypeVar("T")
 
 
 def upload(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a host array as a tensor on the device, without waiting for the work that the device still has to do.
+    """Return a host array ``[...]`` as a tensor on the device, without waiting; raise ValueError without that device.
 
-    A copy from pageable memory starts when all of that work is done, and the host waits with it; one from pinned memory
-    takes its place in the stream. Torch's host allocator keeps pinned memory until the copy has been made.
-
-    Args:
-        array: array of any shape and any dtype that torch has; on the CPU the tensor shares its memory, if it is
-            contiguous. A tensor that is on the device is returned as it is.
-        device: device of the tensor.
-
-    Raises:
-        ValueError: this machine has no such device.
+    A copy from pageable memory starts when the device's pending work is done, and the host waits with it; one from
+    pinned memory takes its place in the stream. Torch's host allocator keeps pinned memory until the copy has been
+    made. On the CPU the tensor shares a contiguous array's memory. A tensor that is on the device is returned as it is.
     """
     tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
     target = torch.device(device)
@@ -40,10 +33,9 @@ def upload(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str) -
 
 
 def moved(value: T, device: torch.device | str) -> T:
-    """Return ``value`` with the tensors in its dataclasses, mappings and tuples on the device.
+    """Return ``value`` with the tensors ``[...]`` in its dataclasses, mappings and tuples on the device.
 
-    Whatever holds no tensor that has to move is returned as it is, not copied. Lists are long and of the host, and are
-    not searched.
+    A value without a tensor to move is returned without a copy. Lists are long and of the host, and are not searched.
     """
     if isinstance(value, torch.Tensor):
         return cast("T", upload(value, device))

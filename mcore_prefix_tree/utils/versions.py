@@ -1,4 +1,4 @@
-"""Versions of installed packages, and how to install what an extra of this package adds."""
+"""Versions of installed packages, and commands to install the extras of this package."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ def version_of(package: str) -> str | None:
 
 
 def requirements_of(extra: str) -> list[str]:
-    """Return what an extra requires, such as ``pyarrow>=16``, from the metadata that pip installed with this package.
-
-    Raises:
-        PackageNotFoundError: this package is not installed; it is read from a path.
-        KeyError: there is no such extra.
-    """
+    """Return an extra's requirements, for example ``pyarrow>=16``; PackageNotFoundError or KeyError if unknown."""
     found = []
     for text in requires("mcore-prefix-tree") or ():
         requirement, _, marker = text.partition(";")
@@ -32,10 +27,7 @@ def requirements_of(extra: str) -> list[str]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra adds.
-
-    It names the requirements, because this package comes from a clone or from a wheel, and is not on a package index.
-    """
+    """Return the command that installs an extra's requirements by name: this package is not on a package index."""
     try:
         wanted = requirements_of(extra)
     except PackageNotFoundError:

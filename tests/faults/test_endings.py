@@ -191,7 +191,7 @@ def shell(words: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_training_outlives_its_output(recipe: Path, tmp_path: Path, words: str, lost: str | None) -> None:
     done = shell(words, "train", str(recipe), f"checkpoint.save={tmp_path}")
     assert done.returncode == 0, done.stderr
-    told = f"standard output is lost ({lost}); the run goes on without it\n"
+    told = f"standard output is lost ({lost}); the run continues without it\n"
     assert done.stderr == ("" if lost is None else told)
     assert last_saved(tmp_path) == STEPS
 

@@ -171,7 +171,7 @@ def test_a_pair_is_left_out_whole(tmp_path, limit):
     samples = read_samples(path, on_error="skip", skipped=skipped, **options)
     assert [one.signals.chosen for one in samples] == [True, False]
     assert skipped.kinds == {"too long": 2}
-    assert skipped.first[1] == f"{path}:1 rejected: the other side of its pair is left out"
+    assert skipped.first[1] == f"{path}:1 rejected: the other side of its pair is skipped"
 
 
 def test_desirable_completions(tmp_path):
@@ -232,7 +232,7 @@ BAD = {
     "three": ({"tokens": [1], "completion": "b", "responses": ["c"]}, "fields 'tokens', 'completion' and 'responses'"),
     "a prompt alone": ({"prompt": [USER]}, "has a 'prompt' and nothing to train on; sample from it"),
     "no prompt": ({"completion": "a"}, "field 'prompt' is missing"),
-    "no chosen": ({"rejected": "a"}, "field 'chosen' is missing beside 'rejected'"),
+    "no chosen": ({"rejected": "a"}, "field 'rejected' needs field 'chosen', which is missing"),
     "two kinds": ({"chosen": "a", "rejected": [OTHER]}, "must both be texts or both be lists of messages"),
     "messages behind text": ({"prompt": "a", "completion": [ASSISTANT]}, "field 'completion' must be text, as the"),
     "another prompt": (

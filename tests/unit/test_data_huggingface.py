@@ -420,7 +420,7 @@ def test_a_clock_leaves_the_rest_of_a_template_alone(tmp_path, head):
 @needs_transformers
 def test_keywords_that_are_not_a_template_s(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
-    with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize', which is not for the template to read"):
+    with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize', which is not a template variable"):
         load_tokenizer(folder, {"tokenize": True})
     with pytest.raises(ValueError, match="chat_template_kwargs: strftime_now is 'today'; give a date as 2026-11-20"):
         load_tokenizer(folder, {"strftime_now": "today"})
@@ -586,7 +586,7 @@ def with_code(tmp_path):
 )
 def test_a_folder_with_code_of_its_own_says_that_it_is_not_run(with_code, tmp_path, name, auto_map):
     rewritten(with_code, name, lambda content: content.update(auto_map=auto_map))
-    with pytest.warns(UserWarning, match=f"the 'auto_map' of its {name} names code of its own, which is not run"):
+    with pytest.warns(UserWarning, match=f"the 'auto_map' of its {name} names custom code, which is not run"):
         tokenizer = load_tokenizer(with_code)
     assert tokenizer.vocab_size > 256
     assert not (tmp_path / "ran").exists()
@@ -596,7 +596,7 @@ def test_a_folder_with_code_of_its_own_says_that_it_is_not_run(with_code, tmp_pa
 def test_a_folder_that_needs_its_code_is_refused_by_name(with_code, tmp_path):
     change = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     rewritten(with_code, "tokenizer_config.json", lambda content: content.update(change))
-    with pytest.raises(ValueError, match=r"of its tokenizer_config\.json names code of its own, which is never run"):
+    with pytest.raises(ValueError, match=r"of its tokenizer_config\.json names custom code, which is never run"):
         load_tokenizer(with_code)
     assert not (tmp_path / "ran").exists()
 

@@ -92,7 +92,7 @@ def test_an_odd_machine_is_named_and_how_much_it_read(of_ranks, copies):
     paths = copies(ROWS[:-2])
     (sentence,) = set(of_ranks(held(paths)))
     assert sentence == (
-        "ranks 2-3 on node-b read 7 samples of 21 tokens in 7 records where rank 0 on node-a read 9 samples of 27 "
+        "ranks 2-3 on node-b read 7 samples of 21 tokens in 7 records, but rank 0 on node-a read 9 samples of 27 "
         f"tokens in 9 records, from {paths[2]} and {paths[0]}{WAY_OUT}"
     )
 

@@ -49,7 +49,7 @@ def test_a_folder_of_splits_names_them(tmp_path):
         ({"_data_files": [{"filename": "../other.arrow"}]}, "does not name Arrow files of its folder"),
         ({"_data_files": []}, "does not name Arrow files"),
         ({"_data_files": [3]}, "does not name Arrow files"),
-        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow: is missing, and state.json beside it names it"),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow: is missing, but state.json in its folder"),
         ({"_indices_data_files": [{"filename": "i.arrow"}]}, "selects rows of its files; save it again with flatten"),
     ],
 )

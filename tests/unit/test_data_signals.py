@@ -161,5 +161,5 @@ def test_a_side_of_a_pair_is_one_sample(read):
     row = {"messages": CHAT, "pair": 1, "chosen": True}
     assert read(row, tokenizer=CharacterTokenizer())[0].signals.chosen
     assert read(row | {"messages": CHAT[:2]}, tokenizer=CharacterTokenizer(), expand_turns=True)[0].signals.chosen
-    with pytest.raises(SampleError, match=r"rollouts.jsonl:1: field 'pair' compares whole conversations, but this one"):
+    with pytest.raises(SampleError, match=r"rollouts.jsonl:1: field 'pair' compares complete conversations, but"):
         read(row, tokenizer=CharacterTokenizer(), expand_turns=True)

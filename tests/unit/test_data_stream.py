@@ -243,7 +243,7 @@ def test_a_file_that_changes_is_noticed(write, num_workers):
         os.utime(path, ns=(0, first.st_mtime_ns + 1))  # the clock of a file system may tick too slowly for this test
         with order.stream(0, num_workers=num_workers) as stream:
             assert told(stream.take(1)) == told(order.take(0, 1))
-            with pytest.raises(SampleError, match=rf"^{path}: has changed since the run began; leave the files alone"):
+            with pytest.raises(SampleError, match=rf"^{path}: has changed since the run began; do not change"):
                 stream.take(1)
     path.unlink()
     with pytest.raises(SampleError, match=rf"^{path}:1: cannot be read: .*No such file"):
@@ -257,7 +257,7 @@ def test_a_line_that_gives_other_samples_is_noticed(write):
     first = path.stat()
     path.write_text("\n" * first.st_size)
     os.utime(path, ns=(0, first.st_mtime_ns))
-    with pytest.raises(SampleError, match=rf"^{path}:1: gives 0 samples where it gave 1 when the run began"):
+    with pytest.raises(SampleError, match=rf"^{path}:1: gives 0 samples, but it gave 1 when the run began"):
         order.take(0, 1)
 
 

@@ -367,7 +367,7 @@ def test_a_file_that_changes_is_noticed(tmp_path, form):
         write_table(tmp_path, rows, form)
         os.utime(path, ns=(0, first.st_mtime_ns + 1))  # the clock of a file system may tick too slowly for this test
         for one in (groups, other):
-            with pytest.raises(SampleError, match=rf"^{path}: has changed since the run began; leave the files alone"):
+            with pytest.raises(SampleError, match=rf"^{path}: has changed since the run began; do not change"):
                 one[0]
     Path(path).unlink()
     with pytest.raises(SampleError, match=rf"^{path} row 0: cannot be read: .*No such file"):

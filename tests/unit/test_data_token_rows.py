@@ -255,7 +255,7 @@ def test_rows_that_contradict_themselves(tmp_path, case, form):
 
 
 def test_response_without_its_prompt(tmp_path):
-    with pytest.raises(SampleError, match="field 'prompt_tokens' is missing beside 'response_tokens'"):
+    with pytest.raises(SampleError, match="field 'response_tokens' needs field 'prompt_tokens'"):
         read(tmp_path, {"response_tokens": [1]})
     with pytest.raises(SampleError, match="'response_tokens' and 'response_length' are both given"):
         read(tmp_path, {"prompt_tokens": [1], "response_tokens": [1], "response_length": 1})

@@ -59,7 +59,7 @@ def test_what_is_no_rank_stays_as_it_is(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (OPEN_MPI, r"Open MPI started 16 ranks \(OMPI_COMM_WORLD_SIZE\), and MASTER_ADDR does not say where they meet"),
+        (OPEN_MPI, r"Open MPI started 16 ranks \(OMPI_COMM_WORLD_SIZE\), but MASTER_ADDR is missing"),
         (SLURM, r"Slurm started 8 ranks \(SLURM_STEP_NUM_TASKS\)"),
     ],
 )

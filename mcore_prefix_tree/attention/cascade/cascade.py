@@ -38,8 +38,8 @@ def kernels_of(device: torch.device) -> tuple[VarlenKernel, ...]:
 def choose_kernel(case: Case) -> VarlenKernel | None:
     """Return the fastest kernel that supports a case; None if none does.
 
-    A kernel without a backward for the case comes last even where none is asked for: under activation recompute the
-    forward is run first without and then with gradients, and both have to be the same kernel's.
+    A kernel without a backward for the case comes last even if no backward is needed: activation recompute runs the
+    forward first without and then with gradients, and both have to be the same kernel's.
     """
     for needs_grad in (True, case.needs_grad):
         asked = replace(case, needs_grad=needs_grad)
@@ -50,7 +50,7 @@ def choose_kernel(case: Case) -> VarlenKernel | None:
 
 
 def refusal(case: Case) -> str | None:
-    """Refuse windows, and what no varlen kernel of the device supports."""
+    """Reject windows, and cases that no varlen kernel of the device supports."""
     window = _window_refusal(case)
     if window is not None or choose_kernel(case) is not None:
         return window
@@ -60,7 +60,7 @@ def refusal(case: Case) -> str | None:
 
 
 def refusal_through(kernel: VarlenKernel, case: Case) -> str | None:
-    """Refuse windows, and what a kernel does not support."""
+    """Reject windows, and cases that a kernel does not support."""
     return _window_refusal(case) or kernel.refusal(case)
 
 
@@ -75,11 +75,9 @@ def attention(
 ) -> torch.Tensor:
     """Tree attention through the fastest varlen kernel there is, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
 
-    Saves query, key, value, the result and one fp32 number per query and head for backward. A kernel of a GPU is
-    compared with the reference on first use: the meaning of its statistics is not part of its public interface.
-
-    Raises:
-        ParityError: the kernel is wrong on this machine, or its statistics mean something else.
+    Saves query, key, value, the result and one fp32 number per query and head for backward. A GPU's kernel is compared
+    with the reference on first use, because its statistics are not part of its public interface, and raises ParityError
+    if wrong.
     """
     return attention_through(_checked(Case.of(query, key, value, options)), query, key, value, metadata, options)
 
@@ -116,14 +114,14 @@ def attention_through(
     metadata: TreeMetadata,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """:func:`attention` through a kernel that the caller chose; see :func:`refusal_through`."""
+    """Run :func:`attention`, with its shapes ``[P, H, D]``, through a kernel; see :func:`refusal_through`."""
     plan = metadata.derived("cascade", build_plan)
     tokens, width = metadata.num_tokens, value.shape[2]
     if kernel.head_dim_multiple is not None:
         # Zeros change neither a score nor a result, and autograd cuts them off again.
         dim = -(-max(query.shape[2], width) // kernel.head_dim_multiple) * kernel.head_dim_multiple
         query, key, value = (_widened(one, dim) for one in (query, key, value))
-    # A kernel would take each token of padding for a sequence of its own.
+    # A kernel would take each token of padding for a separate sequence.
     padding = _alone(query[tokens:], key[tokens:], value[tokens:], options)
     if not tokens:
         # With a gradient of 0 instead of none: a rank without work takes part in the reductions of all parameters.
@@ -135,7 +133,7 @@ def attention_through(
 
 
 def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """Return the result of tokens that see only themselves: their values, of which a sink takes its share."""
+    """Return ``[P, H, W]`` for tokens that see only themselves: values ``[P, K, W]``, reduced by a sink's share."""
     group = query.shape[1] // key.shape[1]
     out = value.repeat_interleave(group, dim=1)
     if options.sinks is None:
@@ -146,6 +144,7 @@ def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options:
 
 
 def _widened(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a tensor ``[..., n]`` zero-padded to ``[..., dim]``."""
     missing = dim - tensor.shape[2]
     return F.pad(tensor, (0, missing)) if missing else tensor
 
@@ -162,6 +161,7 @@ class _CascadeAttention(torch.autograd.Function):
         kernel: VarlenKernel,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        """Return ``[P, H, W]`` for ``[P, H, D], [P, K, D], [P, K, W]`` and sinks ``[H]``."""
         qkv = QKV(query, key, value)
         part, lse = _forward(kernel, qkv, plan.runs, options)
         assert lse.shape == (query.shape[1], query.shape[0]), f"{kernel.name} returned statistics {tuple(lse.shape)}"
@@ -209,7 +209,7 @@ class _CascadeAttention(torch.autograd.Function):
 
 
 def _forward(kernel: VarlenKernel, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-    """Call a kernel on the device of its tensors: not all of them leave the current device for that by themselves."""
+    """Call a kernel, ``[R, H, D], [R, K, D], [R, K, W]``, on its tensors' device: not all kernels switch to it."""
     with torch.cuda.device_of(qkv.query):
         return kernel.forward(qkv, sequences, options)
 
@@ -222,6 +222,7 @@ def _backward(
     sequences: Sequences,
     options: AttentionOptions,
 ) -> QKV:
+    """Return the gradients ``[R, H, D], [R, K, D], [R, K, W]`` of one call for ``[R, H, W]``."""
     with torch.cuda.device_of(qkv.query):
         return kernel.backward(grad_out, qkv, result, sequences, options)
 
@@ -236,14 +237,14 @@ def _weighted(part: torch.Tensor, log_weight: torch.Tensor) -> torch.Tensor:
 
 
 def _take(tensor: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
-    """Return the rows along a dimension: a view of a slice, else a copy."""
+    """Return the rows of a tensor ``[..., P, ...]`` along a dimension: a view of a slice, else a copy."""
     if isinstance(rows, slice):
         return tensor.narrow(dim, rows.start, rows.stop - rows.start)
     return tensor.index_select(dim, rows)
 
 
 def _put(tensor: torch.Tensor, rows: Rows, values: torch.Tensor, *, dim: int = 0) -> None:
-    """Overwrite the rows along a dimension."""
+    """Overwrite the rows of a tensor ``[..., P, ...]`` along a dimension."""
     if isinstance(rows, slice):
         tensor.narrow(dim, rows.start, rows.stop - rows.start).copy_(values)
     else:

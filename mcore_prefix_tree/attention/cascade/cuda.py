@@ -1,8 +1,4 @@
-"""The varlen FlashAttention kernels of a GPU that the cascade can stand on. None of them is changed or patched.
-
-Each is called below its autograd function, where log-sum-exp comes out and goes in. The packages are imported when a
-kernel runs.
-"""
+"""Unmodified varlen FlashAttention kernels of a GPU, called below their autograd functions for log-sum-exp."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ def _does_not_import(module: str) -> str | None:
 
 
 def _common_refusal(case: Case, oldest: tuple[int, int], newest: tuple[int, int]) -> str | None:
-    """Name what no kernel supports: another generation of GPU, another dtype, a head above 256; None if supported."""
+    """Name a case that no kernel supports: another GPU generation or dtype, a head above 256; None if supported."""
     if case.capability is None:
         return f"device={case.device.type} (it is a CUDA kernel)"
     if not oldest <= case.capability <= newest:
@@ -71,6 +67,7 @@ class TorchFlash:
         return _common_refusal(case, (8, 0), (99, 0))
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *qkv, *sequences.lengths, 0.0, sequences.causal, False, scale=options.softmax_scale
         )
@@ -79,6 +76,7 @@ class TorchFlash:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         grads = torch.ops.aten._flash_attention_backward(
             grad_out,
             *qkv,
@@ -109,6 +107,7 @@ class FlashAttention2:
         return reason or _does_not_import("flash_attn.flash_attn_interface")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out, lse, *_ = _flash_attn_varlen_forward(
@@ -119,6 +118,7 @@ class FlashAttention2:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
         grads = QKV(*map(torch.empty_like, qkv))
@@ -155,6 +155,7 @@ class FlashAttention3:
         return _common_refusal(case, (9, 0), (9, 0)) or _does_not_import("flash_attn_interface")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         from flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
@@ -171,6 +172,7 @@ class FlashAttention3:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         from flash_attn_interface import _flash_attn_backward
 
         grads = QKV(*map(torch.empty_like, qkv))
@@ -195,15 +197,15 @@ class FlashAttention3:
 class TransformerEngine:
     """The fused attention (cuDNN's) that TransformerEngine's ``DotProductAttention`` runs, without that module.
 
-    The module itself returns no log-sum-exp, and its backward takes none. ``fused_attn_fwd`` and ``fused_attn_bwd``,
-    which it calls, do, and TransformerEngine's own context parallelism gives them merged ones, as the cascade does.
+    The module neither returns a log-sum-exp nor takes one in its backward. ``fused_attn_fwd`` and ``fused_attn_bwd``,
+    which it calls, do both, and TransformerEngine's context parallelism gives them merged ones, as the cascade does.
     """
 
     name: str = "TransformerEngine"
     head_dim_multiple: int | None = 8
 
     def refusal(self, case: Case) -> str | None:
-        """Refuse determinism on Hopper, where the deterministic backward of packed sequences is of no use."""
+        """Reject large heads, and determinism on Hopper: memory would grow with the square of the lengths."""
         reason = _is_missing("transformer_engine", 2, 17) or _common_refusal(case, (9, 0), (11, 0))
         if reason is None and max(case.head_dim, case.value_dim) > 128:
             return f"head_dim={max(case.head_dim, case.value_dim)} (at most 128)"
@@ -213,11 +215,7 @@ class TransformerEngine:
         return reason or _does_not_import("transformer_engine.pytorch.cpp_extensions")
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """See :class:`VarlenKernel`.
-
-        Raises:
-            RuntimeError: cuDNN is so old that its statistics are not one number per query and head.
-        """
+        """See :class:`VarlenKernel`, ``[Q, H, D]``; raise RuntimeError if statistics are not log-sum-exps."""
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
         out, (lse, *_) = fused_attn.fused_attn_fwd(
@@ -234,6 +232,7 @@ class TransformerEngine:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         from transformer_engine.pytorch.cpp_extensions import fused_attn
 
         random_state = torch.zeros(2, dtype=torch.int64, device=grad_out.device)  # of dropout

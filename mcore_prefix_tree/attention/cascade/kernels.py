@@ -1,7 +1,7 @@
 """The interface of a varlen attention kernel to the cascade, and the kernels that run on a CPU.
 
-A kernel returns the log-sum-exp of the scores beside its result, and its backward takes both as arguments. The backward
-of softmax needs nothing else of the forward (Dao, FlashAttention-2, algorithm 2): given the result and the log-sum-exp
+A kernel returns its result and the log-sum-exp of the scores, and its backward takes both as arguments. The backward of
+softmax needs nothing else of the forward (Dao, FlashAttention-2, algorithm 2): given the result and the log-sum-exp
 over *all* keys of a query, it returns the exact gradients with respect to the keys it is shown.
 
 Legend: Q queries, N keys of all sequences of a call, H query heads, K key/value heads, D head_dim, W value head_dim.
@@ -27,24 +27,14 @@ class QKV(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Result of a call.
-
-    Attributes:
-        out: ``[Q, H, W]``.
-        lse: ``[H, Q]``, the natural log-sum-exp of the scaled scores, in fp32 or better.
-    """
+    """Result of a call: ``out``, ``[Q, H, W]``, and ``lse``, ``[H, Q]``, the natural log-sum-exp in fp32 or better."""
 
     out: torch.Tensor
     lse: torch.Tensor
 
 
 class VarlenKernel(Hashable, Protocol):
-    """One varlen attention.
-
-    Attributes:
-        name: name of the kernel in messages.
-        head_dim_multiple: number that D and W, which have to be equal, are multiples of; None if any two will do.
-    """
+    """One varlen attention; D and W must be equal multiples of ``head_dim_multiple``, unless it is None."""
 
     name: str
     head_dim_multiple: int | None
@@ -53,12 +43,12 @@ class VarlenKernel(Hashable, Protocol):
         """Return the argument that the kernel does not support and why, or None, like a back-end's ``refusal``."""
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
-        """Attend within each sequence."""
+        """Attend within each sequence, ``[Q, H, D], [N, K, D], [N, K, W]``."""
 
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
-        """Return the gradients for a result that may cover more keys than these."""
+        """Return the gradients for a result that may cover more keys than these; ``grad_out`` is ``[Q, H, W]``."""
 
 
 def _spans(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
@@ -83,6 +73,7 @@ class CpuFlash:
         return None if case.device.type == "cpu" else f"device={case.device.type}"
 
     def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
         query, key, value = qkv
         out = query.new_empty(*query.shape[:2], value.shape[2])
         lse = query.new_empty(query.shape[1], query.shape[0], dtype=exact(query.dtype))
@@ -97,6 +88,7 @@ class CpuFlash:
     def backward(
         self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
     ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
         grads = QKV(*map(torch.empty_like, qkv))
         for q, k in _spans(sequences):
             own = map(_batched, (grad_out[q], qkv.query[q], qkv.key[k], qkv.value[k], result.out[q]))

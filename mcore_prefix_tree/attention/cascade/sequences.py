@@ -1,9 +1,7 @@
-"""The calls of an ordinary varlen attention whose pairs together are the visible pairs.
+"""Calls of an ordinary varlen attention whose pairs, on T tokens without padding, are the visible pairs.
 
 One causal call takes all runs, one full call all branches of the same nesting depth, whose queries are disjoint (see
-:mod:`mcore_prefix_tree.attention.spans`).
-
-Legend: T tokens, padding apart; N sequences of a call.
+:mod:`mcore_prefix_tree.attention.spans`), as N sequences.
 """
 
 from __future__ import annotations
@@ -23,13 +21,14 @@ Rows = slice | torch.Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """N runs of queries, each of which attends to a run of keys of its own.
+    """N runs of queries, each of which attends to a separate run of keys.
 
     Attributes:
         host_cu_q: borders of the runs of queries, from 0, ``N + 1`` integers; no run is empty.
         host_cu_k: borders of the runs of keys, likewise.
         cu_q, cu_k: the same borders, int32 ``[N + 1]`` on the device.
-        causal: whether query i of a run sees keys 0 to i of its run, which are as many; otherwise it sees all of them.
+        causal: whether query i of a run sees keys 0 to i of its run, which has as many keys; otherwise it sees all
+            keys.
     """
 
     host_cu_q: list[int]
@@ -40,6 +39,7 @@ class Sequences:
 
     @classmethod
     def of(cls, query_lens: Int64Array, key_lens: Int64Array, *, causal: bool, device: torch.device) -> Sequences:
+        """Make sequences of lengths int64 ``[N]``."""
         cu_q, cu_k = (np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in (query_lens, key_lens))
         return cls(
             host_cu_q=cu_q.tolist(),
@@ -65,13 +65,7 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Level:
-    """One full call.
-
-    Attributes:
-        queries: rows of the flat tokens that attend, ascending.
-        keys: rows of the flat tokens that are attended to, ascending.
-        sequences: sequences over these rows.
-    """
+    """One full call: rows of the flat tokens that attend and that are attended to, ascending, and their sequences."""
 
     queries: Rows
     keys: Rows
@@ -80,12 +74,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CascadePlan:
-    """All calls of a micro-batch.
-
-    Attributes:
-        runs: the causal call over all T tokens.
-        levels: the full calls, outermost branches first.
-    """
+    """All calls of a micro-batch: the causal one over all T tokens, and full ones, outermost branches first."""
 
     runs: Sequences
     levels: tuple[Level, ...]
@@ -106,6 +95,7 @@ def build_plan(metadata: TreeMetadata) -> CascadePlan:
 
 
 def _level(queries: Int64Array, keys: Int64Array, device: torch.device) -> Level:
+    """Make a full call from spans of queries and of keys, int64 ``[N, 2]``."""
     return Level(
         queries=_rows(queries, device),
         keys=_rows(keys, device),

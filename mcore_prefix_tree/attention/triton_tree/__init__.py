@@ -1,7 +1,4 @@
-"""Tree attention in Triton kernels of our own: the back-end for NVIDIA GPUs that needs no further package.
-
-Triton is imported when the first call runs, not before.
-"""
+"""Tree attention in our own Triton kernels for NVIDIA GPUs; the first call imports Triton."""
 
 from __future__ import annotations
 
@@ -26,15 +23,12 @@ MAX_HEAD_DIM = 256
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
 ) -> torch.Tensor:
-    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``.
+    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``, in Triton kernels.
 
     Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
     With ``deterministic=False``, head dimensions up to 128 take a backward that does less work and adds up in any
-    order. On a GPU, 16-bit kernels are compared with the reference on first use: another version of the compiler may
-    have made code for this chip that has run nowhere before.
-
-    Raises:
-        ParityError: the kernels are wrong on this machine.
+    order. On a GPU, 16-bit kernels are compared with the reference on first use, and wrong ones raise ParityError:
+    another version of the compiler may have produced untested code for this chip.
     """
     check(Case.of(query, key, value, options))
     return attend_as_tabled(query, key, value, metadata, options)
@@ -45,7 +39,7 @@ def check(case: Case) -> None:
     if case.capability is not None and case.dtype in _CHECKED:
         check_parity("triton", attend_as_tabled, case)
         if case.needs_grad and case.heads > case.kv_heads:
-            # The comparison's forest is so small that groups are divided; a longer one keeps them whole.
+            # The comparison's forest is so small that groups are divided; a longer one does not divide them.
             check_parity("triton", _attend_whole_groups, case)
 
 
@@ -77,7 +71,7 @@ def attend_as_tabled(
     *,
     divides: bool = True,
 ) -> torch.Tensor:
-    """:func:`attention`, unchecked: launched as the table says for the case, or with whole groups of heads."""
+    """Run :func:`attention`, ``[P, H, D]``, unchecked, with the table's launch or with undivided groups of heads."""
     from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
     configs = configs_for(Case.of(query, key, value, options))
@@ -95,7 +89,7 @@ def attend(
     options: AttentionOptions,
     configs: Configs,
 ) -> torch.Tensor:
-    """:func:`attention`, unchecked: launched as ``configs`` say."""
+    """Run :func:`attention`, ``[P, H, D]``, unchecked, with the launches in ``configs``."""
     from mcore_prefix_tree.attention.triton_tree.ops import tree_attention
 
     plan = _plan(metadata, configs, options.window)
@@ -115,7 +109,7 @@ def attend(
 
 
 def refusal(case: Case) -> str | None:
-    """Return what the kernels do not support: other devices, other dtypes, other head dimensions."""
+    """Return the unsupported property of a case: the device, the dtype or the head dimensions."""
     reason = _machine_refusal(case)
     if reason is not None:
         return reason
@@ -143,7 +137,7 @@ def _machine_refusal(case: Case) -> str | None:
     return None if case.dtype in dtypes else f"dtype {case.dtype} (it takes {', '.join(map(str, dtypes))})"
 
 
-# What holds for the whole process, asked once: torch.compile can follow a look-up here, but neither question.
+# Properties of the process, determined once: torch.compile can trace a look-up here, but not the determination.
 _KNOWN: dict[str, bool] = {}
 
 

@@ -3,7 +3,7 @@
 No two programs of these write the same element, and each adds up in a fixed order: the same bits twice. On request the
 kernel of dK and dV adds its share of dQ with atomics instead, which saves the last kernel and two of seven products.
 
-Legend: as in ``forward.py``. ``delta = sum(out * grad_out)`` is what the softmax's Jacobian subtracts (Dao,
+Legend: as in ``forward.py``. ``delta = sum(out * grad_out)`` is the term that the softmax's Jacobian subtracts (Dao,
 FlashAttention-2, 2023, algorithm 2).
 """
 
@@ -54,10 +54,7 @@ def delta_kernel(
 def _sums_at(
     sums, head, start, stride, part: tl.constexpr, parts: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr
 ):
-    """Pointers to one part of a tile of ``sums``, fp32 ``[heads, stride, parts * PART]``.
-
-    Both of tokens and of columns it has whole tiles, so that nothing has to be masked.
-    """
+    """Return pointers to a part of a tile of ``sums``, fp32 ``[heads, stride, parts * PART]``; no mask is needed."""
     row = head.to(tl.int64) * stride + start + tl.arange(0, ROWS)
     column = tl.arange(0, PART) + part * PART
     return sums + row[:, None] * (parts * PART) + column[None, :]
@@ -108,9 +105,9 @@ def key_value_kernel(
     grad_out,  # [H, P, W], likewise
     grad_key,  # None or [K, P, D], likewise, written unless splits is above 1
     grad_value,  # None or [K, P, W], likewise
-    partial_key,  # None or fp32 [K * splits, R, D in whole parts], written if splits is above 1; a descriptor if ENGINE
-    partial_value,  # None or fp32 [K * splits, R, W in whole parts], likewise
-    grad_query,  # None or fp32 [H, R, D in whole parts], to which dQ without the softmax scale is added; likewise
+    partial_key,  # None or fp32 [K * splits, R, D in full parts], written if splits is above 1; a descriptor if ENGINE
+    partial_value,  # None or fp32 [K * splits, R, W in full parts], likewise
+    grad_query,  # None or fp32 [H, R, D in full parts], to which dQ without the softmax scale is added; likewise
     lse,  # fp32 [H, R]
     delta,  # fp32 [H, R]
     end,  # int32 [R]
@@ -157,7 +154,7 @@ def key_value_kernel(
     grad_k = zeros(BLOCK_N, HEAD_DIM, HEAD_PART)
     grad_v = zeros(BLOCK_N, VALUE_DIM, VALUE_PART)
 
-    # Diagonal and tail tiles share a loop, and the tails compare what they need not: a third loop would spill.
+    # Diagonal and tail tiles share a loop, so that tails compare more than needed: a third loop would spill.
     for KIND in tl.static_range(KINDS - 1):
         count = masked if KIND == DIAGONAL else full
         # One loop over blocks and heads: a head's first loads hide behind the last products of the head before.
@@ -176,7 +173,7 @@ def key_value_kernel(
             row_lse = tl.load(lse + statistics)[None, :]
             row_delta = tl.load(delta + statistics)[None, :]
 
-            # Keys by queries, so that the weights are where the products with dO and Q want them.
+            # Keys by queries, so that the weights are in the layout of the products with dO and Q.
             score = products(k, q)
             weight = tl.exp2(score * scale - row_lse)
             if KIND != FULL:

@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages of each kernel, by chip and head dimension.
 
 Every row compiles to tensor-core instructions (fp32 aside), fits the chip's shared memory and spills no register:
-tests/kernels/test_compile.py. Which rows are fastest has been measured nowhere yet.
+tests/kernels/test_compile.py. Their speed has not been measured yet.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from mcore_prefix_tree.attention.backend_options import Case
 
 
 class Launch(NamedTuple):
-    """Launch of a kernel. The block sizes divide ``schedule.ROUND``.
-
-    Attributes:
-        query_block, key_block: rows of a tile.
-        warps: number of warps of a program.
-        stages: number of stages of the pipeline that loads tiles.
-        widest: largest number of columns of a tile, a power of two. Narrower tiles leave more registers.
-    """
+    """Launch of a kernel; block sizes divide ``schedule.ROUND``, and tiles have at most ``widest`` (2^n) columns."""
 
     query_block: int
     key_block: int
@@ -37,13 +30,11 @@ class Configs:
     """The launches of one call.
 
     Attributes:
-        forward: launch of the forward kernel.
         key_value: launch of the kernel of dK and dV.
         query: launch of the kernel of dQ; None if the kernel before adds up dQ with atomics.
         apart: whether dK and dV take a launch each, since the sums of both would not fit the registers.
         engine: whether tiles move by tensor descriptors, through the copy engine.
-        divides: whether the query heads of a key head are divided among programs where there are too few for the
-            device.
+        divides: whether the query heads of a key head are divided among programs if they are too few for the device.
     """
 
     forward: Launch
@@ -76,16 +67,15 @@ class Configs:
 
 
 def part(width: int, widest: int = 256) -> int:
-    """Return the width of the parts, each a tile, in which a kernel takes a head dimension: a power of two.
+    """Return the width of the parts, each a tile, in which a kernel takes a head dimension: 2^n, 16 to ``widest``.
 
-    A part has at least the 16 columns of a matrix product and at most ``widest``. Three parts of 64 hold widths up to
-    192, such as that of multi-head latent attention; one of 256 would be a third more work.
+    Three parts of 64 hold widths up to 192, for example multi-head latent attention's; one of 256 is a third more work.
     """
     return min(widest, 64 if 128 < width <= 192 else max(16, 1 << (width - 1).bit_length()))
 
 
 def rounded(width: int, widest: int = 256) -> int:
-    """Return a head dimension rounded up to whole parts of a launch."""
+    """Return a head dimension rounded up to full parts of a launch."""
     return -(-width // part(width, widest)) * part(width, widest)
 
 

@@ -1,7 +1,6 @@
-"""The forward kernel, one program for each block of queries of one head.
+"""The forward kernel, one program per block of queries of one head; logits and log-sum-exps are in units of log 2.
 
-Legend: P padded tokens, R the same rounded up to whole blocks, H query heads, K key/value heads, D head_dim, W value
-head_dim. Logits and log-sum-exps are in units of log 2.
+Legend: P padded tokens, R P in full blocks, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Launching the kernels on tensors.
 
-Legend: P padded tokens, R the same rounded up to whole blocks, H query heads, K key/value heads, D head_dim, W value
-head_dim.
+Legend: P padded tokens, R P in full blocks, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from mcore_prefix_tree.attention.triton_tree.block_order import ROUND
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
 
-# Of multiplication and addition: the default until Triton 3.10. Triton 3.9 warns where a launch does not say it.
+# Of multiplication and addition: the default until Triton 3.10. Triton 3.9 warns if a launch does not set it.
 _FP_FUSION = True
-# Programs to want for each that a processor runs at a time, launched longest first. Keys of a prompt are seen by every
-# sample, so that few programs have most of the work: with two for each, the longest runs alone for half of the time.
+# Desired programs for each that a processor runs at a time, launched longest first. Every sample sees the keys of its
+# prompt, so few programs have most of the work: with two for each, only the longest runs for half of the time.
 _PROGRAMS_AT_A_TIME = 8
 # The registers of a processor are enough for as many warps of these kernels.
 _WARPS_AT_A_TIME = 8
@@ -35,13 +34,7 @@ ROW_SUMS = Launch(query_block=ROUND // 2, key_block=ROUND // 2, warps=8, stages=
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """Arguments that the kernels of one call have in common.
-
-    Attributes:
-        configs: launches of the kernels.
-        end, position: int32 ``[R]``, see ``schedule.DevicePlan``.
-        softmax_scale, window: see ``AttentionOptions``.
-    """
+    """Arguments common to the kernels of one call; ``end`` and ``position``, int32 ``[R]``, as in ``DevicePlan``."""
 
     configs: Configs
     end: torch.Tensor
@@ -57,8 +50,8 @@ class Call:
     def tiles(self, tensor: torch.Tensor, rows: int, widest: int) -> Any:
         """``[P, H, D]`` as the kernels' ``load_rows`` takes it, in tiles of ``rows`` tokens of one head."""
         size, heads, width = tensor.shape
-        # The stride of a dimension of one entry means nothing, but the copy engine wants a multiple of 16 bytes, and a
-        # stride that 16 divides where the others' does not would be another kernel to Triton.
+        # The stride of a dimension of one entry means nothing, but the copy engine wants a multiple of 16 bytes, and
+        # Triton would compile another kernel for a stride that 16 divides if it does not divide the others'.
         stride = tensor.stride(0) if size > 1 else heads * width
         head_stride = tensor.stride(1) if heads > 1 else width
         if not self.configs.engine:
@@ -66,7 +59,7 @@ class Call:
         return TensorDescriptor(tensor, [heads, size, width], [head_stride, stride, 1], [1, rows, part(width, widest)])
 
     def sums(self, tensor: torch.Tensor | None, rows: int, widest: int) -> Any:
-        """fp32 ``[H, R, D in whole parts]``, dense, as the kernels take it; None if it is None."""
+        """Return fp32 sums ``[H, R, D in full parts]``, dense, as the kernels take them; None for None."""
         if tensor is None or not self.configs.engine:
             return tensor
         block = [1, rows, part(tensor.shape[2], widest)]
@@ -83,6 +76,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: Call) -> dict[str, Any]:
+    """Return the compile-time constants for queries ``[P, H, D]`` and values ``[P, K, W]``."""
     head_dim, value_dim = query.shape[2], value.shape[2]
     return {
         "GROUP": query.shape[1] // value.shape[1],
@@ -99,10 +93,7 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
 
 
 def _launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel on the device of a tensor, in the current stream of that device.
-
-    Triton launches on the current device of the process, and asks no tensor for its own.
-    """
+    """Run a kernel on the device of a tensor ``[...]``, in its current stream, not on the current device."""
     with torch.cuda.device_of(like):
         kernel[(programs,)](*arguments, enable_fp_fusion=_FP_FUSION, **constants)
 
@@ -183,9 +174,9 @@ def key_value_grads(
     grad_query: torch.Tensor | None,
     made: tuple[bool, bool] = (True, True),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dK ``[P, K, D]`` and dV ``[P, K, W]``, or, where they are made apart, those of the two that ``made`` names.
+    """Return dK ``[P, K, D]`` and dV ``[P, K, W]``, or those that ``made`` names if they are computed separately.
 
-    If ``grad_query`` is given, fp32 ``[H, R, D in whole parts]``, dQ without the softmax scale is added to it.
+    If ``grad_query`` is given, fp32 ``[H, R, D in full parts]``, dQ without the softmax scale is added to it.
     """
     launch = call.configs.key_value
     size, heads, _ = query.shape
@@ -245,10 +236,7 @@ def key_value_grads(
 
 
 def _partial_sums(grad: torch.Tensor, splits: int, call: Call) -> torch.Tensor:
-    """fp32 ``[K * splits, R, D in whole parts]`` for the splits' parts of ``grad`` ``[P, K, D]``; one row for a whole.
-
-    The kernel takes it in either case, so that the same one runs whether a group is split or not.
-    """
+    """Return fp32 ``[K * splits, R, D in full parts]`` for splits of ``grad`` ``[P, K, D]``; one row without them."""
     _, kv_heads, width = grad.shape
     shape = (kv_heads * splits, len(call.end) if splits > 1 else 1, rounded(width, call.configs.key_value.widest))
     return torch.empty(shape, dtype=torch.float32, device=grad.device)
@@ -304,15 +292,8 @@ def processors(device: torch.device) -> int:
 def splits_for(programs: int, group: int, *, processors: int, warps: int, bytes_undivided: int) -> int:
     """Return the number of programs that share a group's query heads, so that few key heads still fill the device.
 
-    It depends on the padded size and the machine, not on the tree.
-
-    Args:
-        programs: number of programs if no group is divided.
-        group: query heads of a key head.
-        processors: number of multiprocessors of the device.
-        warps: number of warps of a program.
-        bytes_undivided: bytes of the fp32 sums of dK and dV with one program each. As many for each split are at most
-            :data:`PARTIAL_BYTES`.
+    It depends on the padded size and the machine, not on the tree. ``programs`` are those of undivided groups, and all
+    splits' fp32 sums of dK and dV, ``bytes_undivided`` each, take at most :data:`PARTIAL_BYTES`.
     """
     wanted = _PROGRAMS_AT_A_TIME * processors * max(1, _WARPS_AT_A_TIME // warps)
     splits = 1

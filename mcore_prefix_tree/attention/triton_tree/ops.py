@@ -1,7 +1,6 @@
 """The kernels as PyTorch operators, so that they can be traced, recomputed and differentiated.
 
-Legend: P padded tokens, R the same rounded up to whole blocks, H query heads, K key/value heads, D head_dim, W value
-head_dim.
+Legend: P padded tokens, R P in full blocks, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
 
 from __future__ import annotations
@@ -30,13 +29,9 @@ def tree_attention(
     softmax_scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tree attention.
+    """Tree attention, ``[P, H, D], [P, K, D], [P, K, W]``, sinks ``[H]`` or None.
 
     Args:
-        query: ``[P, H, D]``.
-        key: ``[P, K, D]``.
-        value: ``[P, K, W]``.
-        sinks: ``[H]`` or None.
         end, position: int32 ``[R]``, fields of a ``DevicePlan``.
         schedules: schedules of the same plan, which was made for these configs.
         configs: packed ``Configs``. Backward is deterministic if they have a launch for dQ.
@@ -95,6 +90,7 @@ def _(grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *othe
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Save for backward the inputs, out ``[P, H, W]`` and log-sum-exps ``[H, R]``."""
     query, key, value, sinks, end, position, schedules, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, end, position, *schedules)
     ctx.mark_non_differentiable(output[1])
@@ -102,6 +98,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+    """Return the gradients of the inputs for that of out, ``[P, H, W]``."""
     query, key, value, sinks, out, lse, end, position, *schedules = ctx.saved_tensors
     of_settings = (None, None, [None] * len(schedules), *(None for _ in ctx.settings))
     if grad_out is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a tile has to compare, in the order of a schedule's bounds: see mcore_prefix_tree.attention.tile_blocks. The
+# Comparisons of a tile, in the order of a schedule's bounds: see mcore_prefix_tree.attention.tile_blocks. The
 # third kind, the tails, is neither of the two that have a name here.
 DIAGONAL = tl.constexpr(0)
 FULL = tl.constexpr(1)
@@ -24,7 +24,7 @@ def _addresses(
     pointer, head_stride, stride = source
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PART)[None, :] + first
-    # The tile's own offsets fit 32 bits; where it begins may not.
+    # Offsets within the tile fit 32 bits; its start may not.
     pointer += head.to(tl.int64) * head_stride + start.to(tl.int64) * stride
     inside = row < size - start
     if first + PART > WIDTH:
@@ -36,7 +36,7 @@ def _addresses(
 def load_rows(
     source, head, start, size, ROWS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ENGINE: tl.constexpr
 ):
-    """Tokens ``start:start + ROWS`` of one head, in parts of ``[ROWS, PART]``; zero outside of the tensor.
+    """Return tokens ``start:start + ROWS`` of one head, in parts of ``[ROWS, PART]``; zero outside of the tensor.
 
     ``source`` is a ``[heads, size, WIDTH]`` descriptor if the copy engine reads it (ENGINE), else a tuple of a pointer
     and the strides of a head and of a token.

@@ -1,4 +1,4 @@
-"""Reasons why samples that should begin with the same tokens do not, and what mending each would fold."""
+"""Reasons why samples that should begin with the same tokens do not, and the fold ratio after fixing each."""
 
 from mcore_prefix_tree.data.causes.align_texts import Decode
 from mcore_prefix_tree.data.causes.difference import Difference

@@ -1,4 +1,4 @@
-"""Places where two token sequences that have parted meet again, and where one repeats the other's text."""
+"""Places where two diverging token sequences, int32 ``[n]`` and ``[m]``, meet again or repeat the other's text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ RUN = 8
 _NEAR_RUN = 4
 # How far ahead a meeting is looked for: near first, because most differences are short.
 _WINDOWS = (64, 1024, 16384)
-# Tokens before a place that are decoded with what follows: some tokenizers write a space only between tokens.
+# Tokens before a place that are decoded with the next ones: some tokenizers write a space only between tokens.
 _CONTEXT = 8
 _BYTES = np.dtype(np.int32).itemsize
 
 
 def meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return how far two sequences go until their next :data:`RUN` tokens are equal, the least in sum; None if never.
-
-    Args:
-        left, right: sequences that differ in their first token.
-    """
+    """Return how far ``[n]`` and ``[m]``, unequal at first, go until :data:`RUN` tokens are equal; None if never."""
     for size in _WINDOWS:
         met = _met(left[:size].tobytes(), right[:size].tobytes(), RUN)
         if met is not None or size >= max(len(left), len(right)):
@@ -35,7 +31,7 @@ def meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
 
 
 def near_meeting(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return the same for a few tokens ahead, where fewer equal ones are enough."""
+    """Return the same for the first few tokens of ``[n]`` and ``[m]``, of which fewer equal ones are enough."""
     return _met(left[: _WINDOWS[0]].tobytes(), right[: _WINDOWS[0]].tobytes(), _NEAR_RUN)
 
 
@@ -55,7 +51,7 @@ def _met(left: bytes, right: bytes, run: int) -> tuple[int, int] | None:
 
 
 def meeting_at_end(left: Tokens, right: Tokens) -> tuple[int, int] | None:
-    """Return the same for the last tokens of ``left``, fewer than :data:`RUN` but at least two."""
+    """Return the same for the last tokens of ``left``, ``[n]``, fewer than :data:`RUN` but at least two."""
     window = right[: _WINDOWS[1]]
     for count in range(min(RUN - 1, len(left)), 1, -1):
         tail = left[-count:]
@@ -67,7 +63,7 @@ def meeting_at_end(left: Tokens, right: Tokens) -> tuple[int, int] | None:
 
 
 def text_of(decode: Decode, tokens: Tokens, start: int, end: int) -> str | None:
-    """Return the text that ``tokens[start:end]`` adds to what is before it; None if it cannot be decoded."""
+    """Return the text that ``tokens[start:end]`` adds to the text before it; None if it cannot be decoded."""
     before = max(0, start - _CONTEXT)
     both, head = decode(tokens[before:end].tolist()), decode(tokens[before:start].tolist())
     if both is None or head is None:

@@ -25,7 +25,7 @@ def judged(
     is_scored: bool,
     decode: Decode | None,
 ) -> Difference | None:
-    """Return a difference of two prompts if it is in words that should not matter."""
+    """Return a difference of two prompts, int32 ``[n]`` and ``[m]``, if it is in words that should not matter."""
     start, end, other_start, other_end = span
     longest = max(end - start, other_end - other_start)
     here = partial(Difference, other_start, other_end, one[start:end])

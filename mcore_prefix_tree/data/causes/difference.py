@@ -7,20 +7,13 @@ from typing import Literal, NamedTuple
 from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens, text_of
 from mcore_prefix_tree.data.causes.words import Words
 
-# Tokens of one sequence and of another: where each differs, and where they meet again.
+# Tokens of two sequences: the place where each differs, and the place where they meet again.
 Span = tuple[int, int, int, int]
 CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
 
 
 class Difference(NamedTuple):
-    """Tokens ``start:end`` of a sample, and those that would be in their place if the cause were mended.
-
-    Attributes:
-        cause: name of the cause.
-        detail: kind of the words of a prompt, or ``tools``; empty for other causes.
-        words: words that differ; None without text.
-        is_bound: whether the sequences were not seen to meet again: ``end`` is then the best case.
-    """
+    """Tokens ``start:end`` of a sample that a fix would replace; no meeting was seen after ``end`` if ``is_bound``."""
 
     start: int
     end: int
@@ -32,7 +25,7 @@ class Difference(NamedTuple):
 
 
 def retokenised(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference | None:
-    """Return the difference if both sides of a span have the same text."""
+    """Return the difference if both sides, int32 ``[n]`` and ``[m]``, of a span have the same text."""
     start, end, other_start, other_end = span
     if decode is None or min(end - start, other_end - other_start) == 0:
         return None

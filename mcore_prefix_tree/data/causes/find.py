@@ -1,10 +1,10 @@
-"""Samples that part from one that they should begin with, or be alike to: where, and in which words.
+"""Samples that diverge from one that they should begin with or resemble: the place and the words.
 
-Three kinds of branches are looked at; all others are the continuations of one prompt, which are meant to differ.
+Three kinds of branches are examined; all others are continuations of one prompt, which are meant to differ.
 
 - A turn of a rollout that does not begin with the turn before it.
-- Context that no sample generated, beside a sample that generated the same text in other tokens, or with thinking.
-- Prompts, or calls, that are alike but for words that should not matter: a date, an id, a system prompt's wording.
+- Context that no sample generated, when another sample generated the same text in other tokens, or with thinking.
+- Prompts, or calls, that differ only in words that should not matter: a date, an id, a system prompt's wording.
 
 Legend: S samples.
 """
@@ -37,17 +37,14 @@ _TOKENS = 2**23
 _DECODING = 4
 # Texts that are kept.
 _TEXTS = 1024
-# A sample generates what is at a branch if its first scored token is this near: prompts may end in a mark of thinking.
+# A sample generated a branch if its first scored token is this near: prompts may end in a mark of thinking.
 _SOON = 8
 # Alike samples meet again within so many tokens.
 _LONG = 2048
 
 
 class Mismatch(NamedTuple):
-    """A sample and another that it parts from, by their indices, and the differences between them in order.
-
-    The first ``inherited`` differences are those of the other sample, which both share.
-    """
+    """A sample and another that it diverges from, by index, and their differences; both share ``inherited`` of them."""
 
     sample: int
     other: int
@@ -63,27 +60,22 @@ class _Search:
     tokens_left: int = _TOKENS
 
     def spends(self, tokens: int) -> bool:
-        """Take what a comparison may look at from the budget; False if nothing is left."""
+        """Take a comparison's token count from the budget; return False if nothing is left."""
         self.tokens_left -= tokens + _SOON
         return self.tokens_left > 0
 
     def end(self, sample: int) -> int:
-        """Return where the last difference of a sample ends."""
+        """Return the end of a sample's last difference."""
         return max((one.differences[-1].end for one in self.found.get(sample, [])), default=0)
 
 
 def find_mismatches(samples: Sequence[Sample], decode: Decode | None = None) -> tuple[list[Mismatch], bool]:
-    """Return the mismatches, and whether all branches were looked at; the costliest are looked at first.
-
-    Args:
-        samples: samples of all files.
-        decode: text of tokens; None if no tokenizer is known.
-    """
+    """Return the mismatches, the costliest first, and whether all branches were examined; ``decode`` may be None."""
     search = _Search(samples)
     if decode is not None:
         known = decode
 
-        @lru_cache(maxsize=_TEXTS)  # what samples share is before each of their differences
+        @lru_cache(maxsize=_TEXTS)  # shared tokens come before each of the samples' differences
         def counted(tokens: tuple[int, ...]) -> str | None:
             search.tokens_left -= _DECODING * len(tokens)
             return known(tokens)
@@ -155,7 +147,7 @@ def _costliest(samples: Sequence[Sample]) -> tuple[list[_Branch], bool]:
 
 
 def _intervals(shared: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the common length of every run of neighbours in depth-first order, and where its children begin and end."""
+    """Yield the common length of every run of neighbours in depth-first order, and the borders of its children."""
     stack: list[tuple[int, list[int]]] = []
     for place in range(1, len(shared) + 1):
         common = shared[place] if place < len(shared) else -1
@@ -173,7 +165,7 @@ def _intervals(shared: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 def _compare_branches(search: _Search, branch: _Branch) -> None:
     samples, depth = search.samples, branch.depth
 
-    # What is generated begins at the branch, or near it if prompts end in a mark of thinking.
+    # Generated tokens begin at the branch, or near it if prompts end in a mark of thinking.
     soon = 1 if any(samples[index].loss_mask[depth] for child in branch.children for index in child) else _SOON
 
     def generates(index: int) -> bool:
@@ -207,15 +199,7 @@ def _first_of(search: _Search, child: Sequence[int]) -> int:
 def _compare_resent(
     search: _Search, child: Sequence[int], origins: Sequence[int], depth: int, *, is_exact: bool
 ) -> bool:
-    """Look for the sample that generated what the samples of a child have as context.
-
-    Args:
-        search: search that takes what is found.
-        child: samples that part from ``origins`` after ``depth`` tokens.
-        origins: samples that could have generated it.
-        depth: tokens in common.
-        is_exact: whether what they generated begins there, and not some tokens later.
-    """
+    """Find the one of ``origins`` that generated the context of a child's samples, at ``depth`` exactly or near it."""
     samples = search.samples
     if samples[child[0]].signals.unit("rollout") is not None or search.end(child[0]) > depth:
         return False  # its origin is known
@@ -234,7 +218,7 @@ def _compare_resent(
 
 
 def _compare_text(search: _Search, context: Sequence[int], origins: Sequence[int], depth: int, decode: Decode) -> None:
-    """Look for the text of an answer where its first other tokens happen to be those of another answer."""
+    """Look for the text of an answer whose first differing tokens happen to be those of another answer."""
     samples = search.samples
     for index in context:
         if samples[index].signals.unit("rollout") is not None or search.end(index) > depth:
@@ -280,7 +264,7 @@ def _compare_alike(search: _Search, child: Sequence[int], other: int, depth: int
             continue
         found = _alike(search, samples[other], samples[index], depth)
         if not found:
-            return  # the other samples of the child go on alike
+            return  # the other samples of the child continue alike
         search.found[index].append(Mismatch(index, other, found))
 
 

@@ -21,10 +21,7 @@ _FEW = 8
 
 
 def resend(origin: Sample, sample: Sample, at: int, decode: Decode | None) -> list[Difference]:
-    """Return the differences of a sample from one that it should begin with and parts from at a token.
-
-    Nothing is returned if the rest of ``origin`` is not found in the sample.
-    """
+    """Return the differences of a sample from ``origin`` after ``at``; none if the rest of ``origin`` is not found."""
     one, other = origin.tokens, sample.tokens
     left, right = at, at
     found: list[Difference] = []
@@ -46,7 +43,7 @@ def resend(origin: Sample, sample: Sample, at: int, decode: Decode | None) -> li
 
 
 def same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> Difference | None:
-    """Return the difference if the rest of ``one`` is in ``other`` as text, all of it or all but its thinking."""
+    """Return the difference if all of ``one``, ``[n]``, or all but thinking is in ``other``, ``[m]``, as text."""
     if len(one) - left > _LONGEST or not _may_repeat(one, left, other, right, decode):
         return None
     text = text_of(decode, one, left, len(one))
@@ -66,7 +63,7 @@ def same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode)
 
 
 def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> bool:
-    """Return whether what follows looks like the same text or like thinking, by a few tokens."""
+    """Return whether the next few tokens, ``[n]`` and ``[m]``, look like the same text or like thinking."""
     texts = (
         text_of(decode, one, left, min(left + _FEW, len(one))) or "",
         text_of(decode, other, right, min(right + _FEW, len(other))) or "",
@@ -76,6 +73,7 @@ def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decod
 
 
 def _resent(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference:
+    """Return the difference of two samples, int32 ``[n]`` and ``[m]``, between the borders of a span."""
     start, end, other_start, other_end = span
     here = partial(Difference, other_start, other_end, one[start:end])
     if decode is None:
@@ -111,7 +109,7 @@ def unmet(origin: Sample, sample: Sample, left: int, right: int, decode: Decode 
 
 
 def last_answer(sample: Sample) -> int:
-    """Return where the last unbroken run of scored tokens begins; the sample's end without one."""
+    """Return the start of the last unbroken run of scored tokens; the sample's end without one."""
     scored = sample.loss_mask != 0
     begins = np.flatnonzero(scored & ~np.append(False, scored[:-1]))
     return int(begins[-1]) if len(begins) else len(sample)

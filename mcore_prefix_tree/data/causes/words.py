@@ -1,4 +1,4 @@
-"""Words in which two texts differ, and what kind of words they are."""
+"""Words in which two texts differ, and the kind of these words."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def has_thinking(text: str) -> bool:
 
 
 def region_of(decode: Decode, tokens: Tokens, at: int) -> Region:
-    """Return the part of a conversation that a place is in, by the last role named before it."""
+    """Return the part of a conversation, int32 ``[n]``, that a place is in, by the last role named before it."""
     for window in _ROLE_TOKENS:
         text = decode(tokens[max(0, at - window) : at].tolist()) or ""
         roles = [(found[1].lower(), found.end()) for found in _ROLE.finditer(text)]
