@@ -52,9 +52,9 @@ _unknown: set[str] = set()
 def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
     """Return whether a text was cut before the model ended it; raise ChatError if a value has another type.
 
-    One key in ``given``, a message or record, is enough: of ``STOP_KEYS`` or ``STOP_ALIASES``. A reason is text, an object
-    with a ``type`` or ``reason``, or the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1. Null
-    is the same as no key. ``where`` names a message in its record with a dot; its metadata is searched too.
+    One of ``STOP_KEYS`` and ``STOP_ALIASES`` in ``given``, a message or record, is enough. A reason is text, an object
+    with a ``type`` or ``reason``, or the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1.
+    Null is the same as no key. ``where`` names a message in its record with a dot; its metadata is searched too.
     """
     # Each is checked.
     cut = [_is_cut(given[name], name, f"{where}{name}") for name in (*STOP_KEYS, *STOP_ALIASES) if name in given]
@@ -71,8 +71,8 @@ def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
 def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
     """Return whether each of ``count`` completions was cut; raise ChatError for a value of another length or type.
 
-    Each of ``STOP_KEYS``, ``STOP_ALIASES`` and ``STOP_LISTS`` in ``given`` is a list with an entry per completion, or one
-    value for all.
+    Each of ``STOP_KEYS``, ``STOP_ALIASES`` and ``STOP_LISTS`` in ``given`` is a list with an entry per completion, or
+    one value for all.
     """
     each: dict[str, list[Any]] = {}
     cut = [False] * count
