@@ -7,13 +7,16 @@ devices have the last word when the job starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mcore_prefix_tree.data.files import resolve_paths
+from mcore_prefix_tree.data.tokenizers import check_tokenizer_named
 from mcore_prefix_tree.data.write import check_output
+from mcore_prefix_tree.inputs import local_path
 from mcore_prefix_tree.recipe.hf import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.recipe.load import Checks, load_recipe
 from mcore_prefix_tree.recipe.objective import settings_of
@@ -45,6 +48,7 @@ def for_samples(recipe: Recipe) -> Iterator[Check]:
         "model.vocab_size is missing; set it, or name a data.tokenizer to take it from",
     )
     yield lambda: _check_teachers(recipe.objective, across_tokenizers=True)
+    yield lambda: _check_tokenizer(recipe.data.tokenizer, recipe.data.chat_template_kwargs)
     yield lambda: resolve_paths(recipe.data.path)
 
 
@@ -121,6 +125,11 @@ def _check_teacher(path: str) -> None:
         HuggingFaceFolder.read(path)
     except ValueError as error:
         raise RecipeError(f"objective.teacher_recipe: {error}") from None
+
+
+def _check_tokenizer(name: str | None, chat_template_kwargs: Mapping[str, Any]) -> None:
+    if name is not None:
+        check_tokenizer_named(local_path(name), chat_template_kwargs)
 
 
 def _check_saved(folder: str | None) -> None:
