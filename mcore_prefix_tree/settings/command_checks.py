@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_prefix_tree.data.files import resolve_paths
+from mcore_prefix_tree.data.tokenizers import check_tokenizer_named
 from mcore_prefix_tree.data.write import check_output
 from mcore_prefix_tree.settings.bind_objective import settings_of
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
@@ -23,6 +24,7 @@ from mcore_prefix_tree.settings.sample_source import check_units
 from mcore_prefix_tree.settings.section import Check, collect_faults
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import list_inputs, parallel_of_teachers
+from mcore_prefix_tree.utils.inputs import local_path
 from mcore_prefix_tree.utils.versions import install_command
 
 
@@ -50,6 +52,7 @@ _SAMPLES: tuple[Callable[[Any], object], ...] = (
         "model.vocab_size is missing; set it, or name a data.tokenizer to take it from",
     ),
     lambda recipe: _check_teachers(recipe.objective, across_tokenizers=True),
+    lambda recipe: _check_tokenizer(recipe.data.tokenizer, recipe.data.chat_template_kwargs),
     lambda recipe: resolve_paths(recipe.data.path),
 )
 # Of one whose optimizer runs too.
@@ -129,6 +132,11 @@ def _check_teacher(path: str) -> None:
         HuggingFaceFolder.read(path)
     except ValueError as error:
         raise RecipeError(f"objective.teacher_recipe: {error}") from None
+
+
+def _check_tokenizer(name: str | None, chat_template_kwargs: Mapping[str, Any]) -> None:
+    if name is not None:
+        check_tokenizer_named(local_path(name), chat_template_kwargs)
 
 
 def _check_saved(folder: str | None) -> None:

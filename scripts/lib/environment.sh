@@ -192,8 +192,10 @@ run_pytest() {
     python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 }
 
+# pip_install FOLDER ARGUMENTS OF pip install. Without --no-warn-conflicts the second script that is called would print as
+# errors all that Megatron-Bridge asks for and that is left out on purpose: see requirements/bridge.txt.
 pip_install() {
     local folder=$1
     shift
-    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts "$@"
 }

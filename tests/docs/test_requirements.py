@@ -10,9 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import requires, version
 from pathlib import Path
 
+import pip
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -193,6 +195,27 @@ def test_unfinished_environment_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "new" / "bin" / "python").symlink_to(tmp_path / "a removed python")
     assert prepared(tmp_path / "new", python) == whole
     assert prepared(tmp_path / "new", python) == []  # installed once
+
+
+def test_what_is_left_out_on_purpose_is_no_error(tmp_path: Path) -> None:
+    """A second script installs beside Megatron-Bridge, whose own requirements are not met."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "new"], check=True)
+    (packages,) = tmp_path.glob("new/lib/python*/site-packages")
+    (packages / "pip").symlink_to(Path(pip.__file__).parent)
+    bridge = packages / "megatron_bridge-0.6.2.dist-info"
+    bridge.mkdir()
+    (bridge / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: megatron-bridge\nVersion: 0.6.2\nRequires-Dist: other<1\n"
+    )
+    wheel = tmp_path / "other-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("other-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+        packed.writestr("other-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr("other-1.0.dist-info/RECORD", "")
+    script = f". scripts/lib/environment.sh; pip_install {tmp_path}/new --no-index --no-cache-dir {wheel}"
+    done = subprocess.run(["bash", "-c", script, "call"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (packages / "other-1.0.dist-info/METADATA").exists()
 
 
 # A Python by its version, with or without a torch that sees a GPU.

@@ -59,6 +59,7 @@ MISTAKES = {
     "objective.teacher_recipe=teacher.yaml": "recipe {recipe}: objective.teacher_recipe=teacher.yaml: only ",
     "attention_backend=flash": "recipe {recipe}: attention backend 'flash' does not exist; choose one of ",
     "data.path=nowhere.jsonl": "nowhere.jsonl: no such file in ",
+    "data.tokenizer=mistral-v77": "tokenizer 'mistral-v77' is neither a folder nor one of ",
     "optimizer.lr_warmup_steps=4": "optimizer.lr_warmup_steps=4 must be below train_iters=4; lower it, or set ",
     "optimizer.min_lr=1": "optimizer.min_lr=1.0 is above optimizer.lr=0.001",
     "model.num_query_groups=3": "recipe {recipe}: model.num_attention_heads=2 is not a multiple of ",
