@@ -76,7 +76,7 @@ def tritons(folder: Path, *words: str, newest: str = "", failing: str = "none") 
     (folder / ".venv/bin/python").write_text(PYTHON_OF_TRITONS)
     (folder / ".venv/bin/python").chmod(0o755)
     (folder / ".venv/bin/activate").write_text(f"PATH={folder}/.venv/bin:$PATH\n")
-    (folder / ".venv/installed-requirements-test").write_text("same\n")
+    (folder / ".venv/installed-test").write_text("same\n")
     for name in ("pyproject.toml", "requirements/base.txt", "requirements/test.txt"):
         shutil.copy(ROOT / name, folder)
     done = run(folder / "scripts/tritons", *words, cwd=folder, PYTHON="", NEWEST=newest, FAILING=failing)
