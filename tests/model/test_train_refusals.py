@@ -62,7 +62,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "deterministic_attention=false model.transformer.deterministic_mode=true",
-            "deterministic_attention=false contradicts deterministic_mode=True of the model; leave one of them out",
+            "deterministic_attention=false contradicts deterministic_mode=True of the model; remove one of them",
         ),
         (
             "model.transformer.multi_latent_attention=true",

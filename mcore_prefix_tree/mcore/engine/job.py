@@ -25,7 +25,6 @@ class Job:
     A recipe makes a job, and so do Megatron-LM's arguments. Functions that take a job read neither.
 
     Attributes:
-        objective: objective that trains on the samples.
         folding: settings that make a step into micro-batches: budget, padding, cost model, attention back-end, device.
         dp_rank: index of this rank's part of a plan.
         config: megatron-core's ``TransformerConfig`` of the model.

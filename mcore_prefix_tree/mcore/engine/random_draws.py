@@ -44,10 +44,9 @@ def kept_generators() -> Iterator[None]:
 
 
 def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:
-    """Return a sentence if a model answers otherwise with other random numbers, or None.
+    """Return a sentence if a model's answer differs under other random numbers, or None.
 
-    Args:
-        run: function that returns the answer; called three times, on all ranks of a model.
+    ``run`` returns the answer, of any shape; it is called three times, on all ranks of a model.
     """
     with kept_generators():
         first, other = run(), run()
@@ -62,4 +61,5 @@ def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference of two tensors of one shape."""
     return float((one.detach().double() - other.detach().double()).norm())

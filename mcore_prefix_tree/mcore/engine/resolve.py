@@ -23,8 +23,6 @@ class Run:
     """Ranks and model that a door adds to its settings.
 
     Attributes:
-        device: device of this rank.
-        dp_size: number of data-parallel ranks.
         work: FLOPs of the model.
         micro_batch_multiple: divisor of the number of micro-batches per rank.
         measured: measurements that calibrate the costs; without any they are FLOPs.
@@ -72,12 +70,9 @@ def make_job(
     """Return the job that settings describe, the same on every rank and after a restart.
 
     Args:
-        recipe: settings of the job.
-        run: see :class:`Run`.
-        objective: objective of the job.
         config: megatron-core's ``TransformerConfig`` of the model.
         first_step: function that returns the samples of the first step; ``attention_backend=auto`` looks at them.
-        say: function that receives what ``auto`` chose, and why.
+        say: function that receives the choice of ``auto``, and its reason.
 
     Raises:
         RecipeError: see :func:`make_folding`.

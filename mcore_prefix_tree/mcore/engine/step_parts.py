@@ -2,7 +2,7 @@
 
 A step is one line of time. Each mark on it ends the part that ran and begins another, so that the parts add up to the
 step. Forward, attention runs inside its module, and the head from its module to the end of the loss. Backward, each
-runs until the gradients of what it was given are there. Everything else until the last backward ends is the body:
+runs until the gradients of its inputs are there. Everything else until the last backward ends is the body:
 planning, and waiting for other pipeline stages, included. Both shrink with the tokens. The rest finishes the gradients.
 """
 
@@ -86,6 +86,7 @@ class Marks:
             clock.begin(part)
 
     def on_gradient(self, tensor: torch.Tensor, part: str) -> None:
+        """Mark a part when the gradient of a tensor, of any shape, is computed."""
         if tensor.requires_grad:
             tensor.register_hook(lambda _: self.begin(part))
 
@@ -112,9 +113,8 @@ class Marks:
 def marked(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Marks]:
     """Let steps of a model mark their parts, on clocks that are set when a step begins.
 
-    Args:
-        chunks: model chunks, whose attention modules are called ``core_attention`` and whose head ``output_layer``.
-        config: megatron-core's config of the model. Its ``finalize_model_grads_func`` ends the last backward.
+    Attention modules are called ``core_attention``, the head ``output_layer``. The config's
+    ``finalize_model_grads_func`` ends the last backward.
     """
     hooks, finalize_model_grads = Marks(), config.finalize_model_grads_func
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
     from mcore_prefix_tree.mcore.loop.trainer import StepReport
 
-# What every line begins with, so that the half of one that a killed run left is known for what it is.
+# Beginning of every line, by which half a line, left by a killed run, is recognized.
 _BEGINNING = b'{"iteration": '
-# File beside the checkpoints, with the id of the W&B run that a resumed run continues.
+# File next to the checkpoints, with the id of the W&B run that a resumed run continues.
 _WANDB_ID = "wandb_run_id"
 
 
@@ -40,9 +40,9 @@ class _Log(Protocol):
 
 
 class Logs:
-    """Places that a run's numbers are written to; none on other ranks than the main one.
+    """Places that a run's numbers are written to; only the main rank has any.
 
-    A place that fails, as on a full disk, is reported once and left out from then on: the run is worth more.
+    A place that fails, for example on a full disk, is reported once and skipped from then on: the run is worth more.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -68,7 +68,7 @@ class Logs:
         try:
             to(log)
         except LogError as error:
-            self._say(f"{error}; the run goes on without it")
+            self._say(f"{error}; the run continues without it")
             return False
         return True
 
@@ -87,10 +87,9 @@ def open_logs(
     A resumed run continues after its last checkpoint: entries of later steps in the logs are dropped.
 
     Args:
-        config: settings of the logs, from the recipe.
         done: number of steps already done; 0 for a run that starts.
-        say: function that receives, on the main rank, what was dropped.
-        folder: folder of the run's checkpoints, which keeps the id of its W&B run; None where no W&B run is resumed.
+        say: function that receives, on the main rank, which entries were dropped.
+        folder: folder of the run's checkpoints, which keeps the id of its W&B run; None if no W&B run is resumed.
         settings: settings of the run, for W&B.
 
     Raises:
@@ -137,7 +136,7 @@ def _quiet_tensorboard() -> Iterator[None]:
 
 
 class _MetricsFile:
-    """A file with a line per step and per evaluation; what is flushed outlives the process."""
+    """A file with a line per step and per evaluation; flushed lines outlive the process."""
 
     def __init__(self, name: str, done: int, say: Callable[[str], None]) -> None:
         self._setting, path = f"log.metrics={name}", Path(name)
@@ -174,7 +173,7 @@ class _MetricsFile:
         self._write(line)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write a line of its own under other names, so that no reader takes its loss for a step's."""
+        """Write a separate line under other names, so that no reader takes its loss for a step's."""
         self._write(
             {
                 "iteration": evaluation.iteration,
@@ -190,17 +189,13 @@ class _MetricsFile:
             self._stream.flush()
 
     def close(self) -> None:
-        """Close the file; every step was flushed, and what could not be written has been reported."""
+        """Close the file; every step was flushed, and errors have been reported."""
         with suppress(OSError):
             self._stream.close()
 
 
 def _drop_after(path: Path, done: int, setting: str) -> int:
-    """Keep the lines of the first steps in a file; return how many others it had.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """Keep the lines of the first steps in a file; return how many others it had, or raise ValueError."""
     if not path.exists():
         return 0
     # A second pass writes, so that most files are left as they are and a wrong one is not touched.
@@ -226,12 +221,12 @@ def _is_wanted(line: bytes, done: int, where: str) -> bool:
         iteration = None
     if type(iteration) is not int or iteration < 0:
         raise ValueError(f"{where} is not a step of a run, and the run would append to the file; name another")
-    # What a run that starts finds is another run's, also of before the first step.
+    # Entries that a starting run finds are another run's, also those of before the first step.
     return done > 0 and iteration <= done
 
 
 class _Board:
-    """TensorBoard's file; it hides what an earlier run in its folder has of the steps that follow."""
+    """TensorBoard's file; it hides the later steps of an earlier run in its folder."""
 
     def __init__(self, folder: str, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -262,9 +257,9 @@ class _Board:
 
 
 class _Wandb:
-    """A run of Weights & Biases; a resumed run continues the one whose id is beside its checkpoints.
+    """A run of Weights & Biases; a resumed run continues the one whose id is saved with its checkpoints.
 
-    Steps count as ``iteration``. W&B keeps what it was sent of the steps after the checkpoint, and they are sent again.
+    Steps count as ``iteration``. W&B keeps the steps after the checkpoint, and they are sent again.
     """
 
     def __init__(
@@ -308,7 +303,7 @@ class _Wandb:
             raise LogError(f"{self._setting}: {error}") from error
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left; a run that ends with an error is marked so."""
+        """Send the remaining data; a run that ends with an error is marked so."""
         with suppress(Exception):  # the numbers are not worth the run
             self._run.finish(exit_code=int(failed))
 

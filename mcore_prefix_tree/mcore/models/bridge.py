@@ -46,8 +46,8 @@ from mcore_prefix_tree.settings.hf_folder import LM_HEAD, SCORE, HuggingFaceFold
 from mcore_prefix_tree.utils.versions import install_command, requirements_of, version_of
 
 _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine"
-# What providers ask for and a recipe does not, unless model.transformer says so: kernels of other packages, losses and
-# updates that balance experts, and multi-token prediction, which folding cannot do.
+# Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
+# and updates that balance experts, and multi-token prediction, which folding cannot do.
 OFF: dict[str, Any] = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
@@ -89,11 +89,7 @@ _BUFFER = "rotary_emb.inv_freq"
 
 
 def auto_bridge() -> Any:
-    """Return ``megatron.bridge.AutoBridge``.
-
-    Raises:
-        RecipeError: Megatron-Bridge cannot be imported; the message says how to install it.
-    """
+    """Return ``megatron.bridge.AutoBridge``; the RecipeError without Megatron-Bridge says how to install it."""
     if sys.version_info < (3, 12):
         raise RecipeError(f"{_NEEDS}; this is Python {sys.version_info[0]}.{sys.version_info[1]}")
     # It logs a traceback for every optional package that is missing.
@@ -158,14 +154,10 @@ def _cannot_build(path: str, error: Exception) -> RecipeError:
 def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
     """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
 
-    Args:
-        model: model of the recipe.
-        parallel: parallel layout of the recipe.
-        on_gpu: whether the model is trained on a GPU.
-        only_stock: whether to reject architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
+    ``only_stock`` rejects architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
 
     Raises:
-        RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has layers of its own for it;
+        RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has its own layers for it;
             or the parallel layout does not fit.
     """
     assert model.hf is not None
@@ -176,7 +168,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, o
         raise _cannot_build(model.hf, error) from error
     if only_stock and not _is_stock(provider):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which only "
+            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, which only "
             "`mcore-prefix-tree train --hf` builds"
         )
     if model.lora is not None:
@@ -223,7 +215,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, o
 
 
 def _is_stock(provider: Any) -> bool:
-    """Return whether Megatron-Bridge builds a model from Megatron-Core's layers alone."""
+    """Return whether Megatron-Bridge builds a model only from Megatron-Core's layers."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 
     spec = provider.transformer_layer_spec
@@ -241,13 +233,13 @@ def _check_lora(model: ModelConfig, lora: LoraConfig, provider: Any, *, tensor_p
         )
     if not _is_stock(provider) or isinstance(provider, MLATransformerConfig):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which get no adapters "
-            "here; leave model.lora out"
+            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, which get no adapters "
+            "here; remove model.lora"
         )
 
 
 def _check_stock(model: ModelConfig, provider: Any) -> None:
-    """Reject local layers where Megatron-Bridge composes layers other than Megatron-Core's."""
+    """Reject local layers if Megatron-Bridge composes layers other than Megatron-Core's."""
     if provider.num_moe_experts and provider.add_bias_linear:
         raise RecipeError(
             f"model.hf={model.hf}: megatron-core's own experts cannot be trained with biases; set "
@@ -255,18 +247,13 @@ def _check_stock(model: ModelConfig, provider: Any) -> None:
         )
     if not _is_stock(provider):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, of TransformerEngine; "
+            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, of TransformerEngine; "
             "set model.transformer_impl=transformer_engine"
         )
 
 
 def described(model: ModelConfig, provider: Any) -> ModelConfig:
-    """Return a recipe's model with the architecture of its folder, as if the recipe had set it.
-
-    Args:
-        model: model of the recipe.
-        provider: provider that :func:`provider_of` returned.
-    """
+    """Return a recipe's model with the architecture of the folder's provider, as if the recipe had set it."""
     if model.hf is None:
         return model
     sizes = {key: getattr(provider, name) for key, name in _NAMES.items()}
@@ -292,10 +279,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
 def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
     """Return one chunk of a provider's model, with new weights.
 
-    Args:
-        provider: provider that :func:`provider_of` returned.
-        scalar_head: whether the chunk's output layer will be exchanged for a scalar head.
-        ends: ``pre_process``, ``post_process`` and ``vp_stage``.
+    ``ends`` are ``pre_process``, ``post_process`` and ``vp_stage``; the output layer may become a scalar head later.
     """
     if scalar_head:
         provider.share_embeddings_and_output_weights = False
@@ -327,11 +311,7 @@ def without_scalar_head(
 ) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
     """Take a model's scalar head away while Megatron-Bridge, which knows none, converts the other weights.
 
-    Args:
-        chunks: model chunks of this rank, in any wrappers.
-
-    Returns:
-        The models inside the wrappers, and the head; None on a stage without one.
+    Yield the models inside any wrappers, and the head; None on a stage without one.
     """
     models: list[Any] = unwrap_model(list(chunks))
     with_head = [one for one in models if isinstance(getattr(one, "output_layer", None), ScalarHead)]
@@ -404,7 +384,7 @@ def _beyond(folder: HuggingFaceFolder) -> set[str]:
 
 
 def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
-    """Return whether training leaves a weight alone: a table of rotary embeddings, or a layer behind the model's last.
+    """Return whether training does not change a weight: a rotary table, or a layer behind the model's last.
 
     Multi-token prediction has such layers, which are not built.
     """

@@ -23,11 +23,7 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRows(HostRows):
-    """The rows of a packed micro-batch, on the host. Rows without tokens are left out.
-
-    Attributes:
-        device: device of the model.
-    """
+    """The rows of a packed micro-batch, on the host, without empty ones; ``device`` is that of the model."""
 
     device: torch.device
 
@@ -43,11 +39,7 @@ class PackedRows(HostRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedRows(PackedRows):
-    """Packed rows with their folded layout.
-
-    Attributes:
-        layout: folded layout, whose samples are the rows, in their order.
-    """
+    """Packed rows with their folded layout, whose samples are the rows, in their order."""
 
     layout: FlatLayout
 
@@ -85,7 +77,6 @@ def read_rows(
     Args:
         input_ids: ``[1, T]``.
         packed_seq_params: parameters of the rows, with ``qkv_format="thd"``.
-        device: device of the model.
         position_ids: ``[1, T]``, positions that must restart in each row; None skips the check.
 
     Raises:
@@ -123,7 +114,7 @@ def _check_restarts(positions: Int64Array, rows: PackedRows) -> None:
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Int64Array]:
-    """Return flat int64 arrays; those that are on a device arrive in one transfer."""
+    """Return flat int64 arrays of tensors of any shape; those on a device arrive in one transfer."""
     flat = [tensor.reshape(-1).long() for tensor in tensors]
     away = [tensor for tensor in flat if tensor.device.type != "cpu"]
     fetched = iter(torch.cat(away).cpu().split([len(tensor) for tensor in away]) if away else ())

@@ -33,7 +33,7 @@ class HybridLayer:
         name: name of such a layer, in messages.
         submodule: field of ``HybridStackSubmodules`` with its spec.
         part: kind of its computation.
-        refused: reason why it cannot follow a tree; None where it can.
+        refused: reason why it cannot follow a tree; None if it can.
     """
 
     name: str
@@ -64,10 +64,7 @@ def parts_of(pattern: str | None) -> list[Part] | None:
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse a layer pattern with a layer that cannot follow a tree.
-
-    Args:
-        pattern: layer pattern of Megatron-Core's ``HybridModel``, such as ``*-*-|*E*E``.
+    """Reject a ``HybridModel``'s pattern, for example ``*-*-|*E*E``, with a layer that cannot follow a tree.
 
     Raises:
         NotImplementedError: one sentence for every letter at fault, with its name.
