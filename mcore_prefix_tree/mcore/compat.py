@@ -347,11 +347,7 @@ def has_hybrid_model() -> bool:
 
 
 def check(table: Iterable[Uses]) -> None:
-    """Check that the installed megatron-core has everything that a table lists.
-
-    Raises:
-        MegatronCoreError: one sentence with the missing names, the installed version and the supported ones.
-    """
+    """Raise MegatronCoreError if megatron-core lacks names of a table; it lists them and the supported versions."""
     found = [sentence for uses in table for sentence in missing_of(uses)]
     if found:
         raise MegatronCoreError(

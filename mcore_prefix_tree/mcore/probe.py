@@ -34,11 +34,7 @@ class Uses:
 
 
 def import_upstream(name: str) -> Any:
-    """Import a module of megatron-core.
-
-    Raises:
-        MegatronCoreError: the module needs a package that is not installed; newer ones need triton.
-    """
+    """Import a module of megatron-core; MegatronCoreError if a package is missing that it needs, for example triton."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

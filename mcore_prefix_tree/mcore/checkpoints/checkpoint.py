@@ -110,11 +110,7 @@ def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
 
 
 def make_folder(folder: str | Path) -> None:
-    """Make the folder for checkpoints, unless it exists, and check that all ranks share it; all ranks call it.
-
-    Raises:
-        SaveError: the folder cannot be made or written to, or another machine has its own folder by that name.
-    """
+    """Make the folder for checkpoints and check that all ranks share it, or raise SaveError; all ranks call it."""
     # Nobody has asked for this name before, so that no network file system remembers that it is not there.
     token = Path(folder) / f".shared-{everyone(uuid4().hex)[0]}"
 

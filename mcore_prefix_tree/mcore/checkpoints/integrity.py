@@ -46,11 +46,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_metadata(folder: Path) -> None:
-    """Compare ``.metadata`` with its checksum: if it is damaged, the files that it describes look damaged.
-
-    Raises:
-        DamagedCheckpointError: the file changed after it was written.
-    """
+    """Raise DamagedCheckpointError if ``.metadata`` is damaged: the files that it describes would look damaged."""
     path = folder / ".metadata"
     written = (_read_manifest(folder / MANIFEST) or {}).get(path.name)
     if written is not None and written != _digest(path, []):

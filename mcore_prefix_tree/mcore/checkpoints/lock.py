@@ -29,11 +29,7 @@ def hold(descriptor: int) -> bool:
 
 @contextmanager
 def claimed(folder: str | Path) -> Iterator[None]:
-    """Keep other runs out of a folder for the length of a ``with`` block; all ranks together. See :func:`hold`.
-
-    Raises:
-        SaveError: another run saves there; raised on every rank.
-    """
+    """Lock a folder for the length of a ``with`` block; if another run has it, every rank raises SaveError."""
     held: list[int] = []
 
     def claim() -> None:

@@ -61,7 +61,6 @@ class Measurement:
 
     @property
     def median_seconds(self) -> float:
-        """Median time over the rounds."""
         return statistics.median(self.seconds)
 
     @property
@@ -72,12 +71,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """Gain of folding by one clock, round by round.
-
-    Attributes:
-        speedups: unfolded over folded time of each round, ascending.
-        bound: the most that it could have been.
-    """
+    """Gain of folding by one clock: speed-ups of all rounds, ascending, and the largest possible one (``bound``)."""
 
     speedups: list[float]
     bound: Bound
@@ -150,7 +144,6 @@ class Comparison:
 
     @property
     def unfolded(self) -> list[Measurement]:
-        """The unfolded ways that ran."""
         return [way for way in (self.packed, self.small, self.stock) if way is not None]
 
     @property

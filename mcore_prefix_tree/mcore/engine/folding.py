@@ -22,9 +22,8 @@ class Folding:
 
     Attributes:
         max_tokens: physical tokens that a micro-batch may hold, before padding.
-        cost_model: cost model that compares the ranks' work; see :func:`mcore_prefix_tree.plan.plan_step`.
+        cost_model, bubble: see :func:`mcore_prefix_tree.plan.plan_step`.
         micro_batch_multiple: divisor of the number of micro-batches per rank.
-        bubble: cost of the pipeline's bubble; see :func:`mcore_prefix_tree.plan.plan_step`.
         sharing: choice of the common prefixes that are shared.
         attention_cases: attention calls of the layers, whose plans are made while folding; without any, the first layer
             makes them.

@@ -75,11 +75,8 @@ def forward_step(
     """Run ``forward_step_func`` of ``get_forward_backward_func()``; the config needs ``calculate_per_token_loss=True``.
 
     The loss function returns the sum over the micro-batch, its part of the step's divisor, and a report of both for
-    logging; for micro-batches with rows, the report has the objective's ``metrics`` and its ``bad_sample`` too.
-    All losses but a weighted sum read the ``rows`` of the micro-batches.
-
-    Raises:
-        ValueError: see :func:`check_step`.
+    logging; for micro-batches with rows, which all losses but a weighted sum read, the report has the objective's
+    ``metrics`` and its ``bad_sample`` too. Raises ValueError as :func:`check_step` does.
     """
     check_step(model)
     batch = for_model(next(data_iterator), model)

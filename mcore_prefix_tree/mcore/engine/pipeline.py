@@ -33,8 +33,6 @@ def run_schedule(
     Args:
         micro_batches: micro-batches that the data iterator of each chunk yields. Folded ones wait on the host until the
             first chunk asks for them, and leave the device when their backward is done.
-        forward_step: forward step that Megatron's schedules call.
-        forward_only: whether to skip the backward.
         collect_non_loss_data: whether to call the loss function with ``non_loss_data=True`` and return its results.
         one_stage: whether the model has one pipeline stage, however many ``parallel_state`` has.
 

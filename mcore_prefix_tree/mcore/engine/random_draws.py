@@ -44,10 +44,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:
-    """Return a sentence if a model's answer differs under other random numbers, or None.
-
-    ``run`` returns the answer, of any shape; it is called three times, on all ranks of a model.
-    """
+    """Return a sentence if a model's answer, of any shape, differs under other random numbers, or None."""
     with kept_generators():
         first, other = run(), run()
     with kept_generators():

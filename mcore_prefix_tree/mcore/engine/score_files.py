@@ -45,7 +45,6 @@ class ScoreReport:
     physical_tokens: int = 0
 
     def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
-        """Return the report after one more step."""
         return replace(
             self,
             samples=self.samples + len(step.samples),

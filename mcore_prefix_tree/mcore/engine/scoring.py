@@ -50,7 +50,6 @@ class ScoringStep:
     """Samples planned and folded, to be scored under any weights of the model: the policy's, a reference's.
 
     Attributes:
-        samples: samples of all ranks.
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
@@ -84,7 +83,7 @@ class ScoringStep:
         )
 
     def score(self, chunks: Sequence[Any], readout: Scorer[S]) -> list[S]:
-        """Return each sample's scores under the current weights, in the order of ``samples``; all ranks together.
+        """Return each sample's scores under the current weights; all ranks call it together.
 
         With ``for_main_rank``, the other ranks get an empty list.
 
@@ -116,7 +115,6 @@ class ScoringStep:
 
 
 def _on_main_rank(value: T) -> list[T] | None:
-    """Gather a value by rank; None on ranks other than the first."""
     of_all: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, of_all, dst=0)
     return of_all

@@ -85,12 +85,14 @@ class ValuesStandIn(VocabularyStandIn):
         ]
 
     def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
+        """Return the loss and the sample's values to compare, from the output ``[1, n, 1]``."""
         return self.stock_loss(batch, output), [{"value": _on_host(output.flatten()[: batch.length])}]
 
     def stock_forward(self, model: Any, batch: StockBatch) -> torch.Tensor:
         return stock_forward(model, batch)
 
     def stock_loss(self, batch: StockBatch, output: torch.Tensor) -> torch.Tensor:
+        """Return the loss from the output ``[1, n, 1]``."""
         return torch.dot(output.flatten().square(), batch.loss_mask.to(output.dtype)) / 2
 
 

@@ -22,7 +22,7 @@ class StepHook:
         return batches
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
-        """Return this rank's micro-batches with the results, on the last pipeline stage; all ranks call it together.
+        """Return the micro-batches with the results, on the last stage; all ranks call it together.
 
         ``student`` is its forward pass, for losses that weigh their parts by results of the entire step.
         """

@@ -111,11 +111,7 @@ class Marks:
 
 @contextmanager
 def marked(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Marks]:
-    """Let steps of a model mark their parts, on clocks that are set when a step begins.
-
-    Attention modules are called ``core_attention``, the head ``output_layer``. The config's
-    ``finalize_model_grads_func`` ends the last backward.
-    """
+    """Let steps of a model mark their parts; ``finalize_model_grads_func`` of its config ends the last backward."""
     hooks, finalize_model_grads = Marks(), config.finalize_model_grads_func
 
     def finalize(*args: Any, **kwargs: Any) -> Any:

@@ -19,10 +19,9 @@ from mcore_prefix_tree.utils.errors import naming_memory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedStep:
-    """A step, and this rank's part of it.
+    """A step of all ranks' samples, and this rank's part of it.
 
     Attributes:
-        samples: samples of all ranks.
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
@@ -39,7 +38,6 @@ class FoldedStep:
 
     @property
     def logical_tokens(self) -> int:
-        """Tokens of the samples."""
         return sum(map(len, self.samples))
 
 
@@ -73,11 +71,7 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
 
 
 def targets_of(job: Job, samples: Sequence[Sample]) -> Targets | None:
-    """Return the targets of a step's losses; None for a weighted sum, whose weights the layouts have.
-
-    Raises:
-        SampleError: a sample lacks a field that the objective reads.
-    """
+    """Return the targets of a step's losses, None for a weighted sum; raise SampleError if a field is missing."""
     return None if job.objective.is_weighted_sum else job.objective.targets(samples)
 
 
@@ -108,12 +102,8 @@ class StepPlanner(Generic[S]):
     """Reader that plans and folds one step at a time, and the next one while a step computes.
 
     Steps usually follow each other. One that does not, for example after a batch-size ramp-up or when training is set
-    back, is read and planned on request. In a ``with`` block the workers that read ahead end with the block.
-
-    Args:
-        fold: function that folds a step's samples, as :func:`fold_step` does. It is called from another thread.
-        num_workers: number of processes that read streamed samples ahead.
-        consumed: number of samples before the first step, if that is known, so that the workers begin at once.
+    back, is read and planned on request. In a ``with`` block the workers that read ahead end with the block. ``fold``
+    is called from another thread; ``consumed`` lets the workers begin at once.
     """
 
     def __init__(
@@ -139,9 +129,7 @@ class StepPlanner(Generic[S]):
             self._stream.close()
 
     def step(self, consumed: int, size: S, *, is_last: bool = False) -> FoldedStep:
-        """Return the step that follows the first ``consumed`` samples, and begin the one after it in the background.
-
-        ``consumed`` counts lines if the order does; the next step is assumed to have the same size.
+        """Return the step that follows the first ``consumed`` samples (or lines), and begin the next, of the same size.
 
         Raises:
             BudgetError, SampleError: see :func:`fold_step`; an error of a step is raised when that step is requested.

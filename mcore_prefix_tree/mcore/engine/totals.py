@@ -49,11 +49,7 @@ class Totals:
 def check_finite(
     reported: Sequence[Any], sample_index: Sequence[Sequence[int]], samples: Sequence[Sample], job: Job
 ) -> None:
-    """Reject a model output that is not finite, on all ranks, if the objective looks at samples.
-
-    Raises:
-        SampleError: an output is not finite; names the first such sample.
-    """
+    """Reject a model output that is not finite with SampleError, on all ranks, if the objective looks at samples."""
     if job.objective.is_weighted_sum:
         return
     first = len(samples)

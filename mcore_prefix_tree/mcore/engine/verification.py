@@ -201,7 +201,6 @@ class _Begun:
         self._told, self._total, self._begun = told, total, 0
 
     def one(self) -> None:
-        """Count another."""
         self._begun += 1
         if self._told is not None:
             self._told(self._begun, self._total)
@@ -312,7 +311,6 @@ def _gradient_sums(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[d
 
 
 def _bare(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The ``GPTModel`` inside ``Float16Module``."""
     bare: torch.nn.Module = getattr(chunk, "module", chunk)
     return bare
 

@@ -50,11 +50,7 @@ def make_parent(path: str | Path, setting: str) -> None:
 
 
 def export_model(model: ModelConfig, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
-    """Write what a recipe's model trains: its adapter in PEFT's format, or :func:`export` all weights; all ranks.
-
-    Raises:
-        OSError, RecipeError: see :func:`export`.
-    """
+    """Write the trained part of a recipe's model: its adapter in PEFT's format, or all weights; see :func:`export`."""
     assert model.hf is not None, "the recipe checks it"
     if model.lora is None:
         export(model.hf, chunks, target)
@@ -154,7 +150,6 @@ class _AdapterWriter:
         self._weights[PREFIX + name] = weight.detach().clone().contiguous()
 
     def finish(self) -> None:
-        """Write both files."""
         from megatron.bridge.models.conversion.peft_bridge import build_adapter_config_dict
 
         assert self._model.lora is not None
@@ -240,8 +235,6 @@ def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
 
 def run_export(recipe: Recipe, target: str | Path, *, is_checked: bool = False) -> tuple[int | str, bool]:
     """Write the last checkpoint of a recipe as a Hugging Face folder; return its iteration, and whether this is rank 0.
-
-    ``checkpoint.save`` is the folder of the checkpoints; ``is_checked`` says that the command checked the recipe.
 
     Raises:
         RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, the checkpoint is missing or does not fit, or the

@@ -53,7 +53,7 @@ class VerificationError(RuntimeError):
 def run_once(
     recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False, is_checked: bool = False
 ) -> tuple[T, bool]:
-    """Join a recipe's job, and return the result of ``work`` on the resolved recipe, and whether this is the main rank.
+    """Join a recipe's job; return ``work``'s result on what it resolves to, and whether this is the main rank.
 
     ``is_trained`` says that ``work`` runs the optimizer; ``is_checked``, that the command has checked the recipe.
     """

@@ -50,15 +50,12 @@ class Logs:
         self._logs: list[_Log] = []
 
     def add(self, log: _Log) -> None:
-        """Add a place."""
         self._logs.append(log)
 
     def step(self, report: StepReport) -> None:
-        """Write a step."""
         self._write(lambda log: log.step(report))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write an evaluation of the held-out samples."""
         self._write(lambda log: log.evaluation(evaluation))
 
     def _write(self, to: Callable[[_Log], None]) -> None:
@@ -90,7 +87,6 @@ def open_logs(
         done: number of steps already done; 0 for a run that starts.
         say: function that receives, on the main rank, which entries were dropped.
         folder: folder of the run's checkpoints, which keeps the id of its W&B run; None if no W&B run is resumed.
-        settings: settings of the run, for W&B.
 
     Raises:
         LogError: a log cannot be written.
@@ -162,7 +158,6 @@ class _MetricsFile:
             say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of {of}")
 
     def step(self, report: StepReport) -> None:
-        """Write one more line."""
         line = {name: _finite(value) for name, value in asdict(report).items() if name != "metrics"}
         line |= {
             "fold_ratio": report.fold_ratio,
@@ -237,11 +232,9 @@ class _Board:
             self._writer.flush()
 
     def step(self, report: StepReport) -> None:
-        """Write the step's numbers."""
         self._write(_numbers_of(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write the evaluation's numbers."""
         self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
@@ -289,11 +282,9 @@ class _Wandb:
         say(f"{self._setting}: run {self._run.id} in {self._run.dir if self._run.offline else self._run.url}")
 
     def step(self, report: StepReport) -> None:
-        """Write the step's numbers."""
         self._write(_numbers_of(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write the evaluation's numbers."""
         self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:

@@ -85,17 +85,13 @@ def read_data(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Resolved:
-    """A recipe on this rank, ready except for the model's weights.
-
-    ``recipe`` has the values from the tokenizer and of ``attention_backend: auto`` filled in.
-    """
+    """A recipe on this rank, ready except for the weights, with the values from tokenizer and ``auto`` filled in."""
 
     recipe: Recipe
     order: SampleOrder
     job: Job
 
     def first_step(self) -> list[Sample]:
-        """Return the samples of the first step."""
         return self.order.take(0, self.recipe.batch.per_step)
 
     @property
@@ -133,8 +129,7 @@ class Resolved:
         """Return the model with the weights that training begins with; ``say`` receives which ones these are.
 
         Raises:
-            RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit; or see
-                :func:`load_start`.
+            RecipeError: ``checkpoint.pretrained_checkpoint`` has none, or it does not fit; or see :func:`load_start`.
         """
         recipe, objective = self.recipe, self.job.objective
         chunks, new_head = self.new_model(), ", with a new scalar head" if objective.has_scalar_head else ""
@@ -167,11 +162,7 @@ class Resolved:
     def verified(
         self, chunks: list[torch.nn.Module], progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
-        """Compare the first batch folded and unfolded; see :func:`~mcore_prefix_tree.mcore.engine.verification.verify`.
-
-        Raises:
-            RecipeError: the unfolded side cannot be run or compared with.
-        """
+        """Compare the first batch, see :func:`verify`; raise RecipeError if the unfolded side cannot be run."""
         recipe, config = self.recipe, self.job.config
         if config.gradient_accumulation_fusion:  # its kernel writes only into the buffers of DDP
             raise RecipeError(
@@ -208,7 +199,7 @@ class Resolved:
 def resolve(
     session: Session, objective: Objective, data: Data, *, say: Callable[[str], None] = logger.info
 ) -> Resolved:
-    """Return a session's recipe with everything decided that its steps need; ``say`` receives the choice of ``auto``.
+    """Return a session's recipe with all decisions that its steps need; ``say`` receives the choice of ``auto``.
 
     Raises:
         ValueError: the back-end does not support the run; the message names those that do.

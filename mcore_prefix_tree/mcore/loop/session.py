@@ -35,7 +35,6 @@ class Session:
 
     Attributes:
         recipe: recipe of the job, with the architecture of ``model.hf``.
-        config: the recipe's ``TransformerConfig``.
         measured: measurements of ``batch.calibration``, as the main rank read them when the job started: plans depend
             on them, and the file may change, or not be the same on another machine.
     """

@@ -18,12 +18,7 @@ from mcore_prefix_tree.plan.model_shape import layers_with_experts
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """Bytes of one micro-batch in one layer.
-
-    Attributes:
-        kept: bytes kept until the backward pass of the layer.
-        again: bytes that recomputation drops, present once more while the layer's backward pass runs.
-    """
+    """Bytes of a micro-batch in one layer: kept until its backward, and recomputed (``again``) while that runs."""
 
     kept: float
     again: float = 0.0

@@ -121,8 +121,6 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
 def checked_config(args: argparse.Namespace) -> Any:
     """Return Megatron's ``TransformerConfig`` of a job that folding can train and Megatron-LM can save.
 
-    The validated arguments gain the values that folding needs.
-
     Raises:
         ArgumentError: see :func:`check_arguments`, :func:`check_installed`; or checkpoints could not be loaded.
         NotImplementedError: see :func:`check_config`.
@@ -139,7 +137,7 @@ def checked_config(args: argparse.Namespace) -> Any:
 
 
 def config_for_folding(args: argparse.Namespace) -> Any:
-    """Return Megatron's ``TransformerConfig`` of a model that folding can train; ``args`` gain the values for that.
+    """Return Megatron's ``TransformerConfig`` of a model that folding can train, and set its arguments for that.
 
     Raises:
         ArgumentError, NotImplementedError: see :func:`check_spec`, :func:`check_config`.
@@ -156,12 +154,9 @@ def config_for_folding(args: argparse.Namespace) -> Any:
 
 
 def check_spec(args: argparse.Namespace) -> None:
-    """Check that ``--spec`` names layers; nothing of the module is called.
+    """Check that ``--spec`` names layers, else raise ArgumentError; nothing of the module is called.
 
     A module that does not load before the job has started is for Megatron-LM to import.
-
-    Raises:
-        ArgumentError: there is no such module, or it has something else under this name.
     """
     if args.spec is None:
         return
@@ -191,11 +186,7 @@ def config_in_provider(args: argparse.Namespace) -> Any:
 
 
 def check_installed(args: argparse.Namespace) -> None:
-    """Check that this machine has the packages that the arguments need.
-
-    Raises:
-        ArgumentError: Apex is missing, or TransformerEngine's layers, or both optimizers.
-    """
+    """Raise ArgumentError if Apex, TransformerEngine's layers or both optimizers are needed and missing."""
     # Upstream's vocabulary layer asks the same, but only on the last pipeline stage and when all models are built.
     if args.gradient_accumulation_fusion and not getattr(tensor_parallel_layers, "_grad_accum_fusion_available", True):
         raise ArgumentError(APEX_MISSING)

@@ -32,11 +32,7 @@ def tree_model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Return the model that the arguments describe, tree-capable; its state-dict keys are those of the stock model.
-
-    Raises:
-        SystemExit: status 2, with one sentence, for a model that folding cannot do, before anything is built.
-    """
+    """Return the model of the arguments, with stock state-dict keys; exit with status 2 if folding rejects it."""
     args = get_args()
     checked = config_in_provider(args)
     model = tree_model(
@@ -55,8 +51,7 @@ def tree_model_provider(
 def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = None, **stage: Any) -> Any:
     """Return a model of these arguments and of this ``TransformerConfig``, which is set for this machine in place.
 
-    ``vp_stage`` is the index of the model chunk within this stage, under virtual pipelining; ``stage`` has
-    ``pre_process``, ``post_process`` and ``pg_collection``, as Megatron gives them to a model provider.
+    ``stage`` has ``pre_process``, ``post_process`` and ``pg_collection``, as Megatron gives them to a model provider.
     """
 
     def exchange(spec: Any) -> Any:
@@ -77,7 +72,7 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
 
 
 def with_head(args: argparse.Namespace, model: Any) -> Any:
-    """Return a pipeline stage, changed in place, with the output layer that the objective reads; all ranks together.
+    """Return a stage, changed in place, with the output layer of the job's objective; all ranks call it together.
 
     Raises:
         ArgumentError, NotImplementedError: see :func:`head_starts_new`, :func:`with_scalar_head`.

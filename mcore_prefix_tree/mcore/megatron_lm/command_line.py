@@ -52,11 +52,7 @@ class CheckedParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse all of the arguments, and check them.
-
-        Raises:
-            SystemExit: status 2 for a job that cannot run, 0 after a dry run and for ``--help``.
-        """
+        """Parse and check the arguments; exit with status 2 for a bad job, 0 after a dry run or ``--help``."""
         words = sys.argv[1:] if args is None else args
         with readable_arguments():
             parsed = super().parse_args(args, namespace)

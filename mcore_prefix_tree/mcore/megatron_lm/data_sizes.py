@@ -62,11 +62,7 @@ def needs(
     *,
     end: int,
 ) -> Iterator[Need]:
-    """Yield the demands of the steps that a job is checked for; see :func:`checked_steps`.
-
-    Raises:
-        ArgumentError: a step does not fit its micro-batches, of one sample each if their size is omitted.
-    """
+    """Yield the demands of :func:`checked_steps`; raise ArgumentError for a step that exceeds its micro-batches."""
     for size, samples in checked_steps(order, size_at, consumed=0, end=end):
         needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
         if needed > size.micro_batches:
@@ -75,7 +71,7 @@ def needs(
 
 
 def largest_micro_batch_size(steps: Sequence[Need], *, stages: int, multiple: int) -> int:
-    """Return the number of samples per micro-batch that makes the fewest micro-batches, a multiple of ``multiple``.
+    """Return the samples per micro-batch that make the fewest micro-batches, a multiple of ``multiple``.
 
     A step has at least as many micro-batches as pipeline stages, if it has the samples: with fewer, some stages idle.
     """
@@ -95,10 +91,7 @@ def largest_micro_batch_size(steps: Sequence[Need], *, stages: int, multiple: in
 def settle(
     args: argparse.Namespace, omitted: frozenset[str], orders: Sequence[SampleOrder], *, micro_batch_size: int
 ) -> str:
-    """Set the arguments that the data decides in ``args``, and return them as words of a command line.
-
-    ``omitted`` and ``micro_batch_size`` come from :func:`fill_omitted` and :func:`largest_micro_batch_size`.
-    """
+    """Set the arguments that the data decides, and return them as words of a command line; see :func:`fill_omitted`."""
     if "micro_batch_size" in omitted:
         args.micro_batch_size = micro_batch_size
     if "eval_micro_batch_size" in omitted:

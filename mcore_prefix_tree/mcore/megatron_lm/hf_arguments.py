@@ -74,11 +74,7 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
 
 
 def check_same_model(args: argparse.Namespace, config: Any) -> None:
-    """Check that the arguments, after :func:`set_arguments`, make the model of the folder.
-
-    Raises:
-        ArgumentError: a field differs; the message names it.
-    """
+    """Raise ArgumentError, with the field's name, if validated arguments make another model than the folder."""
     if args.virtual_pipeline_model_parallel_size is not None:
         raise ArgumentError(
             "--prefix-tree-hf with virtual pipeline stages: Megatron-LM builds them one at a time, and Megatron-Bridge "
@@ -101,7 +97,7 @@ def check_same_model(args: argparse.Namespace, config: Any) -> None:
 
 
 def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
-    """Fill a rank's ``GPTModel`` with the folder's weights, unless the job loads a checkpoint; all ranks together.
+    """Fill a ``GPTModel`` with the weights of the folder, unless the job loads a checkpoint; all ranks together.
 
     Raises:
         ArgumentError: see :func:`load_folder`.

@@ -67,11 +67,7 @@ def work_of(args: argparse.Namespace) -> ModelWork:
 
 
 def check_backend(args: argparse.Namespace, config: Any) -> None:
-    """Reject a back-end that does not support the job, before there is a model or data; ``auto`` has to find one.
-
-    Raises:
-        ValueError: the back-end does not support the run; the message names those that do.
-    """
+    """Raise ValueError if the job's back-end does not support it, or ``auto`` finds none, before a model is built."""
     resolve_backend(
         args.prefix_tree_attention_backend,
         config,

@@ -149,12 +149,8 @@ def build_model(
     """Build a pipeline stage's model as the checkout's script does, from other layers.
 
     It is a ``HybridModel`` if the arguments have a pattern of its layers, as in ``pretrain_hybrid.py``; else a
-    ``GPTModel``, as in ``pretrain_gpt.py``.
-
-    Args:
-        args: validated arguments; all that describe a model reach the checkout's own builder.
-        exchange: function from the layer, block or stack spec that the arguments select to the one to build.
-        vp_stage: index of the model chunk within this stage, under virtual pipelining.
+    ``GPTModel``, as in ``pretrain_gpt.py``. All arguments that describe a model reach the checkout's own builder;
+    ``exchange`` maps the layer, block or stack spec that they select to the one to build.
 
     Raises:
         ArgumentError: the checkout has no builder.

@@ -33,12 +33,7 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """Size of a step, and the number of its micro-batches.
-
-    Attributes:
-        micro_batches: number of micro-batches on each data-parallel rank.
-        micro_batch_size: Megatron's, the average number of logical samples in each.
-    """
+    """Size of a step: micro-batches per data-parallel rank, and Megatron's average number of samples in each."""
 
     micro_batches: int
     micro_batch_size: int
@@ -168,11 +163,7 @@ class StepDealer:
         self._known: Mapping[str, tuple[float, float]] = {}
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
-        """Return micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
-
-        Raises:
-            ArgumentError: see :func:`check_fits`.
-        """
+        """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
         if consumed != self._begun:
             self._begin(consumed, size)
         assert self._step is not None, "it has begun"

@@ -129,11 +129,7 @@ def transformers_of_bridge() -> Requirement | None:
 
 
 def bridge_of(path: str) -> Any:
-    """Return Megatron-Bridge's bridge of a folder; weights are read when they are converted.
-
-    Raises:
-        RecipeError: Megatron-Bridge does not know the architecture, or cannot be imported.
-    """
+    """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
     kind = auto_bridge()
     try:
         architecture = HuggingFaceFolder.read(path).architecture
@@ -279,7 +275,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
 def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
     """Return one chunk of a provider's model, with new weights.
 
-    ``ends`` are ``pre_process``, ``post_process`` and ``vp_stage``; the output layer may become a scalar head later.
+    ``ends`` are ``pre_process``, ``post_process`` and ``vp_stage``; ``scalar_head`` unties the output layer.
     """
     if scalar_head:
         provider.share_embeddings_and_output_weights = False
@@ -309,10 +305,7 @@ def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
 def without_scalar_head(
     chunks: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
-    """Take a model's scalar head away while Megatron-Bridge, which knows none, converts the other weights.
-
-    Yield the models inside any wrappers, and the head; None on a stage without one.
-    """
+    """Take a scalar head away while Megatron-Bridge, which knows none, converts the rest; yield models and head."""
     models: list[Any] = unwrap_model(list(chunks))
     with_head = [one for one in models if isinstance(getattr(one, "output_layer", None), ScalarHead)]
     heads = [one.output_layer for one in with_head]

@@ -11,10 +11,7 @@ from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 
 
 def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return a provider's layer spec, tree-capable; the norms behind its linear layers have the model's epsilon.
-
-    ``given`` is the provider's own spec, or a function of its configuration and, if it takes one, ``vp_stage``.
-    """
+    """Return a provider's layer spec, tree-capable; the norms behind its linear layers have the model's epsilon."""
     compat.check(compat.TRANSFORMER_ENGINE)
     from megatron.bridge.models.common.te_layers import TERowParallelLinearLayerNorm as Given
 

@@ -20,11 +20,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"float64": torch.float64, "float32": torch.f
 
 
 def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the fields that precision, parallel layout and folding decide.
-
-    Raises:
-        RecipeError: TransformerEngine has no layers of this precision.
-    """
+    """Return the fields of precision, layout and folding; raise RecipeError if TransformerEngine has no such layers."""
     dtype = DTYPES[model.dtype]
     if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
         raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
@@ -65,7 +61,7 @@ def defaults_of_run(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def typed_settings(model: ModelConfig, kind: type) -> dict[str, Any]:
-    """Return ``model.transformer`` in the types that Megatron declares for the fields of a configuration class.
+    """Return ``model.transformer`` in the types that Megatron declares for a configuration class.
 
     Raises:
         RecipeError: the class lacks a field, or a value has another type.

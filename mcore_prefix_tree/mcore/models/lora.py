@@ -121,11 +121,7 @@ def _to_wrapped(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 def load_start(model: ModelConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill a model with the weights of its folder and of its adapter, if it names one; all ranks together.
-
-    Raises:
-        RecipeError: see :func:`load_folder`.
-    """
+    """Fill a model with its folder's weights and its adapter's, if it names one; all ranks, as :func:`load_folder`."""
     assert model.hf is not None
     load_folder(model.hf, chunks)
     if model.adapter is not None:
@@ -133,11 +129,7 @@ def load_start(model: ModelConfig, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def load_frozen(model: ModelConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill a model with the weights that a checkpoint of its adapter does not have; all ranks together.
-
-    Raises:
-        RecipeError: see :func:`load_folder`.
-    """
+    """Fill a model with the weights that its adapter's checkpoint lacks; all ranks together, as :func:`load_folder`."""
     if model.lora is not None:
         assert model.hf is not None, "the recipe checks it"
         load_folder(model.hf, chunks)

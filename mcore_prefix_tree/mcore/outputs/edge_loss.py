@@ -46,8 +46,8 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
         return replace(value, loss=value.loss + gradient)
 
     def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
-        # If the entropies are read, backward cannot overwrite the logits.
         """Return the loss of local logits ``[P, V / tp]``."""
+        # If the entropies are read, backward cannot overwrite the logits.
         watches = self.objective.watches_entropy
         scores, entropy = edge_logprobs(
             logits, batch.edges, with_entropy=watches, in_place=not watches, **split_logits(logits, batch)

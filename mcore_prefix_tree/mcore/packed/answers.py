@@ -62,10 +62,7 @@ class RowLogprobs:
         return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
 
     def edges(self, rows: PackedRows) -> tuple[Edges, torch.Tensor]:
-        """Return an edge to every label of a row, and its position in the packed micro-batch, int64 ``[E]``.
-
-        In rows that are not folded, every position has its own hidden state.
-        """
+        """Return an edge to every label of a row, and its position in the packed micro-batch, int64 ``[E]``."""
         if isinstance(rows, FoldedRows):
             predictor, padded_size = rows.layout.sample_map.astype(np.int64), rows.layout.padded_size
         else:

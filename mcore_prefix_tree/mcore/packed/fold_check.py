@@ -36,11 +36,7 @@ class FoldCheckError(RuntimeError):
 
 
 def check_comparable(config: Any) -> None:
-    """Reject models whose gradients cannot be computed without a change to the parameters' ``.grad``.
-
-    Raises:
-        NotImplementedError: the model has such a setting; names it.
-    """
+    """Raise NotImplementedError for models whose gradients cannot be computed without a change to ``.grad``."""
     recomputed = set(config.recompute_modules or ()) - {"core_attn"}
     if config.gradient_accumulation_fusion:
         setting = "gradient_accumulation_fusion=True: its kernel writes into DDP's buffers"

@@ -186,7 +186,6 @@ class Folding:
                 self._unlogged = None
 
     def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the folded call."""
         metadata = TreeMetadata.from_layout(rows.layout, device=rows.device)
         asked, finish, head_rows = _asked(model, rows, call)
         params = RowsPackedSeqParams.from_metadata(

@@ -28,11 +28,7 @@ class PackedRows(HostRows):
     device: torch.device
 
     def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
-        """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
-
-        Raises:
-            ValueError: a token id is negative or does not fit into 32 bits; names the row.
-        """
+        """Fold the rows; raise ValueError for a token id that is negative or does not fit into 32 bits."""
         layout = self.make_layout(pad_to_multiple_of=pad_to_multiple_of)
         return FoldedRows(layout=layout, **{field.name: getattr(self, field.name) for field in fields(PackedRows)})
 
@@ -51,12 +47,7 @@ class FoldedRows(PackedRows):
 
 @dataclass
 class RowsPackedSeqParams(TreePackedSeqParams):
-    """The tree of a micro-batch that the model folded itself.
-
-    Attributes:
-        finish: function that turns the output of the folded micro-batch into that of the packed one.
-        report: report of the savings by folding the micro-batch.
-    """
+    """The tree of a micro-batch that the model folded itself; ``finish`` makes the output of the packed one."""
 
     finish: Callable[[Any], Any] = lambda output: output
     report: FoldReport | None = None

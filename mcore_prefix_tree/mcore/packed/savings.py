@@ -51,7 +51,6 @@ class FoldReport:
         return cls(work=work, folded=counts, unfolded=counts, left_alone=1, rows=len(lengths))
 
     def __add__(self, other: FoldReport) -> FoldReport:
-        """Return the report of both."""
         sums: dict[str, Any] = {}
         for name in (field.name for field in fields(self) if field.name != "work"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -81,7 +80,6 @@ class FoldReport:
 
     @property
     def logical_tokens(self) -> int:
-        """Tokens of all rows."""
         return self.unfolded.tokens
 
     @property

@@ -16,10 +16,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 
 
 def provided_spec(given: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return a provider's layer spec, tree-capable.
-
-    ``given`` is the provider's own spec, or a function of its configuration and, if it takes one, ``vp_stage``.
-    """
+    """Return a provider's layer spec, tree-capable; ``given`` is its own, or a function of its configuration."""
     if isinstance(given, ModuleSpec | TransformerBlockSubmodules):
         return with_prefix_tree(given)
     takes_stage = "vp_stage" in inspect.signature(given).parameters

@@ -143,10 +143,7 @@ class TreeCoreAttentionMixin:
 
 
 def window_of(config: Any, layer_number: int) -> int | None:
-    """Return the number of keys that a query of a layer sees, itself included, or None for all.
-
-    It comes from ``window_size`` and its skip pattern; ``layer_number`` counts from 1.
-    """
+    """Return the number of keys that a layer's query sees, itself included, or None for all; layers count from 1."""
     size, skip = window_settings(config)
     if size is None or not is_layer_window_attention(size, skip, layer_number):
         return None

@@ -29,11 +29,8 @@ _STATE = "its state would run from one sample of a tree into the next"
 class HybridLayer:
     """Kind of layer that a letter of a pattern stands for.
 
-    Attributes:
-        name: name of such a layer, in messages.
-        submodule: field of ``HybridStackSubmodules`` with its spec.
-        part: kind of its computation.
-        refused: reason why it cannot follow a tree; None if it can.
+    ``name`` is used in messages; ``submodule`` is the field of ``HybridStackSubmodules`` with its spec, ``part`` the
+    kind of its computation, ``refused`` the reason why it cannot follow a tree, or None.
     """
 
     name: str

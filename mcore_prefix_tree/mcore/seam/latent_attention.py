@@ -22,11 +22,7 @@ class TreeLatentAttentionMixin:
     follows_prefix_trees = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise the base class, and replace its rotary embedding by one that follows trees.
-
-        Raises:
-            NotImplementedError: upstream's gradient of this layer is wrong; see :func:`check_rotary_keys`.
-        """
+        """Initialise the base class, with a rotary embedding that follows trees; see :func:`check_rotary_keys`."""
         super().__init__(*args, **kwargs)
         check_rotary_keys(self)
         base: Any = self.rotary_pos_emb  # type: ignore[has-type]

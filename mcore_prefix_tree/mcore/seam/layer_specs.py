@@ -108,11 +108,7 @@ class TreeStackMixin:
 
 
 def check_attention(model: Any) -> None:
-    """Reject a model, or a part of one, with an attention that does not follow a tree.
-
-    Raises:
-        NotImplementedError: names the module and its class.
-    """
+    """Reject a model, or a part of one, with an attention that does not follow a tree: NotImplementedError names it."""
     for name, module in model.named_modules():
         if not isinstance(module, Attention):
             continue
@@ -228,10 +224,7 @@ gpt_layer_te_qk_layernorm = _te_spec(qk_layernorm=True)
 def stock_block_spec(
     config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return upstream's decoder block of a model, with the other arguments that its function takes for the same config.
-
-    ``vp_stage`` is the index of the model chunk within this stage, under virtual pipelining.
-    """
+    """Return upstream's decoder block of a model, for megatron-core's local or TransformerEngine's layers."""
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_transformer_engine,

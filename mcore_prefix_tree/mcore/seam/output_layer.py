@@ -102,7 +102,7 @@ class EdgeHeadMixin:
 
 
 def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, request: HeadRequest) -> torch.Tensor:
-    """Return the answer ``[1, N, C]`` to a request for hidden states ``[P, 1, h]`` and a weight ``[V / tp, h]``."""
+    """Return the answer ``[N, 1, C]`` to a request for hidden states ``[P, 1, h]`` and a weight ``[V / tp, h]``."""
     if weight is None:
         weight = layer.weight
     assert weight is not None, "the model gives the weight that it shares with the embedding"
@@ -146,7 +146,7 @@ def _head(
 
 
 def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor | None) -> tuple[torch.Tensor, Head]:
-    """Return the output weight of a model's last stage, ``[V / tp, h]``, and the other inputs of its logits.
+    """Return the last stage's output weight ``[V / tp, h]`` and the other inputs of its logits.
 
     ``model`` is bare, with an edge head; ``temperature`` ``[P]`` divides the logits, None is 1.
     """

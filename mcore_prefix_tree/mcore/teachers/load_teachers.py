@@ -124,7 +124,6 @@ class HookLoader:
 
     @property
     def layout(self) -> ParallelConfig:
-        """Return the parallel layout of the teachers."""
         layout = parallel_of_teachers(self.student.objective, self.student.parallel)
         if not self.on_last_stage:
             return layout
@@ -222,13 +221,9 @@ def load_model(
     say: Callable[[str], None],
     ranks: TeacherRanks | None = None,
 ) -> TeacherModel:
-    """Return one teacher with the weights of its last checkpoint.
+    """Return one teacher with the weights of its last checkpoint, whose name ``say`` receives on every rank.
 
-    ``first_step`` returns samples for ``attention_backend: auto`` to look at; ``say`` receives the weights' name, on
-    every rank; ``ranks`` are those of a layout other than the job's, None takes the job's.
-
-    Raises:
-        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
+    ``ranks`` are those of a layout other than the job's, None takes the job's. Raises as :meth:`HookLoader.hook` does.
     """
     try:
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")

@@ -78,7 +78,6 @@ class PairedTeachers(StepHook):
         return found
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches with their lessons; see :class:`StepHook`."""
         taught = self._taught(batches)
         if self.objective.settings.scaling != "dynamic":
             return taught
@@ -172,7 +171,6 @@ class PairedTeachers(StepHook):
         return top_columns(maxima, top_k, part)
 
     def _shares(self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]) -> list[float]:
-        """Return the weight of each teacher."""
         settings = self.objective.settings
         if settings.teachers == "weights":
             return list(settings.teacher_weights or [1.0] * len(found))

@@ -58,7 +58,6 @@ class TeacherModel(StepHook):
         return list(batches)
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches with its hidden states; see :class:`StepHook`."""
         found = self.hidden(batches)
         if not found:
             return list(batches)

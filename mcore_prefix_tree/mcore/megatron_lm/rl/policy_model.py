@@ -42,11 +42,7 @@ def rl_model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Return the model that the arguments describe; its state-dict keys are those of the stock model.
-
-    Raises:
-        SystemExit: status 2, with one sentence, for a model that folding cannot do, before anything is built.
-    """
+    """Return the model of the arguments, with stock state-dict keys; exit with status 2 if folding rejects it."""
     args = get_args()
     checked = checked_config(args)
     args.prefix_tree_attention_backend = _resolved(args, checked)
@@ -98,6 +94,7 @@ class LabelLogprobs:
     """
 
     def __init__(self, logprobs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take ``logprobs`` and ``labels``, ``[..., s]`` each."""
         self._logprobs, self._labels = logprobs, labels
 
     @property
@@ -111,7 +108,6 @@ class LabelLogprobs:
         return LabelLogprobs(self._logprobs[key[:-1]], self._labels[key[:-1]])
 
     def __iter__(self) -> Iterator[LabelLogprobs]:
-        """Iterate over the rows."""
         return map(LabelLogprobs, self._logprobs, self._labels)
 
     def float(self) -> LabelLogprobs:
@@ -183,7 +179,6 @@ class _LogprobFolding:
         }
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the answer for the rows."""
         params = kwargs.get("packed_seq_params")
         return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
 
@@ -198,7 +193,7 @@ def _asked(
         return asked, partial(_answer, labels=labels, dtype=model.config.params_dtype)
 
     def of_logits(logits: torch.Tensor) -> LabelLogprobs:
-        """Convert logits ``[1, P, V / tp]``."""
+        """Return the answer from logits ``[1, P, V / tp]``."""
         logprobs = -loss_of_logits(logits, flat, rows, model)
         return _answer(logprobs, labels=labels, dtype=model.config.params_dtype)
 
@@ -206,8 +201,8 @@ def _asked(
 
 
 def _answer(logprobs: torch.Tensor, *, labels: torch.Tensor, dtype: torch.dtype) -> LabelLogprobs:
+    """Return the answer for log-probabilities ``[1, T]`` of labels int64 ``[b, s]``."""
     # In the dtype that the stock model has its logits in: the loop compares them with those of training.
-    """Return the answer for log-probabilities ``[b, s]`` of labels int64 ``[b, s]``."""
     return LabelLogprobs(logprobs.reshape(labels.shape).to(dtype), labels)
 
 

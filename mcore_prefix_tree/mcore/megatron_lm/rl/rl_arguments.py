@@ -16,8 +16,6 @@ def add_rl_arguments(
 ) -> argparse.ArgumentParser:
     """Add the arguments of ``train_rl.py`` and of ``--prefix-tree``; return a parser that checks the job too.
 
-    An ``extra_args_provider``; ``args_defaults`` is unused, because ``train_rl.py`` has none.
-
     Raises:
         ArgumentError: the checkout is older than core_v0.19.0.
     """
@@ -32,8 +30,6 @@ def add_rl_arguments(
 
 
 class _CheckedLoop(CheckedParser):
-    """The parser of ``train_rl.py``."""
-
     script = "train_rl.py"
 
     def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -92,8 +92,7 @@ def read_micro_batch(batch: Any, script: Script, *, packed: bool, corrects: bool
 
 
 def _on_host(values: torch.Tensor) -> npt.NDArray[np.floating]:
-    # NumPy has no bfloat16.
-    """Return a tensor of any shape as an array on the host."""
+    """Return a tensor of any shape as an array on the host; NumPy has no bfloat16."""
     wide = values.float() if values.dtype.itemsize < 4 else values
     found: npt.NDArray[np.floating] = wide.cpu().numpy()
     return found
