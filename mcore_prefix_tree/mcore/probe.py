@@ -71,6 +71,7 @@ def missing_of(uses: Uses) -> Iterator[str]:
 @cache
 def attributes_of(kind: type) -> frozenset[str] | None:
     """Return the names that a class or an ancestor defines, or sets on ``self`` in its source; None without source."""
+    # To build an instance and ask it would take process groups.
     found = set(dir(kind))
     for one in kind.__mro__:
         found |= set(vars(one).get("__annotations__", ()))

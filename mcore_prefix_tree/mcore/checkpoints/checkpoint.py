@@ -237,7 +237,7 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
             "with checkpoint.pretrained_checkpoint"
         )
     _load_into(chunks, loaded)
-    # Megatron's groups carry settings of the recipe: today's recipe overrides the saved one. Since 0.19
+    # Megatron's groups carry settings of the recipe: the current recipe overrides them. Since 0.19
     # Megatron also finds a saved group by them, so they are exchanged before it looks.
     settings = {key: optimizer.param_groups[0][key] for key in _RECIPE_SETTINGS}
     for group in _param_groups(loaded["optimizer"]):
@@ -370,6 +370,8 @@ def _is_adapter(state: Mapping[str, Any]) -> bool:
 
 def _metadata() -> dict[str, Any]:
     """Return the metadata of a format that any parallel layout can read, the distributed optimizer's part included."""
+    # The first rank of each data-parallel group gathers that part over gloo, and is the only one that writes it.
+    # Otherwise every rank would hold all of it in its host's memory.
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,

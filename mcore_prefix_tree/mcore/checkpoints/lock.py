@@ -15,7 +15,7 @@ from mcore_prefix_tree.mcore.ranks import on_main_rank
 def hold(descriptor: int) -> bool:
     """Lock an open file or folder for this process; return whether no other process holds it.
 
-    The operating system drops the lock when the process ends, even if it is killed. Network file systems without such
+    The operating system drops the lock when the process ends, also if it is killed. Network file systems without such
     locks let every run in.
     """
     try:

@@ -51,7 +51,7 @@ class WriteInRank(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class _Writer(FileSystemWriter):
-    """Writes a rank's files at the same time, and raises every thread's error; torch's writer keeps only the first."""
+    """Writes a rank's files at the same time; torch's writer loses every error but the first, and saves without the rest."""
 
     @property
     def checkpoint_id(self) -> str:

@@ -130,7 +130,10 @@ def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = N
 
 
 def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each label's log-probability and each prediction's entropy, ``[n]``, in plain torch that keeps fp64."""
+    """Return each label's log-probability and each prediction's entropy, ``[n]`` each, from logits ``[1, n, V / tp]``.
+
+    Plain torch over all columns keeps fp64, which the comparison needs; Megatron's cross-entropy computes in fp32.
+    """
     whole = gather_from_tensor_model_parallel_region(logits.squeeze(0))
     wide = whole.to(torch.promote_types(whole.dtype, torch.float32)) / batch.temperature
     logprobs = torch.log_softmax(wide, dim=-1)

@@ -110,7 +110,7 @@ def _write_folder(
             os.rename(unfinished, target)
         except (MemoryError, OSError, ValueError):
             raise
-        except Exception as error:  # safetensors raises several types for a file that it cannot read
+        except Exception as error:  # safetensors has its own exception for a file that it cannot read
             raise RecipeError(f"{target} cannot be exported: {error}") from error
 
     try:
@@ -234,7 +234,7 @@ def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def run_export(recipe: Recipe, target: str | Path, *, is_checked: bool = False) -> tuple[int | str, bool]:
-    """Write the last checkpoint of a recipe as a Hugging Face folder; return its iteration, and whether this is rank 0.
+    """Write a recipe's last checkpoint as a Hugging Face folder; return its iteration, and whether this is the main rank.
 
     Raises:
         RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, the checkpoint is missing or does not fit, or the

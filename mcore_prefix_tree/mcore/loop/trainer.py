@@ -148,8 +148,8 @@ class Trainer:
         config.grad_scale_func = self._optimizer.scale_loss
         batch = recipe.batch.per_step
         total, warmup = recipe.train_iters * batch, options.lr_warmup_fraction
-        # As in Megatron-LM the schedule counts samples; or groups, if steps do. Today's recipe overrides the schedule
-        # of a checkpoint.
+        # As in Megatron-LM the schedule counts samples; or groups, if steps do. The current recipe overrides
+        # the schedule of a checkpoint.
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,

@@ -59,7 +59,7 @@ def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_wid
       each token for each of its experts: the input of the first matrix, gathered over expert tensor parallelism, its
       output, and the input of the second. ``MoELayer`` (moe_layer.py) and its dispatchers also keep indices and
       probabilities, which are not counted. A rank has as many tokens to compute as it sends to others only if
-      all experts are chosen equally often: every token above that number, it keeps in addition.
+      all experts are chosen equally often; a rank whose experts are chosen more often keeps more.
     - a shared expert: an MLP.
 
     Tensor parallelism divides all of it, but ``4h`` only with sequence parallelism. Between both passes there are as

@@ -121,6 +121,8 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
 def checked_config(args: argparse.Namespace) -> Any:
     """Return Megatron's ``TransformerConfig`` of a job that folding can train and Megatron-LM can save.
 
+    The validated arguments gain the values that folding needs.
+
     Raises:
         ArgumentError: see :func:`check_arguments`, :func:`check_installed`; or checkpoints could not be loaded.
         NotImplementedError: see :func:`check_config`.
@@ -137,7 +139,7 @@ def checked_config(args: argparse.Namespace) -> Any:
 
 
 def config_for_folding(args: argparse.Namespace) -> Any:
-    """Return Megatron's ``TransformerConfig`` of a model that folding can train, and set its arguments for that.
+    """Return Megatron's ``TransformerConfig`` of a model that folding can train; ``args`` gain the values for that.
 
     Raises:
         ArgumentError, NotImplementedError: see :func:`check_spec`, :func:`check_config`.

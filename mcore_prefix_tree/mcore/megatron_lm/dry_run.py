@@ -175,6 +175,8 @@ def _whole_projections(args: argparse.Namespace) -> float:
     return cut_off * bytes_each
 
 
+# The estimate of core_v0.16.1 cuts experts like everything else. So experts are counted separately, by the bytes that
+# those of one rank add to a model in the layout of experts.
 def _weights_in_layout(args: argparse.Namespace) -> float:
     if args.num_experts is None:
         return _weights_of(args)

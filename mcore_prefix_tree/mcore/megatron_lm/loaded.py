@@ -50,7 +50,7 @@ def head_starts_new(args: argparse.Namespace) -> Path | None:
 def _has_scalar_head(source: Path) -> bool:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
         raise ArgumentError(
-            f"{source} is not of --ckpt-format torch_dist; only this format shows whether the head is scalar: "
+            f"{source} is not of --ckpt-format torch_dist, the only format that shows whether a head is scalar; "
             "convert it with --ckpt-convert-format torch_dist"
         )
     return CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))

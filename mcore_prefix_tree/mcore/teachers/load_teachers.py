@@ -202,7 +202,7 @@ def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
 
 
 def vocabulary_of(model: ModelConfig, tokens: int) -> int:
-    """Return the size of a teacher's vocabulary, from its recipe (not smaller) or else its tokenizer's ``tokens``."""
+    """Return a teacher's vocabulary size: its recipe's, which must not be smaller than ``tokens``, or else ``tokens``."""
     own = model.vocab_size
     if own is not None and own < tokens:
         raise RecipeError(

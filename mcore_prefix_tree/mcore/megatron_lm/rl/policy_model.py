@@ -64,6 +64,7 @@ def rl_model_provider(
 
 def _resolved(args: argparse.Namespace, config: Any) -> str:
     """Return the attention back-end; ``auto`` looks at a made-up group whose prompt is half of each trajectory."""
+    # There are no rollouts yet, and stages of a pipeline cannot agree on anything inside a step.
 
     def group() -> list[Sample]:
         half = max(1, args.seq_length // 2)

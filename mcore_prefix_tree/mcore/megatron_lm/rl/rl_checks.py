@@ -32,7 +32,7 @@ def check_command_line(args: argparse.Namespace) -> None:
 
 
 def checked_config(args: argparse.Namespace) -> Any:
-    """Return the ``TransformerConfig`` of validated arguments, and set them for folding.
+    """Return the ``TransformerConfig`` of validated arguments, which gain the values that folding needs.
 
     Raises:
         ArgumentError, NotImplementedError, ValueError: see :func:`check_command_line`.
