@@ -51,7 +51,7 @@ class WriteInRank(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class _Writer(FileSystemWriter):
-    """Writes a rank's files at the same time; torch's writer loses every error but the first, and saves without the rest."""
+    """Writes a rank's files in threads and raises all errors; torch's writer loses those after the first."""
 
     @property
     def checkpoint_id(self) -> str:

@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Clock of the host, such as ``time.perf_counter`` or ``time.process_time``."""
+    """Clock of the host, for example ``time.perf_counter`` or ``time.process_time``."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -64,7 +64,7 @@ class UnfoldedStep:
 
 
 def plan_unfolded(samples: Sequence[Sample], job: Job) -> UnfoldedStep:
-    """Deal the samples to the data-parallel ranks in turn, one a micro-batch."""
+    """Deal the samples to the data-parallel ranks in turn, one per micro-batch."""
     folding = job.folding
     multiple = folding.micro_batch_multiple
     rounds = -(-len(samples) // folding.dp_size)

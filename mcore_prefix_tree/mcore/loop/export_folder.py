@@ -234,7 +234,7 @@ def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def run_export(recipe: Recipe, target: str | Path, *, is_checked: bool = False) -> tuple[int | str, bool]:
-    """Write a recipe's last checkpoint as a Hugging Face folder; return its iteration, and whether this is the main rank.
+    """Write the last checkpoint as a Hugging Face folder; return its iteration, and whether this is the main rank.
 
     Raises:
         RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, the checkpoint is missing or does not fit, or the

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
     from mcore_prefix_tree.mcore.loop.trainer import StepReport
 
-# Beginning of every line, by which half a line, left by a killed run, is recognized.
+# Beginning of every line; it identifies half a line that a killed run has left.
 _BEGINNING = b'{"iteration": '
 # File next to the checkpoints, with the id of the W&B run that a resumed run continues.
 _WANDB_ID = "wandb_run_id"

@@ -107,7 +107,7 @@ class Resolved:
         return size
 
     def new_model(self, config: Any = None) -> list[torch.nn.Module]:
-        """Return the model with new weights, under its ``TransformerConfig`` or another, such as of another dtype."""
+        """Return the model with new weights, under its ``TransformerConfig`` or one of another dtype."""
         recipe = self.recipe
         return build_chunks(
             recipe.model,

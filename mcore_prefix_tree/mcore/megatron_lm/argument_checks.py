@@ -195,7 +195,7 @@ def check_installed(args: argparse.Namespace) -> None:
     if hybrid_pattern(args) is not None and args.spec is None and not HAVE_TE:
         raise ArgumentError(
             "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers are TransformerEngine's, which "
-            "is not installed; install it, or name layers, such as --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
+            "is not installed; install it, or name layers, for example --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
         )
     saves_optimizer = args.save is not None and not args.no_save_optim
     if args.use_distributed_optimizer and saves_optimizer and not HAVE_APEX_OR_TE:

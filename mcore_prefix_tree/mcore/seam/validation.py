@@ -195,7 +195,7 @@ def check_draws(model: torch.nn.Module) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Raise ValueError without ``calculate_per_token_loss``, which forward steps that return a sum and its count need."""
+    """Raise ValueError without ``calculate_per_token_loss``, for forward steps that return a sum and its count."""
     if not get_model_config(model).calculate_per_token_loss:
         raise ValueError(
             "calculate_per_token_loss=False in the model's TransformerConfig: Megatron would average the means of the "

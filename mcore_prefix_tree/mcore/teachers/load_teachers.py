@@ -202,7 +202,7 @@ def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
 
 
 def vocabulary_of(model: ModelConfig, tokens: int) -> int:
-    """Return a teacher's vocabulary size: its recipe's, which must not be smaller than ``tokens``, or else ``tokens``."""
+    """Return a teacher's vocabulary size: its recipe's, or its tokenizer's ``tokens``, which must not be larger."""
     own = model.vocab_size
     if own is not None and own < tokens:
         raise RecipeError(
