@@ -87,6 +87,7 @@ def forward_only(
         batch = next(data_iterator)
 
         def collect(output: torch.Tensor, *, non_loss_data: bool) -> T:
+            """Return ``read`` of the output ``[1, P, ...]``."""
             assert non_loss_data
             return read(output, batch)
 

@@ -222,6 +222,7 @@ def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, b
     """Return the loss and the gradients of the same step that training takes."""
 
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
+        """Return the loss of the output ``[1, P, ...]``."""
         return job.readout.read(output, batch).loss, []
 
     forward, no_rows = partial(tree_forward, readout=job.readout), tuple(() for _ in step.micro_batches)
@@ -267,6 +268,7 @@ def _run(
             begun.one()
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            """Return the loss of the output ``[1, P, ...]``, or ``[1, n, ...]`` for one sample."""
             loss, scored = score(batch, output)
             losses.append(float(loss.detach()))
             # A batch of padding has rows of no sample.
@@ -297,6 +299,7 @@ def _gradient_sums(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[d
         sums[name] = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
         def collect(parameter: torch.Tensor, total: torch.Tensor = sums[name]) -> None:
+            """Add the gradient of a parameter to ``total``, of its shape."""
             assert parameter.grad is not None
             total += parameter.grad
             parameter.grad = None
@@ -324,10 +327,7 @@ def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor]) -> None:
-    """Reduce gradients as Megatron's ``finalize_model_grads`` does: over data, sequence and tied embeddings.
-
-    ``gradients`` are shaped as their parameters; an expert's are summed over the ranks that hold it.
-    """
+    """Reduce gradients, shaped as their parameters, as ``finalize_model_grads``; an expert's over the ranks with it."""
     for name, parameter in _named_parameters(chunks):
         is_of_expert = not getattr(parameter, "allreduce", True)
         replicas = (

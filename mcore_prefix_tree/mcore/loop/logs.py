@@ -250,16 +250,14 @@ class _Board:
 
 
 class _Wandb:
-    """A run of Weights & Biases; a resumed run continues the one whose id is saved with its checkpoints.
-
-    Steps count as ``iteration``. W&B keeps the steps after the checkpoint, and they are sent again.
-    """
+    """A run of Weights & Biases; a resumed run continues the one whose id is saved with its checkpoints."""
 
     def __init__(
         self, project: str, done: int, say: Callable[[str], None], *, folder: str | None, settings: Mapping[str, Any]
     ) -> None:
         import wandb
 
+        # Steps count as iteration. W&B keeps the steps after the checkpoint, and they are sent again.
         self._setting = f"log.wandb={project}"
         kept = None if folder is None else Path(folder) / _WANDB_ID
         known = read_regular(kept).decode().strip() if kept is not None and done and kept.exists() else None

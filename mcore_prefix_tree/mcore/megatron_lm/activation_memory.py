@@ -13,7 +13,7 @@ from typing import Any
 from mcore_prefix_tree.mcore.engine.backend import head_dims
 from mcore_prefix_tree.plan.model_shape import layers_with_experts
 
-# In the formulas below: h hidden size, q and kv widths of all queries and of all keys, f of an MLP, k experts per token.
+# In the formulas: h hidden size, q and kv widths of all queries and of all keys, f of an MLP, k experts per token.
 
 
 @dataclass(frozen=True, kw_only=True)

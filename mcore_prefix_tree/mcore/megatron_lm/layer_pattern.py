@@ -14,10 +14,8 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
-    """Return the pattern of a ``HybridModel``'s layers, None for a GPT.
-
-    Megatron's validation renames an argument of the older name.
-    """
+    """Return the pattern of a ``HybridModel``'s layers, None for a GPT."""
+    # Megatron's validation renames an argument of the older name.
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         found: str | None = getattr(args, name, None)
         if found is not None:

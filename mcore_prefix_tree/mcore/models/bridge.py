@@ -377,11 +377,9 @@ def _beyond(folder: HuggingFaceFolder) -> set[str]:
 
 
 def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
-    """Return whether training does not change a weight: a rotary table, or a layer behind the model's last.
-
-    Multi-token prediction has such layers, which are not built.
-    """
+    """Return whether training does not change a weight: a rotary table, or a layer behind the model's last."""
     found = _LAYER.match(name)
+    # Multi-token prediction has layers behind the last, which are not built.
     return _BUFFER in name or (found is not None and int(found[1]) >= folder.config["num_hidden_layers"])
 
 

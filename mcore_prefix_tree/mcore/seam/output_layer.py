@@ -167,11 +167,7 @@ def _multiplier(config: Any) -> float:
 
 
 class _MainGrad:
-    """Megatron's ``gradient_accumulation_fusion``: the gradient goes straight into DDP's buffer.
-
-    DDP's hook still has to run, so autograd gets zeros; it skips them, or for a weight that is also the
-    embedding's (``zero_out_wgrad``) adds them to the gradient of the embedding's own backward.
-    """
+    """Megatron's ``gradient_accumulation_fusion``: the gradient goes straight into DDP's buffer."""
 
     def __init__(self, weight: Any) -> None:
         self._weight = weight
@@ -183,6 +179,8 @@ class _MainGrad:
     def placeholder(self) -> torch.Tensor | None:
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
+        # DDP's hook still has to run, so autograd gets zeros. It skips them, or for a weight that is also the
+        # embedding's (zero_out_wgrad) adds them to the gradient of the embedding's own backward.
         self._weight.grad_added_to_main_grad = True
         return torch.zeros_like(self._weight)
 

@@ -142,15 +142,12 @@ def _of_all_ranks(mine: Sequence[LoopMicroBatch]) -> list[Sequence[LoopMicroBatc
 def _cut(
     samples: Sequence[Sample], ranks: Sequence[Sequence[LoopMicroBatch]], folding: Folding
 ) -> tuple[list[Sequence[Sequence[int]]], int]:
-    """Plan a step: return the trajectories' indices per rank and micro-batch, and the number of unique tokens.
-
-    If the planner cannot fit bins that Megatron-LM has packed to the brim into as many micro-batches, the bins stay
-    together, each folded by itself. All ranks decide alike.
-    """
+    """Plan a step: return the trajectories' indices per rank and micro-batch, and the number of unique tokens."""
     count = len(ranks[0])
     try:
         plan = folding.plan(samples, micro_batches=count)
     except BudgetError:
+        # Megatron-LM has packed its bins to the brim: they stay, each folded by itself. All ranks decide alike.
         borders = [0, *accumulate(len(batch.trajectories) for loops in ranks for batch in loops)]
         bins = [range(start, end) for start, end in pairwise(borders)]
         tokens = sum(folding.physical_tokens([samples[index] for index in chosen]) for chosen in bins if chosen)
