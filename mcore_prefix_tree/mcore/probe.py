@@ -34,7 +34,7 @@ class Uses:
 
 
 def import_upstream(name: str) -> Any:
-    """Import a module of megatron-core; MegatronCoreError if a package is missing that it needs, for example triton."""
+    """Import a module of megatron-core; raise MegatronCoreError if it needs a missing package, for example triton."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -312,7 +312,7 @@ def _reading(source: Path) -> Iterator[None]:
         yield
     except (UnsafeCheckpointError, DamagedCheckpointError):
         raise
-    except (Exception, CheckpointException) as error:  # a damaged file makes them raise many types
+    except (Exception, CheckpointException) as error:  # of many types, for a damaged file
         raise RecipeError(
             f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
         ) from error

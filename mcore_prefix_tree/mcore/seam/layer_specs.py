@@ -2,7 +2,7 @@
 
 ``--spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local`` (Megatron-LM reads the name from this module) takes
 one of ``gpt_layer_local``, ``gpt_layer_local_qk_layernorm``, ``gpt_layer_te``, ``gpt_layer_te_qk_layernorm``. None of
-them has multi-latent attention, which needs no ``--spec``.
+them has multi-latent attention: omit ``--spec`` for that.
 """
 
 from __future__ import annotations
