@@ -469,7 +469,7 @@ def _with_layouts(result: dict[str, Any]) -> str:
 REASONS = {
     "cannot be trained with biases": "experts with biases",
     "does not read": "experts have other names",
-    "layers of its own": "layers of Megatron-Bridge's own",
+    "its own layers": "layers of Megatron-Bridge's own",
     "cannot build": "Megatron-Bridge has no such architecture",
 }
 

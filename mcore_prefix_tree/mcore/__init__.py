@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_prefix_tree.mcore import compat
 
-# Before anything of megatron-core is imported by name: one sentence names what has moved.
+# Before anything of megatron-core is imported by name: the error names every missing name in one sentence.
 compat.check_version()
 compat.check(compat.SEAM)
 

@@ -1,8 +1,8 @@
-"""Names that this package relies on in megatron-core, and one sentence when some of them have moved.
+"""Names of megatron-core that this package relies on, and the error that lists the missing ones.
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
-stand in for, with the parameters that it passes and the attributes that it reads. They are checked by signature and
-source alone, when the folder that relies on them is imported: :data:`SEAM` and :data:`HYBRID` by
+stand in for, with the parameters that it passes and the attributes that it reads. They are checked only by signature
+and source, when the folder that relies on them is imported: :data:`SEAM` and :data:`HYBRID` by
 ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`PACKED`, :data:`MODELS` and :data:`LOOP` by the folders of these
 names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and :data:`MEGATRON_LM_RL` when its
 ``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
@@ -76,7 +76,7 @@ SEAM = (
         "query key value attention_mask",
         "attention_bias packed_seq_params",
     ),
-    # with_prefix_tree, which exchanges what these hold.
+    # with_prefix_tree, which exchanges their contents.
     Uses("megatron.core.transformer.spec_utils:ModuleSpec", keywords="module params submodules"),
     Uses("megatron.core.transformer.spec_utils:get_module", "spec_or_module"),
     Uses(f"{_ATTENTION}:SelfAttentionSubmodules", keywords="core_attention"),
@@ -92,7 +92,7 @@ SEAM = (
     Uses(f"{_SPECS}:get_gpt_layer_local_spec", keywords="qk_layernorm normalization"),
     Uses(f"{_SPECS}:get_gpt_layer_with_transformer_engine_spec", keywords="qk_layernorm"),
     Uses("megatron.core.extensions.transformer_engine:HAVE_TE"),
-    # The forward step, and what it asks of a model.
+    # The forward step, and the parts of a model that it calls.
     Uses("megatron.core.models.gpt:GPTModel.forward", keywords=_FORWARD),
     Uses("megatron.core.utils:get_attr_wrapped_model", "model attr", "return_model_obj"),
     Uses("megatron.core.utils:get_model_config", "model"),
@@ -127,7 +127,7 @@ SEAM = (
         "sharded_state_dict old_prefix new_prefix",
     ),
     Uses("megatron.core.dist_checkpointing.mapping:LocalNonpersistentObject", "obj"),
-    # What check_config refuses is asked by name.
+    # check_config reads these settings by name.
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
         keywords="apply_rope_fusion attention_dropout attention_output_gate batch_p2p_comm context_parallel_size "
@@ -148,7 +148,7 @@ SEAM = (
     Uses("megatron.core.transformer.utils:is_layer_window_attention", "window_size window_attn_skip_freq layer_number"),
 )
 
-# Only where there is a HybridModel: since megatron-core 0.18.
+# Only if there is a HybridModel: since megatron-core 0.18.
 HYBRID = (
     Uses(f"{_HYBRID}.hybrid_block:HybridStackSubmodules", keywords="attention_layer mlp_layer moe_layer mamba_layer"),
     Uses(f"{_HYBRID}.hybrid_layer_specs:hybrid_stack_spec"),
@@ -321,7 +321,7 @@ MEGATRON_LM = (
     ),
 )
 
-# Its train_rl.py; mcore/megatron_lm/rl/script.py knows what the script itself has.
+# Its train_rl.py; mcore/megatron_lm/rl/script.py checks the script itself.
 MEGATRON_LM_RL = (
     Uses(
         "megatron.rl.rl_utils:calculate_grpo_loss",
@@ -331,7 +331,7 @@ MEGATRON_LM_RL = (
     Uses("megatron.rl.rl_utils:get_rl_runtime_state"),
     Uses("megatron.rl.rl_utils:RLRuntimeState.increment_sequences", "count"),
     Uses("megatron.rl.rl_utils:load_packed_data_by_index", "bin_idx packing_context logprobs_is_correction"),
-    # What reads LabelLogprobs.
+    # The reader of LabelLogprobs.
     Uses("megatron.rl.rl_utils:selective_log_softmax", "logits index"),
     Uses("megatron.inference.utils:add_inference_args", "parser"),
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
@@ -347,24 +347,16 @@ def has_hybrid_model() -> bool:
 
 
 def check(table: Iterable[Uses]) -> None:
-    """Check that the installed megatron-core has everything that a table lists.
-
-    Raises:
-        MegatronCoreError: one sentence that names what has moved, the installed version and the supported ones.
-    """
+    """Raise MegatronCoreError if megatron-core lacks names of a table; it lists them and the supported versions."""
     found = [sentence for uses in table for sentence in missing_of(uses)]
     if found:
         raise MegatronCoreError(
-            f"megatron-core {installed_version()} lacks what this package relies on: {'; '.join(found)}; {SUPPORTED}"
+            f"megatron-core {installed_version()} lacks names that this package uses: {'; '.join(found)}; {SUPPORTED}"
         )
 
 
 def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
-    """Return the names that each room relies on and megatron-core lacks; see :func:`missing_of`.
-
-    Args:
-        megatron_lm: whether to check the Megatron-LM that can be imported, too.
-    """
+    """Return the names that each room relies on and megatron-core (with ``megatron_lm``, Megatron-LM too) lacks."""
     tables = dict(TABLES)
     if has_hybrid_model():
         tables["hybrid"] = HYBRID
@@ -372,18 +364,14 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
         tables["TransformerEngine"] = TRANSFORMER_ENGINE
     if megatron_lm:
         tables["Megatron-LM"] = MEGATRON_LM
-        with suppress(ImportError):  # train_rl.py came with core_v0.19, and imports what other scripts do without
+        with suppress(ImportError):  # train_rl.py came with core_v0.19, and imports packages that others do not need
             import_upstream("megatron.rl.rl_utils")
             tables["train_rl.py"] = MEGATRON_LM_RL
     return {room: [one for uses in table for one in missing_of(uses)] for room, table in tables.items()}
 
 
 def check_version() -> None:
-    """Refuse a version that is too old, and warn of one that is not tested.
-
-    Raises:
-        MegatronCoreError: the version is older than :data:`OLDEST`.
-    """
+    """Reject a version older than :data:`OLDEST` with MegatronCoreError, and warn about an untested one."""
     version = installed_version()
     release = _release(version)
     if release < _release(OLDEST):

@@ -1,4 +1,4 @@
-"""Probes of upstream by signature and source alone, which build and call nothing, and name what is missing."""
+"""Probes of upstream by signature and source, which build and call nothing, and name missing parts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ class Uses:
 
 
 def import_upstream(name: str) -> Any:
-    """Import a module of megatron-core.
-
-    Raises:
-        MegatronCoreError: the module needs a package that is not installed; newer ones need triton.
-    """
+    """Import a module of megatron-core; raise MegatronCoreError if it needs a missing package, for example triton."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -48,7 +44,7 @@ def import_upstream(name: str) -> Any:
 
 
 def missing_of(uses: Uses) -> Iterator[str]:
-    """Describe what one entry lacks."""
+    """Describe the missing parts of one entry."""
     module_name, _, qualified_name = uses.name.partition(":")
     shown = uses.name.replace(":", ".")
     try:
@@ -74,10 +70,8 @@ def missing_of(uses: Uses) -> Iterator[str]:
 
 @cache
 def attributes_of(kind: type) -> frozenset[str] | None:
-    """Return the names that a class or an ancestor defines, or sets on ``self`` anywhere in its source.
-
-    Building an instance to ask it would take process groups. None if there is no source to read.
-    """
+    """Return the names that a class or an ancestor defines, or sets on ``self`` in its source; None without source."""
+    # To build an instance and ask it would take process groups.
     found = set(dir(kind))
     for one in kind.__mro__:
         found |= set(vars(one).get("__annotations__", ()))

@@ -1,4 +1,4 @@
-"""The ranks of a job: the place of this one, and what they do together."""
+"""The ranks of a job: the place of this one, and their common actions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def everyone(value: Any) -> list[Any]:
 
 
 def all_ranks() -> Ranks:
-    """Return the job's ranks, to share the reading of its data; this process alone without a job, as in a dry run."""
+    """Return the ranks that share the reading of data; without a job, for example in a dry run, only this process."""
     if not dist.is_initialized():
         return Ranks()
     return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), gather=everyone, on_main=on_main_rank)
@@ -61,5 +61,5 @@ def on_main_rank(action: Callable[[], T]) -> T:
 
 def is_of_lost_rank(error: BaseException) -> bool:
     """Return whether a collective call failed because another rank is gone."""
-    # gloo raises plain errors; NCCL names every failure of its own an error of the back-end.
+    # gloo raises plain errors; NCCL names each of its failures an error of the back-end.
     return isinstance(error, dist.DistNetworkError) or any(word in str(error) for word in ("gloo", "ncclRemoteError"))

@@ -78,7 +78,8 @@ def tritons(folder: Path, *words: str, newest: str = "", failing: str = "none") 
     (folder / ".venv/bin/activate").write_text(f"PATH={folder}/.venv/bin:$PATH\n")
     (folder / ".venv/installed-test").write_text("same\n")
     for name in ("pyproject.toml", "requirements/base.txt", "requirements/test.txt"):
-        shutil.copy(ROOT / name, folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     done = run(folder / "scripts/tritons", *words, cwd=folder, PYTHON="", NEWEST=newest, FAILING=failing)
     printed = done.stdout + done.stderr
     assert (folder / "installed").exists(), printed

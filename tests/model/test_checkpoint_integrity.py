@@ -74,7 +74,7 @@ def test_file_of_another_run_is_rejected(job: Path, folder: Path, name: str) -> 
     result, scored = score(job, folder.parent)
     assert result.exit_code == 1 or result.exit_code == 2
     assert scored is None
-    assert f"{name} differs from what this checkpoint was written with" in result.output.replace("\n", "")
+    assert f"{name} changed after this checkpoint was written" in result.output.replace("\n", "")
 
 
 @contextmanager

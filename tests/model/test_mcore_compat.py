@@ -114,7 +114,7 @@ def test_positions_and_names(positional: str, keywords: str, problems: list[str]
 def test_a_missing_attribute_is_named(uses: Uses) -> None:
     renamed = dataclasses.replace(uses, attributes=f"{uses.attributes} renamed_upstream")
     shown = uses.name.replace(":", ".")
-    with pytest.raises(MegatronCoreError, match=rf"relies on: {re.escape(shown)}\.renamed_upstream; megatron-core"):
+    with pytest.raises(MegatronCoreError, match=rf"package uses: {re.escape(shown)}\.renamed_upstream; megatron-core"):
         compat.check([renamed])
 
 

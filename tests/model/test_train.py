@@ -226,7 +226,7 @@ def test_a_signal_ends_a_run_after_its_step(job: Path, tmp_path: Path, ending: s
     last = int((saved / TRACKER).read_text())
     assert step.startswith(f"step {last} |")
     assert end == (
-        f"ended by {ending.name} after step {last}, which is saved in {saved}/iter_{last:07d}; go on with --resume"
+        f"ended by {ending.name} after step {last}, which is saved in {saved}/iter_{last:07d}; continue with --resume"
     )
 
 

@@ -185,7 +185,7 @@ def test_full_disk_of_a_log_ends_no_run(job: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(logs._MetricsFile, "_write", until_full)
     notes = train(job, f"log.metrics={file}")
-    assert notes.told == [f"log.metrics={file}: No space left on device; the run goes on without it"]
+    assert notes.told == [f"log.metrics={file}: No space left on device; the run continues without it"]
     assert (len(notes.reports), len(lines(file))) == (6, 2)
 
 

@@ -239,7 +239,7 @@ def test_the_command_line_shows_them_and_says_what_it_leaves_out(tmp_path: Path)
     assert all(line.startswith("  ") and len(line) <= 80 for line in below)
     shown = {part.rpartition(" ")[0] for line in below for part in line.strip().split(" | ")}
     assert {"reward", "ratio", "clip fraction", "entropy"} <= shown
-    assert "each epoch leaves out 3 samples: steps take whole groups" in done.output
+    assert "each epoch skips 3 samples: steps take complete groups" in done.output
 
 
 def test_verification_and_comparison_go_with_any_objective(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "deterministic_attention=false model.transformer.deterministic_mode=true",
-            "deterministic_attention=false contradicts deterministic_mode=True of the model; leave one of them out",
+            "deterministic_attention=false contradicts deterministic_mode=True of the model; remove one of them",
         ),
         (
             "model.transformer.multi_latent_attention=true",
@@ -200,7 +200,7 @@ def test_an_optimizer_without_float64(job: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True)
     result = command("train", job, "model.dtype=float64", "optimizer.clip_grad=0")
     assert result.exit_code == 2
-    assert "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where" in result.stderr
+    assert "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex if" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

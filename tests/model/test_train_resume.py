@@ -271,7 +271,7 @@ def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Pat
     # As by a scheduler, which starts a job again with the words that it was started with.
     again = train(job, *saving(tmp_path / "again", *options), resume=True, new_data=True)
     assert again.losses == rest.losses
-    known = "which was trained on these data already: they go on where it stopped"
+    known = "which was trained on these data already: they continue where it stopped"
     assert [known in text for text in again.messages if text.startswith("resumed from")] == [True]
     assert not any(known in text for text in (*rest.messages, *straight.messages))
     # Samples that were read in another way are not known again: it is as the user says.

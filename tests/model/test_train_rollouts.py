@@ -147,7 +147,7 @@ def test_steps_and_schedule_count_groups(tmp_path: Path) -> None:
     assert [report.lr for report in notes.reports] == pytest.approx([report.lr for report in samples.reports])
     turns = [sum(rollouts) for rollouts in SHAPE]
     assert sum(report.samples for report in notes.reports[:2]) in {sum(turns) - left_out for left_out in turns}
-    assert any("each epoch leaves out 1 group: steps take whole groups" in text for text in notes.messages)
+    assert any("each epoch skips 1 group: steps take complete groups" in text for text in notes.messages)
 
 
 @pytest.mark.parametrize("stop", quick(3, of=[1, 3]))

@@ -113,7 +113,7 @@ def test_it_fits_to_the_byte(
 
 def test_verify_says_it_in_a_sentence(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfolded, "available_bytes", lambda device: 0)
-    with pytest.raises(RecipeError, match=r"^verify cannot run the unfolded side: .* alone, and 0 GiB are available; "):
+    with pytest.raises(RecipeError, match=r"^verify cannot run the unfolded side: .*, and 0 GiB are available; "):
         train(job, "verify.enabled=true")
 
 

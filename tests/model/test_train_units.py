@@ -252,7 +252,7 @@ def test_the_command_line_deals_whole_rollouts(tmp_path: Path) -> None:
     done = command("train", job, *rollout, "batch.global_batch_size=null", "batch.groups_per_step=5")
     assert done.exit_code == 0, done.output
     told = " ".join(done.output.split())
-    assert "each epoch leaves out 1 rollout: steps take whole rollouts, and a step of 5 does not divide all" in told
+    assert "each epoch skips 1 rollout: steps take complete rollouts, and a step of 5 does not divide all" in told
     done = command("train", job, *rollout, "batch.global_batch_size=4")
     assert done.exit_code != 0
     told = " ".join(done.output.split())

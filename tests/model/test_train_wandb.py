@@ -118,7 +118,7 @@ def test_a_run_that_cannot_begin_is_told_before_the_first_step(
 def test_a_lost_network_ends_no_run(job: Path, wandb: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_FAILS_AT", "2")
     notes = train(job, "log.wandb=trees", "train_iters=3")
-    assert "log.wandb=trees: no network; the run goes on without it" in notes.told
+    assert "log.wandb=trees: no network; the run continues without it" in notes.told
     assert len(notes.reports) == 3
     assert [one["iteration"] for one in wandb.of("log")] == [1]
 

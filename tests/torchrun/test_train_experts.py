@@ -88,7 +88,7 @@ def test_training_equals_that_of_one_process(
     [
         (1, EP2, "does not divide the 1 ranks of a pipeline stage; start the job with torchrun --nproc-per-node 2"),
         (1, ("parallel.expert_model_parallel_size=3",), "=3 ranks cannot share 4 experts evenly"),
-        (1, (*EP2, "parallel.tensor_model_parallel_size=2"), "beside tensor parallelism needs sequence parallelism"),
+        (1, (*EP2, "parallel.tensor_model_parallel_size=2"), "with tensor parallelism needs sequence parallelism"),
     ],
 )
 def test_layouts_that_experts_do_not_fit(ranks: int, overrides: tuple[str, ...], says: str, job: Path) -> None:

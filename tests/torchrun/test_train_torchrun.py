@@ -166,7 +166,7 @@ def test_a_job_that_is_told_to_end_goes_on_with_the_same_bits(
     last = int((saved / TRACKER).read_text())
     assert list(ended.losses) == list(range(1, last + 1))
     assert 4 <= last < STEPS
-    assert f"ended by SIGTERM after step {last}, which is saved in {saved}/iter_{last:07d}; go on with" in lines[-1]
+    assert f"ended by SIGTERM after step {last}, which is saved in {saved}/iter_{last:07d}; continue with" in lines[-1]
 
     resumed = run(2, *arguments, "--resume")
     assert resumed.code == 0, resumed.err

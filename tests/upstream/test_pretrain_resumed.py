@@ -160,6 +160,6 @@ def test_a_job_that_is_set_back_before_its_samples_is_refused(others: Path, inte
     run = megatron(ENTRY, *arguments, "--override-ckpt-iteration 1")
     assert run.status != 0
     assert (
-        "the job goes on after 16 samples, but its data began after 48; leave --override-ckpt-iteration out"
+        "the job continues after 16 samples, but its data began after 48; remove --override-ckpt-iteration"
         in run.output
     )

@@ -102,7 +102,7 @@ def test_optimizer_of_a_language_model_is_refused(data: Path, tmp_path: Path) ->
     run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, samples, f"--load {source}")
     (error,) = {line for line in run.output.splitlines() if line.startswith("error: ")}
     assert f"--load {source} holds a language model, and --prefix-tree-objective reward_model trains" in error
-    assert "name it with --pretrained-checkpoint, or give --finetune" in error
+    assert "name it with --pretrained-checkpoint, or add --finetune" in error
     assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
 
 

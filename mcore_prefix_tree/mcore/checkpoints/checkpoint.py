@@ -2,7 +2,7 @@
 
 ``FOLDER/iter_0000010`` holds one checkpoint, ``FOLDER/latest_checkpointed_iteration.txt`` names the last complete one.
 The name is written after everything else, so a run killed while it saves resumes from the checkpoint before.
-Model keys are those of the stock model; a scalar head, which that does not have, is ``scalar_head.weight``.
+Model keys are those of the stock model; a scalar head, which the stock model lacks, is ``scalar_head.weight``.
 """
 
 from __future__ import annotations
@@ -46,26 +46,23 @@ from mcore_prefix_tree.settings import ModelConfig, RecipeError
 from mcore_prefix_tree.utils.inputs import TRACKER, check_files_of, read_regular
 
 RELEASE = "release"
-# How long a rank looks for what another machine has written, and how often.
+# How long a rank looks for a file that another machine has written, and how often.
 _PATIENCE_S, _LOOK_S = 15.0, 0.5
 _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
-# What a disk makes Megatron and torch raise while they write.
+# Errors that Megatron and torch raise when the disk fails while they write.
 _WRITING_ERRORS = (OSError, RuntimeError, CheckpointException)
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written. The message says where, why, and which one is whole."""
+    """A checkpoint could not be written. The message names the place, the reason, and the last complete checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress of a run, and what must not change for it to continue the same way.
+    """Progress of a run, and the settings that must not change for it to continue the same way.
 
     Attributes:
         iteration: number of steps done.
-        global_batch_size: ``batch.global_batch_size`` of the recipe.
-        groups_per_step: ``batch.groups_per_step`` of the recipe.
-        seed: ``seed`` of the recipe.
         order: ``data.order`` of the recipe.
         samples_per_epoch: number of samples in the first epoch.
         consumed_samples: number of logical samples of these data that were trained on.
@@ -75,7 +72,7 @@ class Progress:
 
     iteration: int
     global_batch_size: int | None
-    groups_per_step: int | None = None  # what older checkpoints do not say
+    groups_per_step: int | None = None  # older checkpoints lack it
     seed: int
     order: str
     samples_per_epoch: int
@@ -88,8 +85,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     """Return the last complete checkpoint's iteration, or None without one.
 
     Raises:
-        RecipeError: the tracker file does not hold a number.
-        OSError: it cannot be read, or is not a regular file.
+        RecipeError, OSError: the tracker file does not hold a number, cannot be read, or is not a regular file.
     """
     tracker = Path(folder) / TRACKER
     if not tracker.exists():
@@ -114,11 +110,7 @@ def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
 
 
 def make_folder(folder: str | Path) -> None:
-    """Make the folder that checkpoints are saved to, unless it exists, and check that all ranks share it; all together.
-
-    Raises:
-        SaveError: the folder cannot be made or written to, or another machine has one of its own by that name.
-    """
+    """Make the folder for checkpoints and check that all ranks share it, or raise SaveError; all ranks call it."""
     # Nobody has asked for this name before, so that no network file system remembers that it is not there.
     token = Path(folder) / f".shared-{everyone(uuid4().hex)[0]}"
 
@@ -151,7 +143,7 @@ def _appears(path: Path) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_S)
-        with suppress(OSError):  # NFS asks its server again where a folder is listed
+        with suppress(OSError):  # NFS asks its server again when a folder is listed
             os.listdir(path.parent.parent)
             os.listdir(path.parent)
     return True
@@ -166,10 +158,11 @@ def save(
     *,
     settings: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint, with the recipe beside it; all ranks together.
+    """Write a checkpoint and its recipe; all ranks together.
 
     Raises:
-        SaveError: a rank could not write its part, as on a full disk. The checkpoints before are untouched.
+        SaveError: a rank could not write its part, for example because a disk is full. Earlier checkpoints stay as they
+            are.
     """
     target = iteration_folder(folder, progress.iteration)
     pickle_enums_by_value()  # as vetting reads them
@@ -188,7 +181,7 @@ def save(
 
 
 def _make_empty(target: Path) -> None:
-    # What a killed save of the same iteration left behind.
+    # Files of a killed save of the same iteration.
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     saving_mark(target).touch()
@@ -236,7 +229,7 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     loaded = _read(source, _state(chunks, optimizer, is_loading=True))
     if "progress" not in loaded:
         raise RecipeError(f"checkpoint {source} does not say how far in the data it is: another program wrote it")
-    # Numbers where experts have an optimizer of their own, or else the names of one optimizer's parts.
+    # Numbers if experts have a separate optimizer, else the names of one optimizer's parts.
     if len({type(key) for key in loaded["optimizer"]}) > 1:
         raise RecipeError(
             f"checkpoint {source} and this run disagree on whether ranks share experts, whose optimizer Megatron then "
@@ -244,7 +237,7 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
             "with checkpoint.pretrained_checkpoint"
         )
     _load_into(chunks, loaded)
-    # Megatron's groups carry settings of the recipe: what it says now wins over what the checkpoint says. Since 0.19
+    # Megatron's groups carry settings of the recipe: the current recipe overrides them. Since 0.19
     # Megatron also finds a saved group by them, so they are exchanged before it looks.
     settings = {key: optimizer.param_groups[0][key] for key in _RECIPE_SETTINGS}
     for group in _param_groups(loaded["optimizer"]):
@@ -252,7 +245,7 @@ def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: A
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     progress = loaded["progress"]
-    if "shuffle" in progress:  # what older checkpoints say instead
+    if "shuffle" in progress:  # the key of older checkpoints
         progress["order"] = "shuffled" if progress.pop("shuffle") else "file"
     known = {one.name for one in fields(Progress)}  # a newer version may write more
     return Progress(**{key: value for key, value in progress.items() if key in known})
@@ -266,17 +259,15 @@ def load_weights(
     model: ModelConfig,
     replicas: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read a checkpoint's model and nothing else; Megatron-LM may have written it, in any parallel layout.
+    """Read only the model of a checkpoint; Megatron-LM may have written it, in any parallel layout.
 
     Args:
         folder: folder of the run that wrote the checkpoint.
-        iteration: iteration of the checkpoint.
-        chunks: model chunks of this rank, which the weights are read into.
         model: model that the chunks were built from.
         replicas: process group of the ranks that have the same weights; None takes the data-parallel group.
 
     Raises:
-        RecipeError: see :func:`load`; or the recipe beside the weights describes another function of them.
+        RecipeError: see :func:`load`; or the checkpoint's recipe describes another function of the weights.
     """
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
@@ -285,14 +276,7 @@ def load_weights(
 
 
 def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> bool:
-    """Read weights as :func:`load_weights` does; keep the scalar head as it is if the checkpoint has none.
-
-    Returns:
-        Whether the checkpoint has a scalar head.
-
-    Raises:
-        RecipeError: see :func:`load_weights`.
-    """
+    """Read weights as :func:`load_weights` does; return whether they include a scalar head. Without one, keep ours."""
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
     with _reading(source):
@@ -328,7 +312,7 @@ def _reading(source: Path) -> Iterator[None]:
         yield
     except (UnsafeCheckpointError, DamagedCheckpointError):
         raise
-    except (Exception, CheckpointException) as error:  # whatever a damaged file makes Megatron and torch raise
+    except (Exception, CheckpointException) as error:  # of many types, for a damaged file
         raise RecipeError(
             f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
         ) from error
@@ -363,10 +347,7 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[s
 
 
 def _leave_out_absent(state: dict[Any, Any]) -> None:
-    """Drop the state of a rank that gathers nothing: Megatron would warn that it differs from the main rank's.
-
-    See :func:`_metadata`.
-    """
+    """Drop the state of a rank that gathers nothing (:func:`_metadata`): Megatron would warn of a difference."""
     for key, value in list(state.items()):
         if key == "param_state" and value is None:
             del state[key]
@@ -388,15 +369,13 @@ def _is_adapter(state: Mapping[str, Any]) -> bool:
 
 
 def _metadata() -> dict[str, Any]:
-    """Return the metadata of a format that any parallel layout can read, the distributed optimizer's part of it too.
-
-    That part is gathered by the first rank of each data-parallel group, over gloo: the only one that writes it here.
-    Otherwise every rank would hold all of it in its host's memory.
-    """
+    """Return the metadata of a format that any parallel layout can read, the distributed optimizer's part included."""
+    # The first rank of each data-parallel group gathers that part over gloo, and is the only one that writes it.
+    # Otherwise every rank would hold all of it in its host's memory.
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,
-        # Experts over ranks have an optimizer of their own, which others need not have.
+        # Experts over ranks have a separate optimizer, which other layouts may lack.
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }

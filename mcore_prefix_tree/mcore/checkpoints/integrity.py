@@ -1,9 +1,9 @@
-"""Checksums of a checkpoint: written beside it, and compared before a value of it is used.
+"""Checksums of a checkpoint: written next to its files, and compared before a value of it is used.
 
-torch stores each tensor and object as an archive that holds a CRC-32 of each of its records, computed while it is
-written, and does not compare them when it reads. So a checkpoint needs no second pass over its data: ``checksums.json``
-holds a digest of each file's CRC-32s, which tells one run's file from another's, and reading compares the CRC-32s with
-the data. Checkpoints of other programs have no ``checksums.json``; their CRC-32s are compared all the same.
+torch stores each tensor and object as an archive with a CRC-32 of each record, computed while it is written, and does
+not compare them when it reads. So a checkpoint needs no second pass over its data: ``checksums.json`` holds a digest of
+each file's CRC-32s, which distinguishes the files of two runs, and reading compares the CRC-32s with the data.
+Checkpoints of other programs have no ``checksums.json``; only their CRC-32s are compared.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mcore_prefix_tree.utils.inputs import open_regular, read_regular
 
 MANIFEST = "checksums.json"
 _TENSORS = ".distcp"
-# What else Megatron and torch read of a checkpoint.
+# The other files that Megatron and torch read of a checkpoint.
 _SMALL = (".metadata", "common.pt", "metadata.json")
-# What this package writes beside Megatron's files; neither is read back into a run.
+# Files that this package adds to Megatron's; neither is read back into a run.
 INFORMATION = (MANIFEST, SETTINGS)
 _READ_AT_ONCE = 1 << 20
 
 
 class DamagedCheckpointError(RecipeError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from the file that was written."""
 
 
 def write_checksums(folder: Path) -> None:
@@ -46,11 +46,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_metadata(folder: Path) -> None:
-    """Compare ``.metadata`` with its checksum: where it is damaged, the files that it describes look damaged.
-
-    Raises:
-        DamagedCheckpointError: the file differs from what was written.
-    """
+    """Raise DamagedCheckpointError if ``.metadata`` is damaged: the files that it describes would look damaged."""
     path = folder / ".metadata"
     written = (_read_manifest(folder / MANIFEST) or {}).get(path.name)
     if written is not None and written != _digest(path, []):
@@ -61,8 +57,8 @@ def check_integrity(folder: Path) -> None:
     """Compare a checkpoint's files with their checksums, each rank a share of them; all ranks together.
 
     Raises:
-        DamagedCheckpointError: a file differs from what was written, is missing, or is of another checkpoint; raised
-            alike on every rank.
+        DamagedCheckpointError: a file changed after it was written, is missing, or belongs to another checkpoint;
+            raised alike on every rank.
     """
     failure = None
     try:
@@ -96,8 +92,7 @@ def _check_share(folder: Path) -> None:
 
 def _differs(path: Path) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{path} differs from what this checkpoint was written with ({MANIFEST}); restore the file, or use another "
-        "checkpoint"
+        f"{path} changed after this checkpoint was written ({MANIFEST}); restore the file, or use another checkpoint"
     )
 
 

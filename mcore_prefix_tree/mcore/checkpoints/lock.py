@@ -15,25 +15,21 @@ from mcore_prefix_tree.mcore.ranks import on_main_rank
 def hold(descriptor: int) -> bool:
     """Lock an open file or folder for this process; return whether no other process holds it.
 
-    The lock is the operating system's and ends with the process however that ends: a killed run leaves nothing to
-    clear away. Network file systems without such locks let every run in.
+    The operating system drops the lock when the process ends, also if it is killed. Network file systems without such
+    locks let every run in.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # ENOLCK, ENOSYS, or from NFS EBADF for a folder: the run goes on without this protection
+        pass  # ENOLCK, ENOSYS, or from NFS EBADF for a folder: the run continues without this protection
     return True
 
 
 @contextmanager
 def claimed(folder: str | Path) -> Iterator[None]:
-    """Keep other runs out of a folder for the length of a ``with`` block; all ranks together. See :func:`hold`.
-
-    Raises:
-        SaveError: another run saves there; raised on every rank.
-    """
+    """Lock a folder for the length of a ``with`` block; if another run has it, every rank raises SaveError."""
     held: list[int] = []
 
     def claim() -> None:

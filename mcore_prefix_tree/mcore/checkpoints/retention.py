@@ -1,4 +1,4 @@
-"""Retention of checkpoints: what ``checkpoint.keep_last`` removes, and what a run must not overwrite."""
+"""Retention of checkpoints: which ones ``checkpoint.keep_last`` removes, and which a run must not overwrite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_prefix_tree.mcore.checkpoints.integrity import INFORMATION
 from mcore_prefix_tree.settings import RecipeError
 
 _NAME = re.compile(r"iter_(\d{7,})")
-# Of a checkpoint's files the one that Megatron writes last, and what the names of the first ones end in.
+# Of a checkpoint's files the one that Megatron writes last, and the pattern of the ones that it writes first.
 _LAST, _FIRST = "metadata.json", "*.distcp"
 _WRITTEN = re.compile(
     r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json"
@@ -25,14 +25,10 @@ def saving_mark(target: Path) -> Path:
 
 
 def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
-    """Check that a run which continues from a folder's latest checkpoint overwrites only unfinished saves.
-
-    Args:
-        folder: ``checkpoint.save``.
-        latest: iteration that the folder's tracker names; None if it has no tracker.
+    """Check that a run which continues from ``latest``, the tracker's iteration, overwrites only unfinished saves.
 
     Raises:
-        RecipeError: a later checkpoint is whole, or a later folder holds a file that no checkpoint has.
+        RecipeError: a later checkpoint is complete, or a later folder holds a file that no checkpoint has.
     """
     if not Path(folder).is_dir():
         return
@@ -62,10 +58,9 @@ def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable
     iterations, which this run has not come from.
 
     Args:
-        folder: folder of the checkpoints.
         iteration: iteration of the newest checkpoint.
-        keep: number of checkpoints to keep, the newest among them; at least 1. What a killed run left does not count.
-        say: function that receives what could not be removed, and why.
+        keep: number of complete checkpoints to keep, the newest included; at least 1.
+        say: function that receives the folders that could not be removed, with the reason.
     """
     try:
         found = {int(name[1]): path for path in Path(folder).iterdir() if (name := _NAME.fullmatch(path.name))}
@@ -78,7 +73,7 @@ def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable
     for number, path in sorted(own.items()):
         if number < oldest:
             try:
-                # First what makes it a whole one: no half of it is ever taken for that.
+                # First the file that marks it as complete: no half of a checkpoint is ever taken for one.
                 (path / _LAST).unlink(missing_ok=True)
                 shutil.rmtree(path)
             except OSError as error:

@@ -1,8 +1,8 @@
-"""Enums in checkpoints, written in the form that Megatron-Core's own loader takes.
+"""Enums in checkpoints, written in the form that Megatron-Core's loader accepts.
 
 Megatron-LM's checkpoints hold its arguments, and these hold enums. Its loader admits a class called with a value,
-which is how most versions of Python pickle an enum. Python 3.11.2, for one, pickles ``getattr`` and a name instead, and
-Python 3.10 the name of ``signal.SIGTERM``: the loader refuses both, under any Python. Stock Megatron-LM writes such
+which is how most versions of Python pickle an enum. Python 3.11.2, for example, pickles ``getattr`` and a name instead,
+and Python 3.10 the name of ``signal.SIGTERM``: the loader refuses both, under any Python. Stock Megatron-LM writes such
 checkpoints.
 """
 
@@ -17,10 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 
 def pickle_enums_by_value() -> None:
-    """Register the enums of checkpoints to be pickled as their class called with the value.
-
-    They are those that the loader admits, and the one in torch's metadata of each tensor.
-    """
+    """Register the enums that the loader admits, and torch's tensor metadata's, to be pickled as class and value."""
     for admitted in (*SAFE_GLOBALS, _MEM_FORMAT_ENCODING):
         if isinstance(admitted, type) and issubclass(admitted, Enum):
             copyreg.pickle(admitted, _by_value)

@@ -1,4 +1,4 @@
-"""The recipe that a checkpoint was written with, in a file beside it."""
+"""The recipe that a checkpoint was written with, in a file of its folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def changed_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Return what differs from the recipe in a checkpoint's folder, as ``key before -> now``; empty if it has none."""
+    """Return the settings that differ from those saved in a folder, as ``key before -> now``; empty without any."""
     written = _read(folder)
     if written is None:
         return []
@@ -42,11 +42,7 @@ def check_same_function(folder: Path, model: ModelConfig) -> None:
     """Check that weights serve the model that they were trained as.
 
     Weights of one shape serve models that compute different functions: another rotary base, epsilon or softmax scale
-    changes every log-probability.
-
-    Args:
-        folder: folder of a checkpoint; one without a recipe, such as Megatron-LM's, is not compared.
-        model: model that the weights are to be read into.
+    changes every log-probability. A folder without a recipe, for example Megatron-LM's, is not compared.
 
     Raises:
         RecipeError: a key differs; the message names the first one, and both its values.
@@ -62,7 +58,7 @@ def check_same_function(folder: Path, model: ModelConfig) -> None:
             raise RecipeError(
                 f"the weights in {folder} were trained with model.{key}={before.get(key)}, and this recipe has "
                 f"{now.get(key)}; set model.{key}={before.get(key)}, or remove "
-                f"{folder / FILE} if this is what you want"
+                f"{folder / FILE} if this is intended"
             )
 
 

@@ -1,7 +1,7 @@
-"""Check that a checkpoint holds data and nothing that runs, before Megatron and torch open it.
+"""Check that a checkpoint holds only data, no code, before Megatron and torch open it.
 
 Megatron's distributed checkpoints are made of pickles, and a pickle can call any function when it is opened. torch
-opens tensors and ``common.pt`` with ``weights_only=True``, but not ``.metadata`` and the objects beside the tensors.
+opens tensors and ``common.pt`` with ``weights_only=True``, but not ``.metadata`` and the objects among the tensors.
 Neither torch nor Megatron lets a caller choose the reader of these. So this module opens them first, with unpicklers
 that construct only the classes that torch and Megatron write, and rejects the checkpoint if it names anything else.
 """
@@ -42,14 +42,10 @@ class UnsafeCheckpointError(RecipeError):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Constructs what torch writes into ``.metadata``, and nothing else."""
+    """Constructs the classes that torch writes into ``.metadata``, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that torch's own metadata is made of.
-
-        Raises:
-            pickle.UnpicklingError: the pickle names anything else.
-        """
+        """Return a class of torch's metadata; raise ``UnpicklingError`` for any other."""
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         found: Any = None
@@ -67,10 +63,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def check_holds_only_data(folder: Path) -> None:
-    """Check every pickle of a checkpoint that torch or Megatron would open without limits.
-
-    Args:
-        folder: one checkpoint, in Megatron's distributed format.
+    """Check every pickle of a distributed checkpoint that torch or Megatron would open without limits.
 
     Raises:
         UnsafeCheckpointError: a file names code or a file outside the folder, or has a format that is opened by other
@@ -100,11 +93,7 @@ def _check_backend(path: Path) -> None:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read ``.metadata``, which says where each tensor and object of a checkpoint is stored.
-
-    Raises:
-        UnsafeCheckpointError: the file names anything that is not data.
-    """
+    """Read ``.metadata``, the places of all tensors and objects; raise UnsafeCheckpointError if it holds code."""
     with open_regular(path) as file:
         try:
             metadata = _MetadataUnpickler(file).load()
@@ -169,5 +158,5 @@ def _size(state: Any) -> int:
 def _unsafe(where: str, error: Exception) -> UnsafeCheckpointError:
     # torch's own text advises to open the file without limits, so only the name in it is repeated.
     named = re.search(r"(?:GLOBAL|it names) ([\w.]+)", str(error))
-    reason = f"it names {named[1]}, which is not data" if named else "it is damaged, or is not what torch writes"
+    reason = f"it names {named[1]}, which is not data" if named else "it is damaged, or has another format than torch's"
     return UnsafeCheckpointError(f"{where} was not opened: {reason}; use a checkpoint from a source that you trust")

@@ -1,8 +1,8 @@
 """Write Megatron's distributed checkpoints in the ranks themselves.
 
 Megatron's own strategy hands the data to processes that it starts. A signal to the job's process group ends them, and
-so does the kernel when memory runs out; then the save never returns. Here each rank writes its files in threads of its
-own, with torch's writer. The format is the same, and Megatron-LM reads it.
+so does the kernel when memory runs out; then the save never returns. Here each rank writes its files in its own
+threads, with torch's writer. The format is the same, and Megatron-LM reads it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ class WriteInRank(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         super().__init__("torch_dist", 1)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write the main replica of every tensor and object; all ranks together.
-
-        Raises:
-            CheckpointException: a rank could not write; raised on every rank, with the errors of all.
-        """
+        """Write the main replica of every tensor and object; all ranks together. An error is raised on every rank."""
         by_key = defaultdict(list)
         for part in nested_values(sharded_state_dict):
             if is_main_replica(part.replica_id):
@@ -55,11 +51,7 @@ class WriteInRank(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class _Writer(FileSystemWriter):
-    """Writes a rank's files at the same time.
-
-    torch's writer can do so too, but loses the error of every thread but the first, and saves without what that thread
-    did not write.
-    """
+    """Writes a rank's files in threads and raises all errors; torch's writer loses those after the first."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -70,7 +62,7 @@ class _Writer(FileSystemWriter):
         """Write this rank's files; no file if the plan gives it nothing to write."""
 
         def write(number: int, items: list[Any]) -> list[Any]:
-            # torch appends a number of its own: __0_0.distcp and __0_10.distcp are the files of rank 0.
+            # torch appends its own number: __0_0.distcp and __0_10.distcp are the files of rank 0.
             storage = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number or ''}")
             share = replace(plan, items=items, storage_data=storage)
             return super(_Writer, self).write_data(share, planner).value()

@@ -29,15 +29,9 @@ def head_dims(config: Any) -> tuple[int, int]:
 
 
 def case_of(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
-    """Return the attention calls of a model's layers on one tensor-parallel rank.
-
-    Args:
-        config: a megatron-core ``TransformerConfig``.
-        device: device of the rank.
-        deterministic: whether attention has to give the same bits twice.
-    """
+    """Return the attention calls of a model's layers on one tensor-parallel rank, from a ``TransformerConfig``."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
-    latent = config.multi_latent_attention  # in which each head has keys and values of its own
+    latent = config.multi_latent_attention  # each head has its own keys and values
     groups = config.num_attention_heads if latent else config.num_query_groups or config.num_attention_heads
     head_dim, value_dim = head_dims(config)
     return Case(
@@ -60,11 +54,7 @@ def case_of(config: Any, *, device: torch.device, deterministic: bool = True) ->
 
 
 def cases_of(config: Any, *, device: torch.device, deterministic: bool) -> tuple[Case, ...]:
-    """Return the different attention calls of a model's layers: with a window and without one, where it has both.
-
-    Args:
-        config, device, deterministic: see :func:`case_of`.
-    """
+    """Return the different attention calls of a model's layers (:func:`case_of`): with and without a window."""
     case = case_of(config, device=device, deterministic=deterministic)
     return tuple(replace(case, options=replace(case.options, window=window)) for window in windows_of(config))
 
@@ -87,12 +77,9 @@ def resolve_backend(
 
     Args:
         setting: name of a back-end, or ``auto``.
-        config: a megatron-core ``TransformerConfig``.
         first_step: function that returns the samples of the first step, the same on every rank and after a resume;
             ``auto`` calls it.
-        device: device of this rank.
-        deterministic: whether attention has to give the same bits twice.
-        say: callback that receives a line about what ``auto`` chose, and why.
+        say: callback that receives a line with the choice of ``auto`` and its reason.
 
     Raises:
         ValueError: the back-end does not exist or does not support the job (the message names those that do), or
@@ -100,16 +87,16 @@ def resolve_backend(
     """
     if config.deterministic_mode and not deterministic:
         raise ValueError(
-            "deterministic_attention=false contradicts deterministic_mode=True of the model; leave one of them out"
+            "deterministic_attention=false contradicts deterministic_mode=True of the model; remove one of them"
         )
     case = case_of(config, device=device, deterministic=deterministic)
     if setting != AUTO:
         check_case(setting, case)
         return setting
-    # One forest of the whole step: its shape does not depend on how the step is dealt to ranks.
+    # One forest for all samples of the step: its shape does not depend on how the step is dealt to ranks.
     shape = TreeShape.of([TreeMetadata.from_layout(fold(first_step()))])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    # Where a kernel is wrong on one machine only, its ranks stop at their first call of it: no two choose differently.
+    # If a kernel is wrong on one machine only, its ranks stop at their first call of it: no two choose differently.
     choice: Choice = all_ranks().gather(choose(case, shape, device_name=name))[0]
     say(f"attention backend {choice.backend}: {choice.reason}")
     return choice.backend

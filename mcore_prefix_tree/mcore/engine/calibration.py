@@ -51,14 +51,10 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
     """Time micro-batches of a job's own samples. Every rank computes the same ones and waits for the slowest.
 
     For several sizes up to the budget, it times one micro-batch of the shortest samples that fill it and one of the
-    longest: the depth of the tokens separates the cost of a token from that of a visible pair. Where the head computes
+    longest: the depth of the tokens separates the cost of a token from that of a visible pair. If the head computes
     only scored tokens, the two largest run once more with next to nothing scored, which shows the cost of scoring.
 
-    Args:
-        chunks: model chunks in Megatron's DDP; their gradients are left empty.
-        samples: samples to choose from.
-        job: job of the chunks.
-        repeats: number of timed rounds, after one that is not timed.
+    ``chunks`` are in Megatron's DDP, and their gradients are left empty. ``repeats`` rounds are timed after a first.
     """
     job, samples = plain(job, samples)
     folding = job.folding
@@ -69,7 +65,7 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
             cut.append([*range(len(samples), len(samples) + len(indices))])
             samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
     batches = fold_micro_batches(samples, cut, job, targets_of(job, samples))
-    # What ends a step belongs to no micro-batch.
+    # The end of a step belongs to no micro-batch.
     finalize, job.config.finalize_model_grads_func = job.config.finalize_model_grads_func, None
     try:
         rounds = [[_seconds(chunks, batch, job) for batch in batches] for _ in range(1 + repeats)]
@@ -79,7 +75,7 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
         Measured(
             tokens=batch.layout.padded_size,
             pairs=batch.layout.visible_pairs,
-            # Whatever else the machine does only adds.
+            # Other work of the machine only adds time.
             seconds=min(seconds),
             scored=int((batch.layout.loss_weight != 0).sum()) if scored_alone else 0,
         )
@@ -92,7 +88,7 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
 
 
 def _hardly_scored(sample: Sample) -> Sample:
-    """Return a copy of the sample that scores the last token alone."""
+    """Return a copy of the sample that scores only the last token."""
     mask = np.zeros(len(sample), dtype=np.float32)
     mask[-1] = 1
     return Sample(tokens=sample.tokens, loss_mask=mask, merge_key=sample.merge_key, source=sample.source)

@@ -36,10 +36,10 @@ class Measurement:
 
     Attributes:
         name: name of the way.
-        rounds: time of each round by parts: the host's planning, forward and backward of the whole batch. The parts are
-            the mean of the ranks, scaled so that they add up to the time of the slowest one; waiting is body.
+        rounds: time of each round by parts: the host's planning, forward and backward of the batch. The parts are the
+            mean of the ranks, scaled so that they add up to the time of the slowest one; waiting is body.
         cpu_rounds: the same in processor time, summed over the ranks; None on a GPU.
-        peak_bytes: peak memory of the rank that needed most, beyond model and optimizer; None where it is unknown.
+        peak_bytes: peak memory of the rank that needed most, beyond model and optimizer; None if it is unknown.
         tokens: tokens computed, over all data-parallel ranks, without padding.
     """
 
@@ -61,7 +61,6 @@ class Measurement:
 
     @property
     def median_seconds(self) -> float:
-        """Median time over the rounds."""
         return statistics.median(self.seconds)
 
     @property
@@ -72,12 +71,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """Gain of folding by one clock, round by round.
-
-    Attributes:
-        speedups: unfolded over folded time of each round, ascending.
-        bound: the most that it could have been.
-    """
+    """Gain of folding by one clock: speed-ups of all rounds, ascending, and the largest possible one (``bound``)."""
 
     speedups: list[float]
     bound: Bound
@@ -86,13 +80,9 @@ class Gain:
     def from_rounds(
         cls, folded: Sequence[Parts], unfolded: Sequence[Parts], others: Sequence[Sequence[Parts]], ratios: Parts
     ) -> Gain:
-        """Compare rounds of the folded step with those of the fastest unfolded way.
+        """Compare rounds of the folded step with as many rounds of the fastest unfolded way.
 
-        Args:
-            folded: rounds of the folded step.
-            unfolded: rounds of the fastest unfolded way, as many.
-            others: rounds of each unfolded way that has the kernels of the folded step, one or more each.
-            ratios: the most that each part can shrink by.
+        ``others`` are rounds of each unfolded way with the folded step's kernels; ``ratios`` bound each part's gain.
         """
         return cls(
             speedups=sorted(sum(slow) / sum(fast) for slow, fast in zip(unfolded, folded, strict=True)),
@@ -125,11 +115,11 @@ class Comparison:
 
     Attributes:
         folded: measurement of the batch as ``train`` runs it.
-        packed: measurement with the same back-end, head and budget, but every sample a tree of its own: a packed varlen
+        packed: measurement with the same back-end, head and budget, but each sample as a separate tree: a packed varlen
             batch.
-        small: measurement of the same in micro-batches no larger than the folded ones, whose operations are of the same
-            sizes; None where ``packed`` has the same micro-batches.
-        stock: measurement with Megatron's own attention and cross-entropy, one sample a micro-batch; None where it
+        small: measurement of the same in micro-batches no larger than the folded ones, so that operations have the same
+            sizes; None if ``packed`` has the same micro-batches.
+        stock: measurement with Megatron's own attention and cross-entropy, one sample per micro-batch; None if it
             cannot hold the longest sample. It projects all positions to the vocabulary, which the fused head of the
             others does not.
         stock_missing: reason why ``stock`` is None, in that case.
@@ -154,7 +144,6 @@ class Comparison:
 
     @property
     def unfolded(self) -> list[Measurement]:
-        """The unfolded ways that ran."""
         return [way for way in (self.packed, self.small, self.stock) if way is not None]
 
     @property
@@ -198,17 +187,11 @@ def compare(
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Measure forward and backward of the supervised loss, or of a scalar head's (:func:`plain`); no optimizer step.
-    The gradient buffers of ``chunks`` are left empty.
 
-    A first round warms up and measures memory. The timed rounds run the ways in turn, every other one backwards, so
-    that a machine whose speed drifts slows all of them. An unfolded way that is far slower than another is timed once.
-
-    Args:
-        chunks: model chunks in Megatron's DDP.
-        samples: samples of the whole batch.
-        job: job of the chunks.
-        repeats: number of timed rounds.
-        progress: callback that receives how many runs of the batch are done, and their number.
+    A first round warms up and measures memory. The ``repeats`` timed rounds run the ways in turn, every other one
+    backwards, so that a machine whose speed drifts slows all of them. An unfolded way that is far slower than another
+    is timed once. ``chunks`` are in Megatron's DDP, whose gradient buffers are left empty; ``progress`` receives how
+    many runs of the batch are done, and their number.
     """
     job, samples = plain(job, samples)
     ways, stock_missing = _ways(samples, job)
@@ -329,7 +312,7 @@ def _timed(way: _Way, chunks: Sequence[Any], job: Job) -> list[Parts]:
 
 
 def _without_waiting(of_ranks: Sequence[Parts]) -> list[Parts]:
-    """Count as body what a rank waits at the end for others, which the rank that comes last does not."""
+    """Count as body the time that a rank waits at the end for others; the last rank does not wait."""
     least = min(parts.rest for parts in of_ranks)
     return [parts._replace(body=parts.body + parts.rest - least, rest=least) for parts in of_ranks]
 

@@ -24,8 +24,6 @@ class Evaluation:
     Attributes:
         iteration: number of training steps behind the weights; 0 before the first.
         loss: loss of the job's objective, as in one step over all these samples.
-        samples: number of samples.
-        logical_tokens: tokens of these samples.
         physical_tokens: tokens computed, over all ranks, without padding.
         seconds: time for folding and forward.
         metrics: means that the objective reports, over all samples.
@@ -48,13 +46,8 @@ class HeldOut:
 
     Args:
         groups: samples that belong together: those of a line, of a group or of a pair.
-        job: job of the training.
-        per_step: number of samples in a step, or of its groups.
-        by_group: whether ``per_step`` counts groups.
+        per_step: number of samples in a step, or of its groups (``by_group``).
         in_trie_order: whether to compute neighbours in the trie together.
-
-    Raises:
-        BudgetError, SampleError: see :func:`~mcore_prefix_tree.mcore.engine.step_planner.fold_step`.
     """
 
     def __init__(
@@ -85,10 +78,6 @@ class HeldOut:
     def evaluate(self, chunks: Sequence[torch.nn.Module], iteration: int) -> Evaluation:
         """Return the loss and metrics of the samples; all ranks together. Weights and gradients stay as they are.
 
-        Args:
-            chunks: chunks of the model.
-            iteration: number of training steps behind its weights.
-
         Raises:
             SampleError: an output of the model is NaN or infinite; names the sample. Supervised training, which
                 checks no single sample, returns a loss that is not finite instead.
@@ -115,7 +104,7 @@ class HeldOut:
 
 
 def _parts(groups: Sequence[Sequence[Sample]], per_step: int, *, by_group: bool) -> Iterator[range]:
-    """Yield the sample indices of each part: whole groups, as many as a step takes or as fill its number of samples."""
+    """Yield the sample indices of each part: complete groups, as many as a step takes or as fill its sample count."""
     start = stop = taken = 0
     for group in groups:
         stop += len(group)

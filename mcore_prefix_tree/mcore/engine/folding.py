@@ -22,14 +22,9 @@ class Folding:
 
     Attributes:
         max_tokens: physical tokens that a micro-batch may hold, before padding.
-        dp_size: number of data-parallel ranks.
-        cost_model: cost model that compares the ranks' work; see :func:`mcore_prefix_tree.plan.plan_step`.
+        cost_model, bubble: see :func:`mcore_prefix_tree.plan.plan_step`.
         micro_batch_multiple: divisor of the number of micro-batches per rank.
-        bubble: cost of the pipeline's bubble; see :func:`mcore_prefix_tree.plan.plan_step`.
         sharing: choice of the common prefixes that are shared.
-        padding: padding of the micro-batches.
-        device: device of the model, which moves the micro-batches there.
-        attention_backend: name of the attention back-end of the layers.
         attention_cases: attention calls of the layers, whose plans are made while folding; without any, the first layer
             makes them.
         deterministic_attention: whether attention has to give the same bits twice.
@@ -64,16 +59,7 @@ class Folding:
         micro_batches: int | None = None,
         together: Sequence[Hashable] | None = None,
     ) -> ForestPlan:
-        """Plan a step of all ranks.
-
-        Args:
-            samples: samples of the step.
-            micro_batches: number of micro-batches of each rank; as few as the budget allows by default.
-            together: keys of the samples that share a micro-batch; see :func:`mcore_prefix_tree.plan.plan_step`.
-
-        Raises:
-            BudgetError: see :func:`mcore_prefix_tree.plan.plan_step`.
-        """
+        """Plan a step of all ranks, as :func:`mcore_prefix_tree.plan.plan_step`; ``micro_batches`` is per rank."""
         return plan_step(
             samples,
             max_tokens=self.max_tokens,

@@ -51,17 +51,7 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
 
 
 def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices: Sequence[int]) -> MicroBatch:
-    """Return a micro-batch with the rows that an objective's loss reads.
-
-    Args:
-        batch: micro-batch of the samples at ``indices``, in this order.
-        objective: objective of the step.
-        targets: targets that the objective made of the step's samples.
-        indices: indices of the micro-batch's samples among the step's.
-
-    Raises:
-        ValueError: see :meth:`Targets.rows`.
-    """
+    """Return the micro-batch of the samples at ``indices`` of a step with the rows that an objective's loss reads."""
     rows = objective.rows(targets, batch.layout, indices, device=batch.input_ids.device)
     return replace(batch, rows=rows, edges=rows.scored(batch.edges))
 
@@ -85,15 +75,8 @@ def forward_step(
     """Run ``forward_step_func`` of ``get_forward_backward_func()``; the config needs ``calculate_per_token_loss=True``.
 
     The loss function returns the sum over the micro-batch, its part of the step's divisor, and a report of both for
-    logging; for micro-batches with rows, the report has the objective's ``metrics`` and its ``bad_sample`` too.
-
-    Args:
-        data_iterator: Megatron's iterator over micro-batches; all losses but a weighted sum read their ``rows``.
-        model: Megatron's model.
-        readout: readout of a loss.
-
-    Raises:
-        ValueError: see :func:`check_step`.
+    logging; for micro-batches with rows, which all losses but a weighted sum read, the report has the objective's
+    ``metrics`` and its ``bad_sample`` too. Raises ValueError as :func:`check_step` does.
     """
     check_step(model)
     batch = for_model(next(data_iterator), model)
@@ -101,6 +84,7 @@ def forward_step(
 
 
 def _loss(readout: Readout[LossOutput], batch: MicroBatch, output: torch.Tensor) -> Reported:
+    """Return loss, divisor and report for the stage's output, local logits ``[1, P, V / tp]`` by default."""
     found = readout.read(output, batch)
     num_tokens = torch.full((), divisor_part(batch), dtype=torch.int, device=output.device)
     report: dict[str, Any] = {"loss_sum": found.loss.detach(), "num_tokens": num_tokens}

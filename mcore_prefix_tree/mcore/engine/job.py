@@ -25,14 +25,11 @@ class Job:
     A recipe makes a job, and so do Megatron-LM's arguments. Functions that take a job read neither.
 
     Attributes:
-        objective: objective that trains on the samples.
-        folding: settings that make a step into micro-batches: budget, padding, cost model, attention back-end, device.
         dp_rank: index of this rank's part of a plan.
         config: megatron-core's ``TransformerConfig`` of the model.
         work: FLOPs of the model.
         is_local: whether the stock model's layers are megatron-core's own, not TransformerEngine's.
         fused_head: whether the output layer scores a chunk of logits at a time; False keeps the logits of all tokens.
-        hook: work before each step that the objective needs.
         readout: readout of the last pipeline stage; follows from the objective and ``fused_head``.
         forward_step: forward step that Megatron's schedules call; follows from the readout.
     """

@@ -11,7 +11,7 @@ import torch
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.sample import Sample
 
-# Of one sample, by what they are: log-probabilities and entropies, or values.
+# Rows of one sample by name: log-probabilities and entropies, or values.
 Rows = Mapping[str, np.ndarray]
 
 
@@ -76,7 +76,7 @@ def _worst_rows(run: dict[int, Rows], reference: dict[int, Rows]) -> dict[str, f
 
 
 def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|a - b| / |b|``; the absolute error where the reference is zero."""
+    """Return ``|a - b| / |b|`` of tensors of one shape; the absolute error if the reference is zero."""
     scale = torch.linalg.vector_norm(reference)
     return float(torch.linalg.vector_norm(value - reference) / (scale if scale > 0 else torch.ones_like(scale)))
 

@@ -28,19 +28,13 @@ def run_schedule(
     collect_non_loss_data: bool = False,
     one_stage: bool = False,
 ) -> list[Any]:
-    """Run forward and backward of all micro-batches of this rank.
+    """Run forward and backward of all micro-batches; return the last stage's reports of the loss, ``[]`` elsewhere.
 
     Args:
-        chunks: chunks of the model.
         micro_batches: micro-batches that the data iterator of each chunk yields. Folded ones wait on the host until the
             first chunk asks for them, and leave the device when their backward is done.
-        forward_step: forward step that Megatron's schedules call.
-        forward_only: whether to leave out the backward.
         collect_non_loss_data: whether to call the loss function with ``non_loss_data=True`` and return its results.
         one_stage: whether the model has one pipeline stage, however many ``parallel_state`` has.
-
-    Returns:
-        The report of the loss function for each micro-batch, on the last pipeline stage; an empty list elsewhere.
 
     Raises:
         NotImplementedError: see :func:`check_interleaving`.
@@ -87,20 +81,13 @@ def forward_only(
     *,
     one_stage: bool = False,
 ) -> list[T]:
-    """Return ``read`` of the answer to a readout for each micro-batch; an empty list before the last stage.
-
-    Args:
-        chunks: chunks of the model.
-        batches: folded micro-batches.
-        readout: readout that the last stage answers.
-        read: function of the answer and its micro-batch.
-        one_stage: see :func:`run_schedule`.
-    """
+    """Return ``read`` of each micro-batch's answer ``[1, P, ...]``; an empty list before the last stage."""
 
     def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., T]]:
         batch = next(data_iterator)
 
         def collect(output: torch.Tensor, *, non_loss_data: bool) -> T:
+            """Return ``read`` of the output ``[1, P, ...]``."""
             assert non_loss_data
             return read(output, batch)
 

@@ -44,11 +44,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:
-    """Return a sentence if a model answers otherwise with other random numbers, or None.
-
-    Args:
-        run: function that returns the answer; called three times, on all ranks of a model.
-    """
+    """Return a sentence if a model's answer, of any shape, differs under other random numbers, or None."""
     with kept_generators():
         first, other = run(), run()
     with kept_generators():
@@ -62,4 +58,5 @@ def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference of two tensors of one shape."""
     return float((one.detach().double() - other.detach().double()).norm())

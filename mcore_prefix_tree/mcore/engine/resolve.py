@@ -20,15 +20,7 @@ from mcore_prefix_tree.settings import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Ranks and model that a door adds to its settings.
-
-    Attributes:
-        device: device of this rank.
-        dp_size: number of data-parallel ranks.
-        work: FLOPs of the model.
-        micro_batch_multiple: divisor of the number of micro-batches per rank.
-        measured: measurements that calibrate the costs; without any they are FLOPs.
-    """
+    """Ranks and model that a door adds to its settings; without ``measured``, costs are FLOPs."""
 
     device: torch.device
     dp_size: int
@@ -38,11 +30,7 @@ class Run:
 
 
 def make_folding(recipe: Recipe, run: Run) -> Folding:
-    """Return the folding of a job, whose back-end is not resolved yet.
-
-    Raises:
-        RecipeError: the length buckets fit neither the budget nor the parallel layout.
-    """
+    """Return a job's folding, back-end open; raise RecipeError if length buckets do not fit the budget or layout."""
     cost_model = CostModel.from_work(run.work)
     return Folding(
         max_tokens=recipe.batch.max_tokens,
@@ -72,12 +60,9 @@ def make_job(
     """Return the job that settings describe, the same on every rank and after a restart.
 
     Args:
-        recipe: settings of the job.
-        run: see :class:`Run`.
-        objective: objective of the job.
         config: megatron-core's ``TransformerConfig`` of the model.
         first_step: function that returns the samples of the first step; ``attention_backend=auto`` looks at them.
-        say: function that receives what ``auto`` chose, and why.
+        say: function that receives the choice of ``auto``, and its reason.
 
     Raises:
         RecipeError: see :func:`make_folding`.

@@ -19,15 +19,11 @@ _WRITERS = {
 
 
 def check_samples(objective: Objective, samples: Sequence[Sample]) -> None:
-    """Check before the first step that the objective can train on whole groups, rollouts or pairs.
-
-    Args:
-        objective: objective of the job.
-        samples: samples of whole groups, rollouts or pairs.
+    """Check before the first step that the objective can train on complete groups, rollouts or pairs.
 
     Raises:
-        SampleError: a sample lacks what the objective reads, or contradicts the others of its group. Names the command
-            or setting that adds the missing field, if any.
+        SampleError: a sample lacks a field that the objective reads, or contradicts the others of its group. Names the
+            command or setting that adds the missing field, if any.
     """
     try:
         objective.check(samples)

@@ -30,10 +30,9 @@ class ScoreReport:
         iteration: iteration of the checkpoint, or ``release``; the policy's, the critic's, the reward model's or the
             teacher's.
         reference_iteration: iteration of the reference's checkpoint.
-        skipped: description of the samples that were left out; empty without any.
+        skipped: description of the samples that were skipped; empty without any.
         samples: number of lines in the file.
         tokens: scored tokens of all samples.
-        logical_tokens: tokens of the samples.
         physical_tokens: tokens computed by each model, without padding.
     """
 
@@ -46,7 +45,6 @@ class ScoreReport:
     physical_tokens: int = 0
 
     def with_step(self, step: ScoringStep, scores: Sequence[SampleScores]) -> ScoreReport:
-        """Return the report after one more step."""
         return replace(
             self,
             samples=self.samples + len(step.samples),
@@ -56,11 +54,7 @@ class ScoreReport:
         )
 
     def lines(self, output: str) -> list[str]:
-        """Return the report in lines of text.
-
-        Args:
-            output: name of the file.
-        """
+        """Return the report about the file ``output`` in lines of text."""
         by = self.iteration if isinstance(self.iteration, str) else f"iteration {self.iteration}"
         if self.reference_iteration is not None:
             by += f" and the reference's {self.reference_iteration}"
@@ -74,14 +68,7 @@ class ScoreReport:
 def readouts_of(
     options: ScoreConfig, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
 ) -> dict[str, Scorer[Any]]:
-    """Return each model's readout by column, the objective's own first.
-
-    Args:
-        options: options of the run.
-        objective: objective that trains the model.
-        vocab_size: size of the vocabulary before padding.
-        fused_head: whether the models use the fused head.
-    """
+    """Return each model's readout by column, the objective's own first; ``vocab_size`` is the size before padding."""
     column = options.column(objective)
     main: Scorer[Any] = Values()
     if column == POLICY:
@@ -106,21 +93,15 @@ def write_scores(
 ) -> ScoreReport:
     """Score one epoch and write its samples with their scores, in the data's order; all ranks call it together.
 
-    The file appears once it is complete.
+    The file appears once it is complete; the main rank writes it.
 
     Args:
-        output: file that the main rank writes.
-        order: order of the samples.
         models: this rank's model chunks, by the column that they give.
         readouts: readout of each model, by column; the first is reported.
-        report: report to add to.
+        report: report to add to, which is returned.
         per_step: number of samples, or groups, that are planned together.
-        folding: settings of the job's folding.
         names: the file's names of our fields.
         all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
-
-    Returns:
-        The report of the written file, on the main rank.
 
     Raises:
         ScoreError: a score is NaN or infinite; nothing is written.

@@ -39,16 +39,10 @@ class Scorer(Readout[Any], Protocol[S_co]):
     """A readout that scores each sample."""
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> Any:
-        """Read a micro-batch's output onto the host."""
+        """Read a micro-batch's output, ``[1, P, ...]``, onto the host."""
 
     def of_sample(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
-        """Return a sample's scores.
-
-        Args:
-            flat: output of its micro-batch, from :meth:`flat`.
-            tokens: int32 ``[n]``, flat indices of its tokens.
-            scored: bool ``[n]``, mask of the tokens that are scored.
-        """
+        """Return a sample's scores from :meth:`flat`; ``tokens`` int32 ``[n]`` are indices, ``scored`` bool ``[n]``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,12 +50,11 @@ class ScoringStep:
     """Samples planned and folded, to be scored under any weights of the model: the policy's, a reference's.
 
     Attributes:
-        samples: samples of all ranks.
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
         all_tokens: whether to score every token that has a predictor, not only those with a non-zero loss mask.
-        for_main_rank: whether to send the scores to the main rank alone: on GPUs each rank would otherwise hold
+        for_main_rank: whether to send the scores only to the main rank: on GPUs each rank would otherwise hold
             everyone's while they are sent.
     """
 
@@ -76,18 +69,7 @@ class ScoringStep:
     def plan(
         cls, samples: Sequence[Sample], folding: Folding, *, all_tokens: bool = False, for_main_rank: bool = False
     ) -> ScoringStep:
-        """Plan and fold a scoring step.
-
-        Args:
-            samples: samples to score, the same on every rank. A training step's own, in its order, are planned as that
-                step is.
-            folding: settings of that step's folding.
-            all_tokens: see the class.
-            for_main_rank: see the class.
-
-        Raises:
-            BudgetError: see :func:`mcore_prefix_tree.plan.plan_step`.
-        """
+        """Plan and fold samples, the same on every rank; in a training step's order they are planned as that step."""
         folding = replace(folding, only_supervised=not all_tokens)
         plan = folding.plan(samples)
         mine = plan.micro_batches[parallel_state.get_data_parallel_rank()]
@@ -101,15 +83,9 @@ class ScoringStep:
         )
 
     def score(self, chunks: Sequence[Any], readout: Scorer[S]) -> list[S]:
-        """Score under the current weights of ``chunks``; all ranks call it together.
+        """Return each sample's scores under the current weights; all ranks call it together.
 
-        Args:
-            chunks: this rank's model chunks, with or without Megatron's DDP.
-            readout: readout that scores the samples.
-
-        Returns:
-            The scores of each sample, in the order of ``samples``, on every rank; where ``for_main_rank`` is set, an
-            empty list on the others.
+        With ``for_main_rank``, the other ranks get an empty list.
 
         Raises:
             ScoreError: a score is NaN or infinite; names the sample, on every rank.
@@ -139,7 +115,6 @@ class ScoringStep:
 
 
 def _on_main_rank(value: T) -> list[T] | None:
-    """Gather a value by rank; None on ranks other than the first."""
     of_all: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, of_all, dst=0)
     return of_all

@@ -41,7 +41,7 @@ class VocabularyStandIn:
             )
 
     def folded_rows(self, chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[Rows]:
-        """Return what is compared of each sample, from the folded model."""
+        """Return each sample's rows to compare, from the folded model."""
         found: list[Rows] = []
         readout = Logprobs(entropy=True, fused=job.fused_head)
         for scores in score(chunks, samples, job.folding, readout, all_tokens=True):
@@ -51,7 +51,7 @@ class VocabularyStandIn:
         return found
 
     def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
-        """Return the loss and what is compared of the sample, from the output of the stock forward."""
+        """Return the loss and the sample's rows to compare, from the stock forward's logits ``[1, n, V / tp]``."""
         logprob, entropy = stock_logprobs(output, batch)
         scored = max(batch.length - 1, 0)
         rows = {"logprob": _on_host(logprob[:scored]), "entropy": _on_host(entropy[:scored])}
@@ -62,7 +62,7 @@ class VocabularyStandIn:
         return stock_forward(model, batch, batch.labels)
 
     def stock_loss(self, batch: StockBatch, output: torch.Tensor) -> torch.Tensor:
-        """Return the loss from the output of :meth:`stock_forward`."""
+        """Return the loss from the output of :meth:`stock_forward`, ``[1, n]``."""
         return torch.dot(output.squeeze(0).float(), batch.loss_mask)
 
 
@@ -85,12 +85,14 @@ class ValuesStandIn(VocabularyStandIn):
         ]
 
     def stock_rows(self, batch: StockBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
+        """Return the loss and the sample's values to compare, from the output ``[1, n, 1]``."""
         return self.stock_loss(batch, output), [{"value": _on_host(output.flatten()[: batch.length])}]
 
     def stock_forward(self, model: Any, batch: StockBatch) -> torch.Tensor:
         return stock_forward(model, batch)
 
     def stock_loss(self, batch: StockBatch, output: torch.Tensor) -> torch.Tensor:
+        """Return the loss from the output ``[1, n, 1]``."""
         return torch.dot(output.flatten().square(), batch.loss_mask.to(output.dtype)) / 2
 
 
@@ -114,10 +116,12 @@ def stock_forward_step(
 
 
 def _reported(stand_in: VocabularyStandIn, batch: StockBatch, output: torch.Tensor) -> Reported:
+    """Return the loss of a stock output, ``[1, n]``, as Megatron's schedules report it."""
     loss, num_tokens = stand_in.stock_loss(batch, output), batch.loss_mask.count_nonzero().to(torch.int)
     return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 
 
 def _on_host(values: torch.Tensor) -> np.ndarray:
+    """Return a tensor of any shape as an array on the host."""
     row: np.ndarray = values.detach().double().cpu().numpy()
     return row

@@ -7,12 +7,12 @@ from typing import Any
 
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
-# A pass over micro-batches without gradients, which returns what their losses report.
+# A pass over micro-batches without gradients, which returns the reports of their losses.
 Forward = Callable[[Sequence[MicroBatch]], Sequence[Mapping[str, Any]]]
 
 
 class StepHook:
-    """Work that an objective needs before each step, such as running its teachers; this one does nothing.
+    """Work that an objective needs before each step, for example a run of its teachers; this one does nothing.
 
     It keeps its results in ``hook_data`` of the micro-batches, which the readout of the objective reads.
     """
@@ -22,12 +22,8 @@ class StepHook:
         return batches
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
-        """Return the micro-batches of a step with the results, on the last pipeline stage.
+        """Return the micro-batches with the results, on the last stage; all ranks call it together.
 
-        All ranks call it together, as in the student's own forward.
-
-        Args:
-            batches: micro-batches of this rank, with the rows of the job's objective.
-            student: forward pass of the student, for losses that weigh their parts by results of the whole step.
+        ``student`` is its forward pass, for losses that weigh their parts by results of the entire step.
         """
         return batches

@@ -2,7 +2,7 @@
 
 A step is one line of time. Each mark on it ends the part that ran and begins another, so that the parts add up to the
 step. Forward, attention runs inside its module, and the head from its module to the end of the loss. Backward, each
-runs until the gradients of what it was given are there. Everything else until the last backward ends is the body:
+runs until the gradients of its inputs are there. Everything else until the last backward ends is the body:
 planning, and waiting for other pipeline stages, included. Both shrink with the tokens. The rest finishes the gradients.
 """
 
@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Clock of the host, such as ``time.perf_counter`` or ``time.process_time``."""
+    """Clock of the host, for example ``time.perf_counter`` or ``time.process_time``."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -86,6 +86,7 @@ class Marks:
             clock.begin(part)
 
     def on_gradient(self, tensor: torch.Tensor, part: str) -> None:
+        """Mark a part when the gradient of a tensor, of any shape, is computed."""
         if tensor.requires_grad:
             tensor.register_hook(lambda _: self.begin(part))
 
@@ -110,12 +111,7 @@ class Marks:
 
 @contextmanager
 def marked(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Marks]:
-    """Let steps of a model mark their parts, on clocks that are set when a step begins.
-
-    Args:
-        chunks: model chunks, whose attention modules are called ``core_attention`` and whose head ``output_layer``.
-        config: megatron-core's config of the model. Its ``finalize_model_grads_func`` ends the last backward.
-    """
+    """Let steps of a model mark their parts; ``finalize_model_grads_func`` of its config ends the last backward."""
     hooks, finalize_model_grads = Marks(), config.finalize_model_grads_func
 
     def finalize(*args: Any, **kwargs: Any) -> Any:

@@ -19,10 +19,9 @@ from mcore_prefix_tree.utils.errors import naming_memory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedStep:
-    """A step, and this rank's part of it.
+    """A step of all ranks' samples, and this rank's part of it.
 
     Attributes:
-        samples: samples of all ranks.
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
@@ -39,22 +38,17 @@ class FoldedStep:
 
     @property
     def logical_tokens(self) -> int:
-        """Tokens of the samples."""
         return sum(map(len, self.samples))
 
 
 def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None = None) -> FoldedStep:
     """Plan a step, and fold this data-parallel rank's micro-batches. All stages and tensor-parallel ranks agree on it.
 
-    Args:
-        samples: samples of all ranks.
-        job: job of the step.
-        micro_batches: number of micro-batches of each rank, some of them empty where fewer would do; as few as the
-            budget allows by default.
+    Each rank has ``micro_batches``, some of them empty if fewer would do; as few as the budget allows by default.
 
     Raises:
-        BudgetError: one sample alone is longer than the budget, or the two of a pair are.
-        SampleError: a sample lacks what the objective reads.
+        BudgetError: one sample is longer than the budget, or the two of a pair are.
+        SampleError: a sample lacks a field that the objective reads.
     """
     started = time.perf_counter()
     with naming_memory(
@@ -77,25 +71,14 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
 
 
 def targets_of(job: Job, samples: Sequence[Sample]) -> Targets | None:
-    """Return the targets of a step's losses; None for a weighted sum, whose weights the layouts have.
-
-    Raises:
-        SampleError: a sample lacks what the objective reads.
-    """
+    """Return the targets of a step's losses, None for a weighted sum; raise SampleError if a field is missing."""
     return None if job.objective.is_weighted_sum else job.objective.targets(samples)
 
 
 def fold_micro_batches(
     samples: Sequence[Sample], cut: Sequence[Sequence[int]], job: Job, targets: Targets | None
 ) -> list[MicroBatch]:
-    """Fold micro-batches, with the rows that the objective's loss reads.
-
-    Args:
-        samples: samples of the whole step.
-        cut: indices of each micro-batch's samples.
-        job: job of the step.
-        targets: targets of the step, from :func:`targets_of`.
-    """
+    """Fold micro-batches, with the rows that the loss reads; ``cut`` has the indices of each one's samples."""
     batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
     if targets is not None:
         batches = [
@@ -109,7 +92,7 @@ class StepSize(Protocol):
 
     @property
     def samples(self) -> int:
-        """Number of samples of all ranks; or of lines, where the order counts those."""
+        """Number of samples of all ranks; or of lines, if the order counts those."""
 
 
 S = TypeVar("S", bound=StepSize)
@@ -118,14 +101,9 @@ S = TypeVar("S", bound=StepSize)
 class StepPlanner(Generic[S]):
     """Reader that plans and folds one step at a time, and the next one while a step computes.
 
-    Steps usually follow each other. One that does not, after a batch-size ramp-up or where training is set back, is
-    read and planned on request. In a ``with`` block the workers that read ahead end with the block.
-
-    Args:
-        order: order in which steps take the samples.
-        fold: function that folds a step's samples, as :func:`fold_step` does. It is called from another thread.
-        num_workers: number of processes that read streamed samples ahead.
-        consumed: number of samples before the first step, where that is known, so that the workers begin at once.
+    Steps usually follow each other. One that does not, for example after a batch-size ramp-up or when training is set
+    back, is read and planned on request. In a ``with`` block the workers that read ahead end with the block. ``fold``
+    is called from another thread; ``consumed`` lets the workers begin at once.
     """
 
     def __init__(
@@ -151,15 +129,10 @@ class StepPlanner(Generic[S]):
             self._stream.close()
 
     def step(self, consumed: int, size: S, *, is_last: bool = False) -> FoldedStep:
-        """Return the step that follows the first ``consumed`` samples, and begin the one after it in the background.
-
-        Args:
-            consumed: number of samples before the step; or of lines, where the order counts those.
-            size: size of the step; the next is assumed to have the same.
-            is_last: whether no step follows.
+        """Return the step that follows the first ``consumed`` samples (or lines), and begin the next, of the same size.
 
         Raises:
-            BudgetError, SampleError: see :func:`fold_step`; an error of a step is raised where that step is requested.
+            BudgetError, SampleError: see :func:`fold_step`; an error of a step is raised when that step is requested.
         """
         following = None if is_last else (consumed + size.samples, size)
         return self._ahead.take((consumed, size), then=following)

@@ -16,11 +16,7 @@ from mcore_prefix_tree.sample import Sample
 
 
 class Totals:
-    """Sums of reports over all ranks.
-
-    Args:
-        job: job of the steps.
-    """
+    """Sums of reports over all ranks."""
 
     def __init__(self, job: Job) -> None:
         self._device = job.folding.device
@@ -28,12 +24,7 @@ class Totals:
         self._metric_names: list[str] | None = [] if job.objective.is_weighted_sum else None
 
     def of(self, reported: Sequence[Any], known: Mapping[str, tuple[float, float]]) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and the metrics, after one collective.
-
-        Args:
-            reported: report of the loss function for each of this rank's micro-batches.
-            known: metrics that every rank knew before, as (sum, weight).
-        """
+        """Return the mean loss and the metrics, after one collective; ``known`` are metrics that every rank has."""
         if not has_logits():
             reported = []
         means = add_means(entry.get("metrics", {}) for entry in reported)
@@ -58,17 +49,7 @@ class Totals:
 def check_finite(
     reported: Sequence[Any], sample_index: Sequence[Sequence[int]], samples: Sequence[Sample], job: Job
 ) -> None:
-    """Refuse a model output that is not finite, on all ranks, where the objective looks at samples.
-
-    Args:
-        reported: report of each micro-batch, as in :meth:`Totals.of`.
-        sample_index: indices of each of these micro-batches' samples.
-        samples: samples of all ranks.
-        job: job of the step.
-
-    Raises:
-        SampleError: an output is not finite; names the first such sample.
-    """
+    """Reject a model output that is not finite with SampleError, on all ranks, if the objective looks at samples."""
     if job.objective.is_weighted_sum:
         return
     first = len(samples)

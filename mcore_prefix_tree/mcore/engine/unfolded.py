@@ -19,15 +19,14 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StockBatch:
-    """One sample as stock Megatron takes it, padded at its end where sequence parallelism needs that.
+    """One sample as stock Megatron takes it, padded at its end if sequence parallelism needs that.
 
     Attributes:
         input_ids: int64 ``[1, n]``.
         position_ids: int64 ``[1, n]``.
         labels: int64 ``[1, n]``, the next token; 0 at the end.
         loss_mask: float32 ``[n]``, the label's loss mask; 0 at the end.
-        length: length of the sample, without padding; 0 for a batch of padding alone.
-        temperature: temperature of the sample.
+        length: length of the sample, without padding; 0 for a batch that is only padding.
     """
 
     input_ids: torch.Tensor
@@ -58,19 +57,14 @@ class StockBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnfoldedStep:
-    """One rank's part of a step, sample by sample.
-
-    Attributes:
-        sample_index: index of each micro-batch's sample in the step's list; empty for padding.
-        micro_batches: this rank's micro-batches, on the device.
-    """
+    """One rank's part of a step, sample by sample, on the device; ``sample_index`` is empty for padding."""
 
     sample_index: tuple[tuple[int, ...], ...]
     micro_batches: list[StockBatch]
 
 
 def plan_unfolded(samples: Sequence[Sample], job: Job) -> UnfoldedStep:
-    """Deal the samples to the data-parallel ranks in turn, one a micro-batch."""
+    """Deal the samples to the data-parallel ranks in turn, one per micro-batch."""
     folding = job.folding
     multiple = folding.micro_batch_multiple
     rounds = -(-len(samples) // folding.dp_size)
@@ -97,12 +91,7 @@ def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: to
 
     Megatron's ``DotProductAttention`` keeps them, ``[heads / tp, n, n]``, for backward in every layer of the stage, and
     works on more of them in one layer at a time. So does TransformerEngine's in float32: its attention that keeps none
-    takes half precision alone.
-
-    Args:
-        samples: samples of the batch, the same on every rank.
-        job: job of the step.
-        companion: other dtype in which the samples run too.
+    takes only half precision. ``companion`` is another dtype in which the samples run too.
     """
     config = job.config
     of_model = _bytes_per_score(config) if job.is_local or not config.bf16 else 0
@@ -119,7 +108,7 @@ def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: to
     if needed <= available:
         return None
     return (
-        f"{whose} needs about {needed / 2**30:.0f} GiB for the {len(longest)} tokens of {longest.source} alone, and "
+        f"{whose} needs about {needed / 2**30:.0f} GiB for the {len(longest)} tokens of {longest.source}, and "
         f"{available / 2**30:.0f} GiB are available"
     )
 
@@ -133,7 +122,7 @@ def _bytes_per_score(config: Any) -> int:
 
 
 def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the stock forward, which is causal by itself: no mask, no packed sequences."""
+    """Run the stock forward, causal by itself; return logits ``[1, n, V / tp]``, or with labels losses ``[1, n]``."""
     output: torch.Tensor = model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
     )
@@ -141,9 +130,9 @@ def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = N
 
 
 def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each label's log-probability and each prediction's entropy, ``[n]`` each, in plain torch over all columns.
+    """Return each label's log-probability and each prediction's entropy, ``[n]`` each, from logits ``[1, n, V / tp]``.
 
-    Megatron's cross-entropy computes in fp32; this keeps fp64, which the comparison needs.
+    Plain torch over all columns keeps fp64, which the comparison needs; Megatron's cross-entropy computes in fp32.
     """
     whole = gather_from_tensor_model_parallel_region(logits.squeeze(0))
     wide = whole.to(torch.promote_types(whole.dtype, torch.float32)) / batch.temperature

@@ -40,9 +40,9 @@ from mcore_prefix_tree.sample import Sample
 COMPANION = {torch.bfloat16: torch.float32, torch.float32: torch.float64, torch.float64: torch.float32}
 # Both runs are off by rounding, and one batch is one draw of it. The folded error was 1.0 times the unfolded one in the
 # geometric mean; 0.45 to 2.1 times in single draws over 60 sets of weights in bfloat16, 0.5 to 2.5 times over 220 in
-# float32, where it was widest for batches of one sample.
+# float32, widest for batches of one sample.
 FACTOR = 3.0
-# What is rounding however small the unfolded run's own error is.
+# Errors up to this size are rounding, however small the unfolded run's own error is.
 LEAST = {torch.bfloat16: 0.0, torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -60,19 +60,15 @@ class VerifyReport:
         entropy_error: largest error over samples of the vector of entropies; None for a model with a scalar head.
         value_error: largest error over samples of the vector of values; None for a model with a vocabulary.
         loss_error: error of the step's loss.
-        gradient_error: largest error over parameters and ranks of the whole gradient of one parameter (its shard on one
-            rank).
+        gradient_error: largest error over parameters and ranks of one parameter's gradient (its shard on one rank).
         worst_parameter: name and rank of that parameter.
         tolerance: smallest limit of each error.
         reference: name of the run that the errors are measured against.
         unfolded_errors: errors of the unfolded run from its own rounding, by the same names; ``FACTOR`` times them is
             allowed. That of the loss adds up its samples' errors whatever their signs: as a single number it may be
-            next to nothing by luck. None where ``verify.tolerance`` decides alone.
-        samples: number of samples in the batch.
-        logical_tokens: tokens of these samples.
+            next to nothing by luck. None if only ``verify.tolerance`` decides.
         physical_tokens: tokens computed, over all micro-batches and ranks.
         parameters: number of tensors compared, over all ranks.
-        dtype: dtype of the model.
     """
 
     logprob_error: float | None = None
@@ -130,8 +126,7 @@ def verify(
     Args:
         chunks: bare model chunks, before Megatron's DDP, in the mode that they train in; weights, gradients, buffers
             and random generators are left as they were.
-        samples: samples of the whole batch, the same on every rank.
-        job: job of the chunks.
+        samples: samples of the batch, the same on every rank.
         in_dtype: function that builds the same model in another dtype, with its ``TransformerConfig``; the weights are
             copied.
         tolerance: largest relative error that passes. None measures both runs against a wider one, and allows
@@ -179,7 +174,7 @@ def _verified(
             target.load_state_dict(_bare(source).state_dict())
         other = _run_unfolded(copies, alone, replace(job, config=config), begun)
         if dtype is torch.float64:
-            # Nothing is wider: what float32 loses, scaled to the digits of float64.
+            # Nothing is wider: the rounding of float32, scaled to the digits of float64.
             scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
             rounding = {name: scale * error for name, error in rounding_of(other, unfolded, samples).items()}
         else:
@@ -206,7 +201,6 @@ class _Begun:
         self._told, self._total, self._begun = told, total, 0
 
     def one(self) -> None:
-        """Count another."""
         self._begun += 1
         if self._told is not None:
             self._told(self._begun, self._total)
@@ -219,7 +213,7 @@ def _name(dtype: torch.dtype | None) -> str:
 def _least_limit(config: Any) -> float:
     dtype: torch.dtype = config.params_dtype
     fp32_inside = config.num_moe_experts is not None or config.qk_l2_norm or config.attention_output_gate
-    # The router, the L2 norm and the gate compute in fp32 whatever the dtype: a shared token's gradient is rounded
+    # The router, the L2 norm and the gate always compute in fp32: a shared token's gradient is rounded
     # there once instead of once per sample.
     return 1e-5 if dtype is torch.float64 and fp32_inside else LEAST[dtype]
 
@@ -228,6 +222,7 @@ def _run_folded(chunks: Sequence[torch.nn.Module], step: FoldedStep, job: Job, b
     """Return the loss and the gradients of the same step that training takes."""
 
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, list[Rows]]:
+        """Return the loss of the output ``[1, P, ...]``."""
         return job.readout.read(output, batch).loss, []
 
     forward, no_rows = partial(tree_forward, readout=job.readout), tuple(() for _ in step.micro_batches)
@@ -262,6 +257,7 @@ def _run(
     job: Job,
     begun: _Begun,
 ) -> Outcome:
+    """Run forward and backward of micro-batches; ``forward`` returns ``[1, P, ...]`` or ``[1, n, ...]``."""
     rows: dict[int, Rows] = {}
     losses: list[float] = []
     indices = iter(sample_index)
@@ -272,6 +268,7 @@ def _run(
             begun.one()
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            """Return the loss of the output ``[1, P, ...]``, or ``[1, n, ...]`` for one sample."""
             loss, scored = score(batch, output)
             losses.append(float(loss.detach()))
             # A batch of padding has rows of no sample.
@@ -302,6 +299,7 @@ def _gradient_sums(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[d
         sums[name] = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
         def collect(parameter: torch.Tensor, total: torch.Tensor = sums[name]) -> None:
+            """Add the gradient of a parameter to ``total``, of its shape."""
             assert parameter.grad is not None
             total += parameter.grad
             parameter.grad = None
@@ -316,7 +314,6 @@ def _gradient_sums(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[d
 
 
 def _bare(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The ``GPTModel`` inside ``Float16Module``."""
     bare: torch.nn.Module = getattr(chunk, "module", chunk)
     return bare
 
@@ -330,8 +327,7 @@ def _named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def _reduce(chunks: Sequence[torch.nn.Module], gradients: dict[str, torch.Tensor]) -> None:
-    """Reduce gradients as Megatron's ``finalize_model_grads`` does: over data-parallel ranks (of an expert, those that
-    hold it), sequence parallelism and tied embeddings."""
+    """Reduce gradients, shaped as their parameters, as ``finalize_model_grads``; an expert's over the ranks with it."""
     for name, parameter in _named_parameters(chunks):
         is_of_expert = not getattr(parameter, "allreduce", True)
         replicas = (

@@ -18,11 +18,7 @@ _TWICE_S = 1.0
 
 
 class EndedError(Exception):
-    """A signal ended the run between two steps; this has been reported already.
-
-    Attributes:
-        signal: number of the signal.
-    """
+    """A signal, whose number is ``signal``, ended the run between two steps; this has been reported already."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -32,11 +28,9 @@ class EndedError(Exception):
 class EndRequest:
     """Notes Ctrl-C and the signals by which launchers and schedulers end a job, in a ``with`` block.
 
-    Without a launcher, a second Ctrl-C a second later or more ends the process at once. No other signal that is
-    repeated does: ``timeout`` sends each twice, schedulers warn before they end a job, and launchers repeat what
-    reached all of their processes already.
-
-    Outside the main thread, which alone may handle signals, no signal is noted.
+    Without a launcher, a second Ctrl-C a second later or more ends the process at once. No other repeated signal does:
+    ``timeout`` sends each twice, schedulers warn before they end a job, and launchers repeat signals that all of their
+    processes already have. Outside the main thread, which alone may handle signals, no signal is noted.
     """
 
     def __init__(self) -> None:

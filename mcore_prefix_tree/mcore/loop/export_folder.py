@@ -39,11 +39,7 @@ _LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLE
 
 
 def make_parent(path: str | Path, setting: str) -> None:
-    """Make the parent of a folder, which a setting names, before there is anything to write.
-
-    Raises:
-        RecipeError: it cannot be made.
-    """
+    """Make the parent of a folder that a setting names, before there is anything to write; else raise RecipeError."""
     parent = Path(path).absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +50,7 @@ def make_parent(path: str | Path, setting: str) -> None:
 
 
 def export_model(model: ModelConfig, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
-    """Write what a recipe's model trains: its adapter in PEFT's format, or :func:`export` all weights; all ranks.
-
-    Raises:
-        OSError, RecipeError: see :func:`export`.
-    """
+    """Write the trained part of a recipe's model: its adapter in PEFT's format, or all weights; see :func:`export`."""
     assert model.hf is not None, "the recipe checks it"
     if model.lora is None:
         export(model.hf, chunks, target)
@@ -71,12 +63,8 @@ def export_model(model: ModelConfig, chunks: Sequence[torch.nn.Module], target: 
 def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -> None:
     """Write a model's weights as a Hugging Face folder; all ranks together, all or nothing.
 
-    A model with a scalar head becomes transformers' ``...ForSequenceClassification`` of one label.
-
-    Args:
-        source: folder of ``model.hf``.
-        chunks: model chunks of this rank, in any wrappers.
-        target: folder to make.
+    A model with a scalar head becomes transformers' ``...ForSequenceClassification`` of one label. ``source`` is the
+    folder of ``model.hf``; ``chunks`` may be in any wrappers.
 
     Raises:
         OSError: the folder cannot be written; nothing is left of it.
@@ -93,6 +81,7 @@ def _score_of(head: torch.nn.Module | None) -> torch.Tensor | None:
 
 
 def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, score: torch.Tensor | None) -> None:
+    """Write the folder; ``score`` is the weight ``[1, h]`` of a scalar head."""
     folder = HuggingFaceFolder.read(source)
     if score is not None:
         folder = folder.with_scalar_head()
@@ -107,13 +96,7 @@ def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, s
 def _write_folder(
     target: str | Path, weights: Iterable[tuple[str, torch.Tensor]], writer_to: Callable[[Path], _FolderWriter]
 ) -> None:
-    """Write a folder that appears once it is complete.
-
-    Args:
-        target: folder to make.
-        weights: weights with their names in the folder's format; all ranks make them together.
-        writer_to: function that returns the writer to a folder; the main rank writes.
-    """
+    """Write a folder that appears once it is complete, from weights of any shapes that all ranks make together."""
     unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
     on_main_rank(unfinished.mkdir)
     writer = writer_to(unfinished)
@@ -127,11 +110,11 @@ def _write_folder(
             os.rename(unfinished, target)
         except (MemoryError, OSError, ValueError):
             raise
-        except Exception as error:  # what safetensors calls a file that it cannot read
+        except Exception as error:  # safetensors has its own exception for a file that it cannot read
             raise RecipeError(f"{target} cannot be exported: {error}") from error
 
     try:
-        # Every rank takes part in every weight; the main rank goes on with the others after an error.
+        # Every rank takes part in every weight; the main rank continues with the others after an error.
         for name, weight in weights:
             if is_main_rank() and failure is None:
                 try:
@@ -147,40 +130,26 @@ def _write_folder(
 
 class _FolderWriter(Protocol):
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Take a weight."""
+        """Take a weight, of any shape."""
 
     def finish(self) -> None:
-        """Write what remains."""
+        """Write the remaining files."""
 
 
 class _AdapterWriter:
-    """Writes an adapter as PEFT's ``save_pretrained`` does.
-
-    Args:
-        model: model that the adapter belongs to.
-        target: folder to write to, empty.
-    """
+    """Writes an adapter as PEFT's ``save_pretrained`` does, into an empty folder."""
 
     def __init__(self, model: ModelConfig, target: Path) -> None:
         self._model, self._target = model, target
         self._weights: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Take a matrix by its PEFT name.
-
-        Raises:
-            RecipeError: a value of the matrix is not finite.
-        """
+        """Take a matrix ``[out, in]`` by its PEFT name; raise RecipeError if a value is not finite."""
         if not weight.isfinite().all():
             raise RecipeError(f"'{name}' has values that are not finite")
         self._weights[PREFIX + name] = weight.detach().clone().contiguous()
 
     def finish(self) -> None:
-        """Write both files.
-
-        Raises:
-            OSError: one cannot be written.
-        """
         from megatron.bridge.models.conversion.peft_bridge import build_adapter_config_dict
 
         assert self._model.lora is not None
@@ -194,12 +163,7 @@ class _AdapterWriter:
 
 
 class _Writer:
-    """Writes each file of a folder as soon as its weights are there.
-
-    Args:
-        source: folder whose names, shapes and types the weights have.
-        target: folder to write to, empty.
-    """
+    """Writes each file of a folder, with the source's names, shapes and types, as soon as its weights are there."""
 
     def __init__(self, source: HuggingFaceFolder, target: Path) -> None:
         self._source, self._target = source, target
@@ -209,12 +173,7 @@ class _Writer:
         self._weights: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Take a weight by the source's name.
-
-        Raises:
-            RecipeError: the source has no such weight, or one of another shape.
-            OSError: its file cannot be written.
-        """
+        """Take a weight by the source's name; raise RecipeError unless the source has it, of the same shape."""
         file = self._source.files.get(name)
         if file is None or name not in self._left[file]:
             raise RecipeError(f"Megatron-Bridge exports '{name}', which {self._source.path} does not have, or twice")
@@ -223,7 +182,7 @@ class _Writer:
                 f"Megatron-Bridge exports '{name}' of shape {list(weight.shape)}, which in {self._source.path} has "
                 f"{list(self._source.shapes[name])}"
             )
-        # A copy: what is exported may be a view of something larger, or of another weight.
+        # A copy: the exported tensor may be a view of something larger, or of another weight.
         copied = weight.detach().to(DTYPES[self._source.dtypes[name]], copy=True).contiguous()
         if not copied.isfinite().all():
             what = "beyond that type's largest" if weight.isfinite().all() else "not finite"
@@ -237,12 +196,7 @@ class _Writer:
             self._write(file)
 
     def finish(self) -> None:
-        """Write what remains: weights that the model does not train, and the files beside the weights.
-
-        Raises:
-            RecipeError: a weight is missing.
-            OSError: a file cannot be written.
-        """
+        """Write weights that the model does not train and the other files; raise RecipeError if a weight is missing."""
         from safetensors import safe_open
 
         for file in [file for file, names in self._left.items() if names]:
@@ -267,26 +221,20 @@ class _Writer:
 
 
 def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Write weights of any shapes to a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(weights, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # what it calls a full disk
+    except SafetensorError as error:  # raised for example on a full disk
         raise OSError(errno.EIO, f"cannot be written ({error})", str(file)) from error
     with file.open("rb") as written:
         os.fsync(written.fileno())
 
 
 def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
-    """Write the last checkpoint of a recipe as a Hugging Face folder.
-
-    Args:
-        recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
-        target: folder to make.
-
-    Returns:
-        The checkpoint's iteration, and whether this is the main rank.
+    """Write the last checkpoint as a Hugging Face folder; return its iteration, and whether this is the main rank.
 
     Raises:
         RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, the checkpoint is missing or does not fit, or the

@@ -1,4 +1,4 @@
-"""A teacher's rows beside the samples of a student with another tokenizer: ``xtoken export-teacher``."""
+"""Export of a teacher's rows with the samples of a student with another tokenizer: ``xtoken export-teacher``."""
 
 from __future__ import annotations
 
@@ -48,15 +48,14 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         recipe: recipe of the student, with ``objective.name: xtoken``.
         output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with ``teacher``
             (:class:`~mcore_prefix_tree.signals.Teacher`). The file appears once it is complete.
-        top_k: number of tokens in a row, the likeliest.
+        top_k: number of the likeliest tokens in a row.
 
     Returns:
-        The report of what was written, and whether this is the main rank, which writes.
+        The report of the written file, and whether this is the main rank, which writes.
 
     Raises:
         RecipeError: the recipe has no teacher with another tokenizer, or there is no such checkpoint.
         ScoreError: a log-probability is NaN or infinite; nothing is written.
-        SampleError, OSError, NotImplementedError: see what raises them.
     """
     settings = _settings_of(recipe.objective)
     ((path, teacher),) = asked_teachers(SecondModels(asked=True, same_vocabulary=False), recipe)
@@ -129,9 +128,7 @@ def _settings_of(objective: ObjectiveConfig) -> CrossTokenizer:
         )
     settings = cast("CrossTokenizer", settings_of(objective))
     if settings.rendering == "own":
-        raise RecipeError(
-            "objective.options.rendering=own: rows are exported for the student's text; leave rendering out"
-        )
+        raise RecipeError("objective.options.rendering=own: rows are exported for the student's text; remove rendering")
     return settings
 
 

@@ -50,15 +50,9 @@ class VerificationError(RuntimeError):
 
 
 def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False) -> tuple[T, bool]:
-    """Join a recipe's job, and do one thing with what it resolves to.
+    """Join a recipe's job; return ``work``'s result on what it resolves to, and whether this is the main rank.
 
-    Args:
-        recipe: recipe of the job.
-        work: function of the resolved recipe, such as :func:`verify_first`.
-        is_trained: whether ``work`` runs the optimizer.
-
-    Returns:
-        What ``work`` returns, and whether this is the main rank.
+    ``is_trained`` says that ``work`` runs the optimizer.
     """
     objective = objective_of(recipe)
     if is_trained:
@@ -87,14 +81,13 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     """Run ``mcore-prefix-tree train``.
 
     Args:
-        recipe: recipe of the job.
         reporter: listener, called on the main rank.
         resume: whether to continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
         new_data: whether, with ``resume``, data that are not the checkpoint's start from their beginning.
 
     Raises:
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
-        RecipeError, SampleError, NotImplementedError: see what raises them.
+        RecipeError, SampleError, NotImplementedError: a setting, the data or the model cannot be trained.
     """
     objective = objective_of(recipe)
     _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
@@ -105,7 +98,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     saved = _last_checkpoint(recipe.checkpoint, resume=resume, new_data=new_data)
     with session(recipe) as joined, ExitStack() as until_the_end:
         say = reporter.message if is_main_rank() else logger.debug
-        # A network folder shows another machine's last checkpoint late: all go on from the main rank's.
+        # A network folder shows another machine's last checkpoint late: all continue from the main rank's.
         saved = everyone(saved)[0]
         if recipe.checkpoint.save is not None:
             on_main_rank(partial(check_not_overwritten, recipe.checkpoint.save, saved))
@@ -116,7 +109,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         held_out = _read_held_out(recipe.validation, objective, data, say)
         _report_order(data, say)
         if recipe.checkpoint.save is not None:
-            # Where nothing can be written is better known now than after the last step.
+            # A folder that cannot be written to is reported now, not after the last step.
             checkpoint.make_folder(recipe.checkpoint.save)
             until_the_end.enter_context(claimed(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
@@ -166,7 +159,7 @@ def _last_checkpoint(options: CheckpointConfig, *, resume: bool, new_data: bool)
 def _read_held_out(
     options: ValidationConfig, objective: Objective, data: Data, say: Callable[[str], None]
 ) -> Sequence[Sequence[Sample]] | None:
-    """Return the samples of ``validation.path`` by line, or by the unit that the objective needs whole."""
+    """Return the samples of ``validation.path`` by line, or by the unit that the objective needs complete."""
     if options.path is None:
         return None
     paths = [options.path] if isinstance(options.path, str) else options.path
@@ -203,12 +196,12 @@ def _verify(run: Resolved, chunks: list[torch.nn.Module], reporter: Reporter) ->
 
 
 def _report_order(data: Data, say: Callable[[str], None]) -> None:
-    """Report what steps leave out of an epoch, or take more than once."""
+    """Report the samples that steps skip in an epoch, or take more than once."""
     order, source = data.order, data.source
     if order.left_out:
         left_out = f"{order.left_out} {source.grouped_by if order.by_line else 'sample'}"
         say(
-            f"each epoch leaves out {left_out}{'' if order.left_out == 1 else 's'}: steps take whole "
+            f"each epoch skips {left_out}{'' if order.left_out == 1 else 's'}: steps take complete "
             f"{source.grouped_by}s, and a step of {source.step} does not divide all there are"
         )
     if order.per_epoch < source.step:
@@ -219,7 +212,7 @@ def _report_order(data: Data, say: Callable[[str], None]) -> None:
 
 
 def _check_optimizer(options: OptimizerConfig, model: ModelConfig, checkpoints: CheckpointConfig) -> None:
-    """Reject what Megatron's optimizer would reject after the model is built, for which kernels are installed."""
+    """Reject settings that Megatron's optimizer, with the installed kernels, would reject after the model is built."""
     if not _fused_adam():
         if options.use_distributed_optimizer and checkpoints.save is not None:
             raise RecipeError(
@@ -229,7 +222,7 @@ def _check_optimizer(options: OptimizerConfig, model: ModelConfig, checkpoints: 
             )
     elif model.dtype == "float64":
         raise RecipeError(
-            "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex where it is installed, "
+            "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex if it is installed, "
             "which has no float64; set model.dtype=float32, or device=cpu"
         )
 

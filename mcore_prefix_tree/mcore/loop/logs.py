@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
     from mcore_prefix_tree.mcore.loop.trainer import StepReport
 
-# What every line begins with, so that the half of one that a killed run left is known for what it is.
+# Beginning of every line; it identifies half a line that a killed run has left.
 _BEGINNING = b'{"iteration": '
-# File beside the checkpoints, with the id of the W&B run that a resumed run continues.
+# File next to the checkpoints, with the id of the W&B run that a resumed run continues.
 _WANDB_ID = "wandb_run_id"
 
 
@@ -40,9 +40,9 @@ class _Log(Protocol):
 
 
 class Logs:
-    """Places that a run's numbers are written to; none on other ranks than the main one.
+    """Places that a run's numbers are written to; only the main rank has any.
 
-    A place that fails, as on a full disk, is reported once and left out from then on: the run is worth more.
+    A place that fails, for example on a full disk, is reported once and skipped from then on: the run is worth more.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -50,15 +50,12 @@ class Logs:
         self._logs: list[_Log] = []
 
     def add(self, log: _Log) -> None:
-        """Add a place."""
         self._logs.append(log)
 
     def step(self, report: StepReport) -> None:
-        """Write a step."""
         self._write(lambda log: log.step(report))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write an evaluation of the held-out samples."""
         self._write(lambda log: log.evaluation(evaluation))
 
     def _write(self, to: Callable[[_Log], None]) -> None:
@@ -68,7 +65,7 @@ class Logs:
         try:
             to(log)
         except LogError as error:
-            self._say(f"{error}; the run goes on without it")
+            self._say(f"{error}; the run continues without it")
             return False
         return True
 
@@ -87,11 +84,9 @@ def open_logs(
     A resumed run continues after its last checkpoint: entries of later steps in the logs are dropped.
 
     Args:
-        config: settings of the logs, from the recipe.
         done: number of steps already done; 0 for a run that starts.
-        say: function that receives, on the main rank, what was dropped.
-        folder: folder of the run's checkpoints, which keeps the id of its W&B run; None where no W&B run is resumed.
-        settings: settings of the run, for W&B.
+        say: function that receives, on the main rank, which entries were dropped.
+        folder: folder of the run's checkpoints, which keeps the id of its W&B run; None if no W&B run is resumed.
 
     Raises:
         LogError: a log cannot be written.
@@ -137,7 +132,7 @@ def _quiet_tensorboard() -> Iterator[None]:
 
 
 class _MetricsFile:
-    """A file with a line per step and per evaluation; what is flushed outlives the process."""
+    """A file with a line per step and per evaluation; flushed lines outlive the process."""
 
     def __init__(self, name: str, done: int, say: Callable[[str], None]) -> None:
         self._setting, path = f"log.metrics={name}", Path(name)
@@ -163,7 +158,6 @@ class _MetricsFile:
             say(f"{self._setting}: dropped {dropped} line{'s' if dropped > 1 else ''} of {of}")
 
     def step(self, report: StepReport) -> None:
-        """Write one more line."""
         line = {name: _finite(value) for name, value in asdict(report).items() if name != "metrics"}
         line |= {
             "fold_ratio": report.fold_ratio,
@@ -174,7 +168,7 @@ class _MetricsFile:
         self._write(line)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write a line of its own under other names, so that no reader takes its loss for a step's."""
+        """Write a separate line under other names, so that no reader takes its loss for a step's."""
         self._write(
             {
                 "iteration": evaluation.iteration,
@@ -190,17 +184,13 @@ class _MetricsFile:
             self._stream.flush()
 
     def close(self) -> None:
-        """Close the file; every step was flushed, and what could not be written has been reported."""
+        """Close the file; every step was flushed, and errors have been reported."""
         with suppress(OSError):
             self._stream.close()
 
 
 def _drop_after(path: Path, done: int, setting: str) -> int:
-    """Keep the lines of the first steps in a file; return how many others it had.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """Keep the lines of the first steps in a file; return how many others it had, or raise ValueError."""
     if not path.exists():
         return 0
     # A second pass writes, so that most files are left as they are and a wrong one is not touched.
@@ -226,12 +216,12 @@ def _is_wanted(line: bytes, done: int, where: str) -> bool:
         iteration = None
     if type(iteration) is not int or iteration < 0:
         raise ValueError(f"{where} is not a step of a run, and the run would append to the file; name another")
-    # What a run that starts finds is another run's, also of before the first step.
+    # Entries that a starting run finds are another run's, also those of before the first step.
     return done > 0 and iteration <= done
 
 
 class _Board:
-    """TensorBoard's file; it hides what an earlier run in its folder has of the steps that follow."""
+    """TensorBoard's file; it hides the later steps of an earlier run in its folder."""
 
     def __init__(self, folder: str, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -242,11 +232,9 @@ class _Board:
             self._writer.flush()
 
     def step(self, report: StepReport) -> None:
-        """Write the step's numbers."""
         self._write(_numbers_of(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write the evaluation's numbers."""
         self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
@@ -262,16 +250,14 @@ class _Board:
 
 
 class _Wandb:
-    """A run of Weights & Biases; a resumed run continues the one whose id is beside its checkpoints.
-
-    Steps count as ``iteration``. W&B keeps what it was sent of the steps after the checkpoint, and they are sent again.
-    """
+    """A run of Weights & Biases; a resumed run continues the one whose id is saved with its checkpoints."""
 
     def __init__(
         self, project: str, done: int, say: Callable[[str], None], *, folder: str | None, settings: Mapping[str, Any]
     ) -> None:
         import wandb
 
+        # Steps count as iteration. W&B keeps the steps after the checkpoint, and they are sent again.
         self._setting = f"log.wandb={project}"
         kept = None if folder is None else Path(folder) / _WANDB_ID
         known = read_regular(kept).decode().strip() if kept is not None and done and kept.exists() else None
@@ -294,11 +280,9 @@ class _Wandb:
         say(f"{self._setting}: run {self._run.id} in {self._run.dir if self._run.offline else self._run.url}")
 
     def step(self, report: StepReport) -> None:
-        """Write the step's numbers."""
         self._write(_numbers_of(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write the evaluation's numbers."""
         self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
@@ -308,7 +292,7 @@ class _Wandb:
             raise LogError(f"{self._setting}: {error}") from error
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left; a run that ends with an error is marked so."""
+        """Send the remaining data; a run that ends with an error is marked so."""
         with suppress(Exception):  # the numbers are not worth the run
             self._run.finish(exit_code=int(failed))
 

@@ -37,13 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """Samples of a recipe.
-
-    Attributes:
-        source: source of the samples.
-        order: order in which steps take the samples.
-        skipped: samples that were left out: bad ones, and those that are excluded.
-    """
+    """Samples of a recipe, and the order in which steps take them; ``skipped`` holds bad and excluded ones."""
 
     source: Source
     order: SampleOrder
@@ -63,18 +57,17 @@ def read_data(
     """Read a recipe's samples; all ranks together.
 
     Args:
-        session: session of this rank.
         objective: objective of the recipe; None reads no group, rollout or pair.
-        every_sample: whether an epoch leaves no sample out.
+        every_sample: whether an epoch takes every sample.
         keeps_others: whether samples carry the fields that are not read.
-        checked: whether to check before the first step that no sample lacks what the objective reads.
+        checked: whether to check before the first step that no sample lacks a field that the objective reads.
         is_scored: whether at least one token has to be scored.
         progress: function that receives the bytes read and their total, for streamed samples.
 
     Raises:
         SampleError: the data is bad; the message names file, line and field. Or ranks read different data; it names
             them.
-        RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of whole groups
+        RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of complete groups
             takes, or the recipe counts steps in groups of an objective that has none.
     """
     recipe = session.recipe
@@ -92,20 +85,13 @@ def read_data(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Resolved:
-    """A recipe on this rank, ready except for the model's weights.
-
-    Attributes:
-        recipe: recipe, with what it leaves to the tokenizer and to ``attention_backend: auto`` filled in.
-        order: order in which steps take the samples.
-        job: job that the recipe describes.
-    """
+    """A recipe on this rank, ready except for the weights, with the values from tokenizer and ``auto`` filled in."""
 
     recipe: Recipe
     order: SampleOrder
     job: Job
 
     def first_step(self) -> list[Sample]:
-        """Return the samples of the first step."""
         return self.order.take(0, self.recipe.batch.per_step)
 
     @property
@@ -121,7 +107,7 @@ class Resolved:
         return size
 
     def new_model(self, config: Any = None) -> list[torch.nn.Module]:
-        """Return the model with new weights, under its ``TransformerConfig`` or another, such as of another dtype."""
+        """Return the model with new weights, under its ``TransformerConfig`` or one of another dtype."""
         recipe = self.recipe
         return build_chunks(
             recipe.model,
@@ -140,14 +126,10 @@ class Resolved:
         return chunks
 
     def starting_model(self, say: Callable[[str], None]) -> list[torch.nn.Module]:
-        """Return the model with the weights that training begins with.
-
-        Args:
-            say: function that receives which weights these are.
+        """Return the model with the weights that training begins with; ``say`` receives which ones these are.
 
         Raises:
-            RecipeError: ``checkpoint.pretrained_checkpoint`` holds no checkpoint, or it does not fit; or see
-                :func:`load_start`.
+            RecipeError: ``checkpoint.pretrained_checkpoint`` has none, or it does not fit; or see :func:`load_start`.
         """
         recipe, objective = self.recipe, self.job.objective
         chunks, new_head = self.new_model(), ", with a new scalar head" if objective.has_scalar_head else ""
@@ -180,13 +162,9 @@ class Resolved:
     def verified(
         self, chunks: list[torch.nn.Module], progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
-        """Compare the first batch folded and unfolded; see :func:`~mcore_prefix_tree.mcore.engine.verification.verify`.
-
-        Raises:
-            RecipeError: the unfolded side cannot be run or compared with.
-        """
+        """Compare the first batch, see :func:`verify`; raise RecipeError if the unfolded side cannot be run."""
         recipe, config = self.recipe, self.job.config
-        if config.gradient_accumulation_fusion:  # its kernel writes into the buffers of DDP alone
+        if config.gradient_accumulation_fusion:  # its kernel writes only into the buffers of DDP
             raise RecipeError(
                 "verify compares plain gradients, which model.transformer.gradient_accumulation_fusion=true does not "
                 "give; turn it off, or set verify.enabled=false"
@@ -221,13 +199,7 @@ class Resolved:
 def resolve(
     session: Session, objective: Objective, data: Data, *, say: Callable[[str], None] = logger.info
 ) -> Resolved:
-    """Return a session's recipe with everything decided that its steps need.
-
-    Args:
-        session: session of this rank.
-        objective: objective of the recipe.
-        data: data of the recipe.
-        say: function that receives, on the main rank, what ``attention_backend: auto`` chose.
+    """Return a session's recipe with all decisions that its steps need; ``say`` receives the choice of ``auto``.
 
     Raises:
         ValueError: the back-end does not support the run; the message names those that do.

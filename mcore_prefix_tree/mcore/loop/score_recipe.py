@@ -47,17 +47,15 @@ def run_score(
         reference: folder of another run's checkpoints of the same model, or a Hugging Face folder of the same
             architecture; gives ``ref_logprobs``.
         all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
-        entropy: whether to write the entropy too.
         teacher_top_k: number of likeliest tokens to write of each prediction, if the model is a teacher to be distilled
             from.
 
     Returns:
-        The report of what was written, and whether this is the main rank, which writes.
+        The report of the written file, and whether this is the main rank, which writes.
 
     Raises:
         RecipeError: the checkpoint is missing or does not fit.
         ScoreError: a score is NaN or infinite; nothing is written.
-        SampleError, OSError, NotImplementedError: see what raises them.
     """
     try:
         check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
@@ -86,7 +84,7 @@ def run_score(
         found = everyone(found)[0]
         names = {column: one.named(found[column]) for column, one in weights.items()}
         objective = objective_of(recipe)
-        # Whatever the objective reads of a sample: it may need these very scores.
+        # The objective's fields are not checked: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
         data = read_data(joined, grouping, every_sample=True, keeps_others=True, is_scored=options.reads_mask(kind))
         run = resolve(joined, objective, data)
@@ -114,12 +112,7 @@ def run_score(
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """Weights to score with.
-
-    Attributes:
-        folder: folder of a run's checkpoints, or of a Hugging Face model.
-        is_hf: whether the folder is that of a Hugging Face model.
-    """
+    """Weights to score with: a folder of a run's checkpoints, or (``is_hf``) of a Hugging Face model."""
 
     folder: str | Path
     is_hf: bool = False
@@ -129,11 +122,7 @@ class _Weights:
         return None if self.is_hf else checkpoint.latest_weights(self.folder)
 
     def named(self, last: int | str | None) -> int | str:
-        """Return the iteration, or the name of the model's folder.
-
-        Raises:
-            RecipeError: the run has no checkpoint.
-        """
+        """Return the iteration, or the name of the model's folder; raise RecipeError if the run has no checkpoint."""
         return str(self.folder) if self.is_hf else _existing(self.folder, last)
 
     def fill(self, chunks: list[torch.nn.Module], name: int | str, model: ModelConfig) -> None:
@@ -157,11 +146,7 @@ def _policy(checkpoints: CheckpointConfig, model: ModelConfig, objective: Object
 
 
 def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
-    """Return a run's checkpoints, or a Hugging Face folder of the same architecture.
-
-    Raises:
-        RecipeError: the folder has another architecture.
-    """
+    """Return a run's checkpoints, or a Hugging Face folder; raise RecipeError if its architecture differs."""
     if not (Path(folder) / CONFIG).is_file():
         return _Weights(folder=folder)
     if model.hf is None:
@@ -173,7 +158,7 @@ def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
     if difference:
         raise RecipeError(
             f"score.reference={folder} is another model than model.hf={model.hf}: config.json has another "
-            f"'{difference}'; score it in a run of its own, with --hf"
+            f"'{difference}'; score it in a separate run, with --hf"
         )
     return _Weights(folder=folder, is_hf=True)
 

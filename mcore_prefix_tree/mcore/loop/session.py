@@ -35,8 +35,6 @@ class Session:
 
     Attributes:
         recipe: recipe of the job, with the architecture of ``model.hf``.
-        config: the recipe's ``TransformerConfig``.
-        device: device of all tensors.
         measured: measurements of ``batch.calibration``, as the main rank read them when the job started: plans depend
             on them, and the file may change, or not be the same on another machine.
     """
@@ -48,17 +46,17 @@ class Session:
 
 
 class LostRankError(ConnectionError):
-    """Another rank of the job ended in the middle of what all ranks do together."""
+    """Another rank of the job ended in the middle of a collective call."""
 
 
 @contextmanager
 def session(recipe: Recipe) -> Iterator[Session]:
-    """Set up what ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take it down again.
+    """Set up the ranks that ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take them down again.
 
     Raises:
-        NotImplementedError: the recipe asks for what folding cannot do; see :func:`check_config`.
-        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU and there is
-            none, or a machine has more ranks than GPUs.
+        NotImplementedError: folding cannot do the recipe's model or layout exactly; see :func:`check_config`.
+        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU on a machine
+            without one, or a machine has more ranks than GPUs.
         ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file that holds something else.
         OSError: the file of ``batch.calibration`` cannot be read.
         LostRankError: another rank ended.
@@ -95,7 +93,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
                 raise
             reason = str(error).partition(". This is typically")[0]  # advice of torch's, which is long
             raise LostRankError(
-                f"another rank of this job has ended ({reason}); start the job again: training goes on from its last "
+                f"another rank of this job has ended ({reason}); start the job again: training continues from its last "
                 "checkpoint with --resume"
             ) from error
 
@@ -128,8 +126,8 @@ def _init_process_group(backend: str, timeout_minutes: int | None) -> None:
 
 
 def _leave_process_group(error: type[BaseException] | None, *_: object) -> None:
-    # A rank that fails alone says why once it is out of the session. If its connections ended before, the others would
-    # fail too and speak first.
+    # If one rank fails, it reports why once it is out of the session. If its connections ended before, the others would
+    # fail too and report first.
     if error is None or dist.get_world_size() == 1:
         dist.destroy_process_group()
 

@@ -49,14 +49,11 @@ class StepReport:
         iteration: number of the step, from 1.
         loss: loss of the recipe's objective; for plain supervised training the mean negative log-likelihood of the
             step's supervised tokens, in nats.
-        grad_norm: norm of the gradient before clipping; None where Megatron does not compute it.
-        lr: learning rate of the step.
+        grad_norm: norm of the gradient before clipping; None if Megatron does not compute it.
         samples: number of logical samples.
-        logical_tokens: number of tokens in these samples.
         physical_tokens: number of tokens computed, over all ranks, without padding.
         plan_seconds: seconds that the host took for planning and folding, while the step before computed.
-        seconds: seconds that the step itself took.
-        metrics: means that the objective reports, over the whole step.
+        metrics: means that the objective reports, over the entire step.
     """
 
     iteration: int
@@ -115,13 +112,7 @@ class _StepSize:
 
 
 class Trainer:
-    """One process's part of a training run.
-
-    Args:
-        run: resolved recipe: the model, its samples, number of steps, learning rate and folder of checkpoints.
-        chunks: bare model chunks; they are wrapped in Megatron's DDP.
-        held_out: held-out samples to evaluate the weights on now and then.
-    """
+    """One process's part of a training run. ``chunks`` are bare; they are wrapped in Megatron's DDP."""
 
     def __init__(
         self,
@@ -157,8 +148,8 @@ class Trainer:
         config.grad_scale_func = self._optimizer.scale_loss
         batch = recipe.batch.per_step
         total, warmup = recipe.train_iters * batch, options.lr_warmup_fraction
-        # As in Megatron-LM the schedule counts samples; or groups, where steps are so many of those. What the recipe
-        # says now wins over what a checkpoint says.
+        # As in Megatron-LM the schedule counts samples; or groups, if steps do. The current recipe overrides
+        # the schedule of a checkpoint.
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -176,11 +167,9 @@ class Trainer:
         )
 
     def train(self, saved: int | None, reporter: Reporter, *, new_data: bool = False) -> None:
-        """Train from a saved iteration, or from the start, to ``train_iters``.
+        """Train from a saved iteration, or from the start, to ``train_iters``; ``reporter`` is called after each step.
 
         Args:
-            saved: iteration to continue from, None for the start.
-            reporter: listener, called after each step.
             new_data: whether an order that is not that of the saved run begins here.
 
         Raises:
@@ -222,7 +211,7 @@ class Trainer:
     def _complete(
         self, iteration: int, folded: FoldedStep, end_request: EndRequest, log: Logs, reporter: Reporter
     ) -> None:
-        """Do one step and what is due after it: evaluate, save, end."""
+        """Do one step and the work due after it: evaluate, save, end."""
         report = self._step(iteration, folded)
         if is_main_rank():
             log.step(report)
@@ -311,7 +300,7 @@ class Trainer:
             )
         if new_data and not are_new_data(before, now):
             # A job that is started again with the same words must not begin its data again.
-            told += ", which was trained on these data already: they go on where it stopped"
+            told += ", which was trained on these data already: they continue where it stopped"
         elif new_data:
             self._data_from = saved
         if is_main_rank():
@@ -339,7 +328,7 @@ class Trainer:
         ended = f"ended by {signal.Signals(number).name} after step {iteration}"
         if folder is None:
             return f"{ended}; nothing is saved, because checkpoint.save is not set"
-        return f"{ended}, which is saved in {checkpoint.iteration_folder(folder, iteration)}; go on with --resume"
+        return f"{ended}, which is saved in {checkpoint.iteration_folder(folder, iteration)}; continue with --resume"
 
     def _is_time_to_save(self, iteration: int) -> bool:
         options = self._recipe.checkpoint
@@ -353,11 +342,9 @@ class Trainer:
         )
 
     def step(self, iteration: int, samples: list[Sample]) -> StepReport:
-        """Run one optimizer step on samples that are not read from the data, such as rollouts of the current weights.
+        """Run one optimizer step on samples from another source, for example rollouts of the current weights.
 
-        Args:
-            iteration: number of the step, from 1.
-            samples: samples of all ranks; however many, the learning-rate schedule advances by one step.
+        The learning-rate schedule advances by one step, however many samples there are; ``iteration`` counts from 1.
         """
         return self._step(iteration, fold_step(samples, self._job))
 
@@ -393,11 +380,7 @@ class Trainer:
         )
 
     def _check_gradients(self, iteration: int) -> None:
-        """Let all ranks refuse a step with a gradient that is not finite, before the optimizer sees it.
-
-        Raises:
-            DivergedError: a gradient of some rank is not finite.
-        """
+        """Let all ranks reject a step with a non-finite gradient (DivergedError), before the optimizer sees it."""
         grads = [weight.main_grad for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad]
         largest = torch.nn.utils.get_total_norm(grads, norm_type=math.inf)
         bad = (~torch.isfinite(largest)).to(device=self._job.folding.device, dtype=torch.int)

@@ -15,12 +15,12 @@ and with core_v0.19, whose scripts parse the arguments themselves, the second an
     pretrain(container, datasets, ModelType.encoder_or_decoder, step, model_provider=model)
 
 ``add_prefix_tree_args`` checks the job when its command line is parsed, and ends a dry run there; a script that gives
-Megatron-LM ``args_defaults`` gives them to it too, with ``functools.partial``. An ``extra_args_provider`` that adds
-arguments of its own returns the parser that it returns. Without ``--prefix-tree`` the script's own three run.
+Megatron-LM ``args_defaults`` also passes them to it, with ``functools.partial``. An ``extra_args_provider`` that adds
+its own arguments returns the parser that it returns. Without ``--prefix-tree`` the script's own three run.
 
 With a pattern of layers (``--hybrid-layer-pattern``) the model is a ``HybridModel``, and ``hybrid_config_from_args``
 takes the place of ``gpt_config_from_args``.
 
-``python -m mcore_prefix_tree.pretrain_gpt``, or ``pretrain_hybrid``, is the entry for those who have no script of their
-own. What is in this package and imports ``megatron.training`` needs Megatron-LM on the path.
+``python -m mcore_prefix_tree.pretrain_gpt``, or ``pretrain_hybrid``, is the entry for those without their own script.
+Modules of this package that import ``megatron.training`` need Megatron-LM on the path.
 """

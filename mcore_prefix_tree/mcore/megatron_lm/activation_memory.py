@@ -13,17 +13,12 @@ from typing import Any
 from mcore_prefix_tree.mcore.engine.backend import head_dims
 from mcore_prefix_tree.plan.model_shape import layers_with_experts
 
-# In the formulas below: h hidden size, q and kv widths of all queries and of all keys, f of an MLP, k experts a token.
+# In the formulas: h hidden size, q and kv widths of all queries and of all keys, f of an MLP, k experts per token.
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """Bytes of one micro-batch in one layer.
-
-    Attributes:
-        kept: bytes kept until the backward pass of the layer.
-        again: bytes that recomputation drops, present once more while the layer's backward pass runs.
-    """
+    """Bytes of a micro-batch in one layer: kept until its backward, and recomputed (``again``) while that runs."""
 
     kept: float
     again: float = 0.0
@@ -33,8 +28,8 @@ def warm_up_bytes(args: argparse.Namespace) -> float:
     """Return the least bytes that Megatron-LM takes when it compiles its fused functions, before there is a model.
 
     ``_warmup_jit_function`` (megatron/training/initialize.py) runs on ``--seq-length`` times ``--micro-batch-size``
-    tokens first the activation of an MLP, on one input with the output and the one before; then the sum of a residual
-    and a bias, on two inputs with as many outputs, of hidden states that sequence parallelism alone divides. Under
+    tokens: first the activation of an MLP, on one input with the output and the one before; then the sum of a residual
+    and a bias, on two inputs with as many outputs, of hidden states that only sequence parallelism divides. Under
     ``--prefix-tree`` these are the longest sample and the logical samples of a micro-batch, most of whose tokens do
     not exist.
     """
@@ -60,19 +55,18 @@ def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_wid
       with QK layernorm twice. Recomputing ``mla_up_proj`` drops the first three.
     - an MLP: ``f`` for the input of its second matrix and ``2f`` for the output of its first with a gate, ``f``
       without.
-    - experts: ``k * (h + f + 2f)``, what ``TEGroupedMLP.forward`` (megatron/core/transformer/moe/experts.py) keeps of
+    - experts: ``k * (h + f + 2f)``, which ``TEGroupedMLP.forward`` (megatron/core/transformer/moe/experts.py) keeps of
       each token for each of its experts: the input of the first matrix, gathered over expert tensor parallelism, its
-      output, and the input of the second. ``MoELayer`` (moe_layer.py) and its dispatchers keep only indices and
-      probabilities beside it, which are left out. A rank has as many tokens to compute as it sends to others only if
-      all experts are chosen equally often: what one is chosen above that, it keeps more.
+      output, and the input of the second. ``MoELayer`` (moe_layer.py) and its dispatchers also keep indices and
+      probabilities, which are not counted. A rank has as many tokens to compute as it sends to others only if
+      all experts are chosen equally often; a rank whose experts are chosen more often keeps more.
     - a shared expert: an MLP.
 
     Tensor parallelism divides all of it, but ``4h`` only with sequence parallelism. Between both passes there are as
-    many micro-batches as there are stages, so that the first stage keeps what all layers would of one; see
+    many micro-batches as there are stages, so that the first stage keeps as much as all layers would of one; see
     ``compute_activation_memory`` for the interleaved schedule and for fewer micro-batches.
 
     Args:
-        config: ``TransformerConfig``.
         tokens: number of physical tokens of every micro-batch.
         micro_batches: number of micro-batches of a step, on each data-parallel rank.
         logits_width: size of the vocabulary if all tokens' logits are kept; counts without pipeline stages only.

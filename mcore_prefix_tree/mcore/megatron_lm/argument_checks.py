@@ -63,17 +63,13 @@ from mcore_prefix_tree.utils.launchers import check_gpus
 def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> argparse.Namespace | None:
     """Check a job before Megatron-LM starts anything.
 
-    Args:
-        args: parsed arguments. They gain the tokenizer and the vocabulary that ``--prefix-tree-tokenizer`` sets.
-        args_defaults: values that the script gives Megatron-LM for arguments that are left out; None if unknown.
-
-    Returns:
-        A copy of the arguments as Megatron's validation leaves them; None where this has to wait for Megatron itself.
+    Return a copy of the arguments as Megatron's validation leaves them; None if this has to wait for Megatron itself.
+    ``args`` gain the tokenizer and the vocabulary that ``--prefix-tree-tokenizer`` sets.
 
     Raises:
         ArgumentError: the arguments cannot be used together, or not on this machine.
         SampleError: the data is missing.
-        MegatronCoreError: something that the package relies on has moved.
+        MegatronCoreError: megatron-core lacks a name that the package relies on.
         NotImplementedError: folding cannot do the model exactly.
         ValueError: the model or this machine lacks the attention back-end, or there are fewer GPUs than ranks.
     """
@@ -90,7 +86,7 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
     if args.use_checkpoint_args:
         # Megatron reads the model's arguments from the checkpoint later; the model provider checks them then.
         return None
-    # First, because what folding cannot do may also need, for Megatron's validation, what is not installed.
+    # First, because a model that folding rejects may need a missing package already for Megatron's validation.
     check_config(as_config(args))
     validated = _complete(args)
     try:
@@ -125,8 +121,7 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
 def checked_config(args: argparse.Namespace) -> Any:
     """Return Megatron's ``TransformerConfig`` of a job that folding can train and Megatron-LM can save.
 
-    Args:
-        args: validated arguments. They gain what folding needs.
+    The validated arguments gain the values that folding needs.
 
     Raises:
         ArgumentError: see :func:`check_arguments`, :func:`check_installed`; or checkpoints could not be loaded.
@@ -144,20 +139,16 @@ def checked_config(args: argparse.Namespace) -> Any:
 
 
 def config_for_folding(args: argparse.Namespace) -> Any:
-    """Return Megatron's ``TransformerConfig`` of a model that folding can train.
-
-    Args:
-        args: validated arguments. They gain what folding needs of the model.
+    """Return Megatron's ``TransformerConfig`` of a model that folding can train; ``args`` gain the values for that.
 
     Raises:
-        ArgumentError: see :func:`check_spec`.
-        NotImplementedError: see :func:`check_config`.
+        ArgumentError, NotImplementedError: see :func:`check_spec`, :func:`check_config`.
     """
     check_spec(args)
     # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
     args.variable_seq_lengths = True
     if args.num_experts is None:
-        # Upstream refuses allgather, its default, with variable lengths even where no expert is dispatched to.
+        # Upstream refuses allgather, its default, with variable lengths even if no expert is dispatched to.
         args.moe_token_dispatcher_type = "alltoall"
     config = core_transformer_config_from_args(args)
     check_config(config)
@@ -165,12 +156,9 @@ def config_for_folding(args: argparse.Namespace) -> Any:
 
 
 def check_spec(args: argparse.Namespace) -> None:
-    """Check that ``--spec`` names layers; nothing of the module is called.
+    """Check that ``--spec`` names layers, else raise ArgumentError; nothing of the module is called.
 
     A module that does not load before the job has started is for Megatron-LM to import.
-
-    Raises:
-        ArgumentError: there is no such module, or it has something else under this name.
     """
     if args.spec is None:
         return
@@ -182,7 +170,7 @@ def check_spec(args: argparse.Namespace) -> None:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             return
         raise ArgumentError(f"--spec {place} {name}: there is no module {error.name}; {SPEC_EXAMPLE}") from None
-    except Exception:  # it may need what only a started job has
+    except Exception:  # it may need a started job
         return
     if not isinstance(found, ModuleSpec | TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules):
         what = "is missing" if found is None else f"is a {type(found).__name__}"
@@ -190,11 +178,7 @@ def check_spec(args: argparse.Namespace) -> None:
 
 
 def config_in_provider(args: argparse.Namespace) -> Any:
-    """Return :func:`checked_config` for a provider, which Megatron calls when the job has started.
-
-    Raises:
-        ArgumentError, NotImplementedError: see :func:`checked_config`; or a dry run, which had to end before.
-    """
+    """Return :func:`checked_config` for a provider, which Megatron calls in a started job; reject a dry run there."""
     if args.prefix_tree_dry_run:
         raise ArgumentError(
             "--prefix-tree-dry-run came to a job that has started: the script's extra_args_provider has to return the "
@@ -204,24 +188,20 @@ def config_in_provider(args: argparse.Namespace) -> Any:
 
 
 def check_installed(args: argparse.Namespace) -> None:
-    """Check that this machine has what the arguments ask for.
-
-    Raises:
-        ArgumentError: Apex is missing, or TransformerEngine's layers, or both optimizers.
-    """
-    # Upstream's vocabulary layer asks the same, on the last pipeline stage alone and when all models are built.
+    """Raise ArgumentError if Apex, TransformerEngine's layers or both optimizers are needed and missing."""
+    # Upstream's vocabulary layer asks the same, but only on the last pipeline stage and when all models are built.
     if args.gradient_accumulation_fusion and not getattr(tensor_parallel_layers, "_grad_accum_fusion_available", True):
         raise ArgumentError(APEX_MISSING)
     if hybrid_pattern(args) is not None and args.spec is None and not HAVE_TE:
         raise ArgumentError(
             "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers are TransformerEngine's, which "
-            "is not installed; install it, or name layers, such as --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
+            "is not installed; install it, or name layers, for example --spec mcore_prefix_tree.cpu.hybrid hybrid_stack"
         )
     saves_optimizer = args.save is not None and not args.no_save_optim
     if args.use_distributed_optimizer and saves_optimizer and not HAVE_APEX_OR_TE:
         raise ArgumentError(
             "--use-distributed-optimizer with --save: without the FusedAdam of TransformerEngine or Apex, Megatron "
-            "cannot read back what its distributed optimizer saves; leave one of them out, or give --no-save-optim"
+            "cannot read back what its distributed optimizer saves; remove one of them, or add --no-save-optim"
         )
     if (
         torch.cuda.is_available()
@@ -263,7 +243,7 @@ def _check_saved_arguments(args: argparse.Namespace) -> None:
         refused = re.search(r"GLOBAL (\S+)", str(error))
         raise ArgumentError(
             f"--save: torch would refuse to load the checkpoints of this job, for {refused[1] if refused else error} "
-            f"among its arguments, as Python {platform.python_version()} pickles them; leave --save out, or start the "
+            f"among its arguments, as Python {platform.python_version()} pickles them; remove --save, or start the "
             "job with another Python"
         ) from error
 
@@ -275,7 +255,7 @@ def build_helpers_for_this_python() -> None:
     takes variables from ``MAKEFLAGS``, and these win over the Makefile's.
 
     Raises:
-        ArgumentError: the helpers are not built yet, and this Python lacks what they need.
+        ArgumentError: the helpers are not built yet, and this Python lacks files that they need.
     """
     folder = Path(datasets.__file__).parent
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -296,7 +276,7 @@ def build_helpers_for_this_python() -> None:
         variables["CPPFLAGS"] = " ".join(
             [*filter(None, [os.environ.get("CPPFLAGS")]), *(f"-I{shlex.quote(path)}" for path in paths)]
         )
-    # make splits what it is given at blanks that no backslash protects.
+    # make splits its words at blanks that no backslash protects.
     given = [re.sub(r"([\\\s])", r"\\\1", f"{name}={value}") for name, value in variables.items()]
     os.environ["MAKEFLAGS"] = " ".join([*filter(None, [os.environ.get("MAKEFLAGS")]), *given])
 
@@ -325,33 +305,25 @@ def as_config(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of parsed arguments with what Megatron adds from the environment, such as the number of ranks."""
+    """Return a copy of parsed arguments with Megatron's values from the environment, for example the rank count."""
     with contextlib.redirect_stdout(io.StringIO()):
         parsed = parse_args(add_argument_group, ignore_unknown_args=True)
     return argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
 
 
 def _validate(args: argparse.Namespace, args_defaults: Mapping[str, Any]) -> None:
-    """Let Megatron validate arguments, without what it prints.
-
-    Raises:
-        ArgumentError: Megatron refuses the arguments.
-    """
+    """Let Megatron validate arguments, without its output; raise ArgumentError if it refuses them."""
     with _megatrons_refusals(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         validate_args(args, dict(args_defaults))
     if args.prefix_tree_dry_run and not HAVE_TE:
-        # Where the job runs there is TransformerEngine; without it upstream's config refuses its fused rope.
+        # The machine of the job has TransformerEngine; without it upstream's config refuses its fused rope.
         args.apply_rope_fusion = False
 
 
 @contextlib.contextmanager
 def _megatrons_refusals() -> Iterator[None]:
-    """Raise one sentence for what Megatron's validation asserts: its message, or else the line of the assertion.
-
-    Raises:
-        ArgumentError: Megatron refuses the arguments.
-    """
+    """Raise one ArgumentError for an assertion of Megatron's validation: its message, or else its line."""
     try:
         yield
     except ArgumentError:
@@ -365,11 +337,7 @@ def _megatrons_refusals() -> Iterator[None]:
 
 
 def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> None:
-    """Set the tokenizer and the vocabulary where Megatron's own arguments leave them open.
-
-    Raises:
-        ArgumentError: the vocabulary is not known, or too small for the tokenizer.
-    """
+    """Set tokenizer and vocabulary if Megatron's arguments leave them open; raise ArgumentError if they do not fit."""
     name = args.prefix_tree_tokenizer
     size = None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs).vocab_size
     if args.tokenizer_type is not None:
@@ -391,8 +359,7 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
     check_vocabulary_known(args)
     if given is not None and size is not None and given < size:
         raise ArgumentError(f"the vocabulary of {given} tokens is smaller than the {size} of tokenizer {name}")
-    # Megatron wants a tokenizer of its own, which has nothing to do here; left alone it would add a token to the
-    # vocabulary.
+    # Megatron requires a tokenizer, which is not used here; its default would add a token to the vocabulary.
     args.tokenizer_type = "NullTokenizer"
     args.vocab_size = max(args.vocab_size or 0, size or 0) or given
     args.prefix_tree_vocab_size = args.vocab_size

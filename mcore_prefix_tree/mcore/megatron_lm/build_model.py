@@ -32,11 +32,7 @@ def tree_model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Return the model that the arguments describe, tree-capable; its state-dict keys are those of the stock model.
-
-    Raises:
-        SystemExit: status 2, with one sentence, for what folding cannot do, before anything is built.
-    """
+    """Return the model of the arguments, with stock state-dict keys; exit with status 2 if folding rejects it."""
     args = get_args()
     checked = config_in_provider(args)
     model = tree_model(
@@ -53,19 +49,15 @@ def tree_model_provider(
 
 
 def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = None, **stage: Any) -> Any:
-    """Return a model of these arguments and of this ``TransformerConfig``.
+    """Return a model of these arguments and of this ``TransformerConfig``, which is set for this machine in place.
 
-    Args:
-        args: validated arguments.
-        config: ``TransformerConfig`` from these arguments; set for this machine in place.
-        vp_stage: index of the model chunk within this stage, under virtual pipelining.
-        stage: ``pre_process``, ``post_process`` and ``pg_collection``, as Megatron gives them to a model provider.
+    ``stage`` has ``pre_process``, ``post_process`` and ``pg_collection``, as Megatron gives them to a model provider.
     """
 
     def exchange(spec: Any) -> Any:
         on_cpu = args.transformer_impl != "transformer_engine" and not torch.cuda.is_available()
         if on_cpu and not is_hybrid_stack(spec):
-            # The emulation is for trying things out, also what upstream's own layers lack on a CPU.
+            # The emulation is for experiments, also with layers that upstream lacks on a CPU.
             spec = cpu_spec(spec, config, vp_stage)
         return with_prefix_tree(spec)
 
@@ -80,15 +72,10 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
 
 
 def with_head(args: argparse.Namespace, model: Any) -> Any:
-    """Return a pipeline stage with the output layer that the job's objective reads; all ranks together.
-
-    Args:
-        args: validated arguments.
-        model: bare model of the stage, changed in place.
+    """Return a stage, changed in place, with the output layer of the job's objective; all ranks call it together.
 
     Raises:
-        ArgumentError: see :func:`head_starts_new`.
-        NotImplementedError: see :func:`with_scalar_head`.
+        ArgumentError, NotImplementedError: see :func:`head_starts_new`, :func:`with_scalar_head`.
     """
     if not has_scalar_head(args):
         with_vocab_size(model, vocab_size_of(args))

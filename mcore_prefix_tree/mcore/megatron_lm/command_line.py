@@ -21,10 +21,9 @@ def add_prefix_tree_args(
     """Add the arguments of ``--prefix-tree``; an ``extra_args_provider`` for Megatron-LM.
 
     Args:
-        parser: Megatron-LM's parser.
         args_defaults: defaults that the script gives Megatron-LM under this name. With them, arguments that Megatron-LM
             itself refuses end the job with a sentence too; without them, Megatron-LM refuses those.
-        scores: whether the script writes what ``--prefix-tree-score`` asks for; else the argument is refused.
+        scores: whether the script writes the scores of ``--prefix-tree-score``; else the argument is refused.
 
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
@@ -33,11 +32,7 @@ def add_prefix_tree_args(
 
 
 class CheckedParser(argparse.ArgumentParser):
-    """Megatron-LM's parser; ends the process with one sentence if the job cannot run.
-
-    Args:
-        parser: Megatron-LM's parser, with the arguments of ``--prefix-tree``.
-    """
+    """Megatron-LM's parser; ends the process with one sentence if the job cannot run."""
 
     script = "pretrain_gpt.py"
 
@@ -47,12 +42,7 @@ class CheckedParser(argparse.ArgumentParser):
         )
 
     def check(self, parsed: argparse.Namespace, words: Sequence[str]) -> None:
-        """Check a job of ``--prefix-tree``.
-
-        Args:
-            parsed: parsed arguments, which Megatron-LM will validate.
-            words: words of the command line.
-        """
+        """Check a ``--prefix-tree`` job: its parsed arguments, not validated yet, and the words of the command line."""
         raise NotImplementedError
 
     def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -62,11 +52,7 @@ class CheckedParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse all of the arguments, and check them.
-
-        Raises:
-            SystemExit: status 2 for a job that cannot run, 0 after a dry run and for ``--help``.
-        """
+        """Parse and check the arguments; exit with status 2 for a bad job, 0 after a dry run or ``--help``."""
         words = sys.argv[1:] if args is None else args
         with readable_arguments():
             parsed = super().parse_args(args, namespace)
@@ -113,7 +99,7 @@ class _CheckedJob(CheckedParser):
                 "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
             )
         check_checkpoint_args(parsed)
-        # What these import has to find Megatron-LM, which this module does without.
+        # These imports need Megatron-LM, which this module works without.
         if parsed.prefix_tree_hf is not None:
             from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import set_arguments
 

@@ -1,9 +1,9 @@
 """Sizes that a job's data decides: a dry run finds ``--micro-batch-size`` and ``--seq-length`` if they are omitted.
 
-``--prefix-tree-max-tokens`` is what fills a GPU. A number of samples cannot: how many fit the budget depends on what
-they share. So the right ``--micro-batch-size`` is the largest that every step fits, which makes as few micro-batches as
-the budget allows. ``--seq-length`` bounds the longest sample, and Megatron-LM warms its fused functions up on
-``--seq-length`` times ``--micro-batch-size`` tokens: with the longest sample of the data this stays small.
+``--prefix-tree-max-tokens`` fills a GPU. A number of samples cannot: how many fit the budget depends on the prefixes
+that they share. So the right ``--micro-batch-size`` is the largest that every step fits, which makes as few
+micro-batches as the budget allows. ``--seq-length`` bounds the longest sample, and Megatron-LM warms its fused
+functions up on ``--seq-length`` times ``--micro-batch-size`` tokens: with the longest sample this stays small.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ _FOUND = ("micro_batch_size", "seq_length")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Demands of a step on the sizes.
-
-    Attributes:
-        samples: number of logical samples in the step, on each data-parallel rank.
-        micro_batches: number of micro-batches that each rank needs under the budget.
-    """
+    """Demands of a step on the sizes: samples per data-parallel rank, and micro-batches per rank under the budget."""
 
     samples: int
     micro_batches: int
@@ -39,9 +34,7 @@ class Need:
 def fill_omitted(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> frozenset[str]:
     """Fill sizes that a dry run has to find, so that Megatron can validate the rest; return their names.
 
-    Args:
-        args: parsed arguments; omitted ones become the smallest micro-batch and the longest sample allowed.
-        args_defaults: values that the script gives Megatron-LM for omitted arguments; None if unknown.
+    Omitted ones become the smallest micro-batch and the longest sample allowed. ``args_defaults`` is None if unknown.
 
     Raises:
         ArgumentError: the number of samples in a step is omitted too.
@@ -69,11 +62,7 @@ def needs(
     *,
     end: int,
 ) -> Iterator[Need]:
-    """Yield what the steps need that a job is checked for; see :func:`checked_steps`.
-
-    Raises:
-        ArgumentError: a step does not fit its micro-batches, of one sample each if their size is omitted.
-    """
+    """Yield the demands of :func:`checked_steps`; raise ArgumentError for a step that exceeds its micro-batches."""
     for size, samples in checked_steps(order, size_at, consumed=0, end=end):
         needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
         if needed > size.micro_batches:
@@ -82,13 +71,9 @@ def needs(
 
 
 def largest_micro_batch_size(steps: Sequence[Need], *, stages: int, multiple: int) -> int:
-    """Return the number of samples a micro-batch that makes the fewest micro-batches.
+    """Return the samples per micro-batch that make the fewest micro-batches, a multiple of ``multiple``.
 
-    Args:
-        steps: demands of the steps.
-        stages: number of pipeline stages. A step has at least as many micro-batches, if it has the samples: with fewer,
-            some stages idle all the time.
-        multiple: number that the micro-batches of a step are a multiple of.
+    A step has at least as many micro-batches as pipeline stages, if it has the samples: with fewer, some stages idle.
     """
 
     def fits(size: int) -> bool:
@@ -99,21 +84,14 @@ def largest_micro_batch_size(steps: Sequence[Need], *, stages: int, multiple: in
         )
 
     common = math.gcd(*(step.samples for step in steps))
-    # One sample a micro-batch is what the steps were counted with.
+    # The steps were counted with one sample per micro-batch.
     return next((size for size in range(common, 1, -1) if common % size == 0 and fits(size)), 1)
 
 
 def settle(
     args: argparse.Namespace, omitted: frozenset[str], orders: Sequence[SampleOrder], *, micro_batch_size: int
 ) -> str:
-    """Set the arguments that the data decides, and return them as words of a command line.
-
-    Args:
-        args: validated arguments, which :func:`fill_omitted` has filled.
-        omitted: names that :func:`fill_omitted` returned.
-        orders: orders of all samples that the job reads.
-        micro_batch_size: number of samples that :func:`largest_micro_batch_size` returned.
-    """
+    """Set the arguments that the data decides, and return them as words of a command line; see :func:`fill_omitted`."""
     if "micro_batch_size" in omitted:
         args.micro_batch_size = micro_batch_size
     if "eval_micro_batch_size" in omitted:

@@ -36,11 +36,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
 
     Memory is an estimate for the most loaded rank: Megatron's own for weights, gradients and optimizer, and that of
     :func:`activation_bytes`, which knows experts and recomputation, for a step whose micro-batches are all as long as
-    the longest. Hybrid models have no estimate.
-
-    Args:
-        args: validated arguments, with what :func:`checked_config` changes in them.
-        omitted: names of the sizes that the data decides; see :func:`fill_omitted`. The first line gives them.
+    the longest. Hybrid models have no estimate. The first line gives the sizes in ``omitted`` (:func:`fill_omitted`).
 
     Raises:
         ArgumentError: a step does not fit its micro-batches.
@@ -53,7 +49,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         training = list(needs(order, lambda start: size_at(args, start), folding, objective, end=end))
     validation = validation_order(args, objective) if args.prefix_tree_valid_data_path and args.eval_iters else None
     evaluation = [] if validation is None else _evaluation(args, validation, folding, objective, end)
-    # Evaluation takes training's size, unless it has one of its own.
+    # Evaluation takes training's size, unless its own is set.
     apart = "micro_batch_size" in omitted and "eval_micro_batch_size" not in omitted
     largest = largest_micro_batch_size(
         training if apart else [*training, *evaluation],
@@ -114,10 +110,10 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
 def _evaluation(
     args: argparse.Namespace, validation: SampleOrder, folding: Folding, objective: Objective, end: int
 ) -> list[Need]:
-    """Return what the steps of evaluation need, of a job that trains on ``end`` samples."""
+    """Return the demands of the steps of evaluation, for a job that trains on ``end`` samples."""
     evaluated = evaluation_size(args)
     interval = args.eval_interval or end
-    # Since core_v0.19 the first ones may be left out.
+    # Since core_v0.19 the first ones may be skipped.
     left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
     evaluations = 1 + end // args.global_batch_size // interval - left_out
     end = evaluations * args.eval_iters * evaluated.samples
@@ -163,16 +159,12 @@ def _filled(plan: ForestPlan, max_tokens: int) -> str:
 
 
 def _weights(args: argparse.Namespace) -> float:
-    """Return the bytes of weights, gradients and optimizer of the most loaded rank.
-
-    The estimate of core_v0.16.1 cuts experts like everything else. So experts are counted apart, by what those of one
-    rank add to a model in the layout of experts.
-    """
+    """Return the bytes of weights, gradients and optimizer of the most loaded rank, with experts counted separately."""
     return _weights_in_layout(args) + _whole_projections(args)
 
 
 def _whole_projections(args: argparse.Namespace) -> float:
-    """Return the bytes that the estimate cuts off latent attention's down projections, which ranks hold whole."""
+    """Return the bytes that the estimate cuts off latent attention's down projections, which ranks hold in full."""
     if not args.multi_latent_attention:
         return 0.0
     tensor = args.tensor_model_parallel_size
@@ -183,6 +175,8 @@ def _whole_projections(args: argparse.Namespace) -> float:
     return cut_off * bytes_each
 
 
+# The estimate of core_v0.16.1 cuts experts like everything else. So experts are counted separately, by the bytes that
+# those of one rank add to a model in the layout of experts.
 def _weights_in_layout(args: argparse.Namespace) -> float:
     if args.num_experts is None:
         return _weights_of(args)
@@ -203,9 +197,9 @@ def _weights_in_layout(args: argparse.Namespace) -> float:
 
 
 def _weights_of(args: argparse.Namespace, **changed: Any) -> float:
-    if has_scalar_head(args):  # one row, where the estimate would count a vocabulary
+    if has_scalar_head(args):  # one row, but the estimate would count a vocabulary
         changed["untie_embeddings_and_output_weights"] = False
-    # The estimate writes to what it is given.
+    # The estimate writes to its arguments.
     return float(compute_weight_and_optimizer_memory(argparse.Namespace(**vars(copy.deepcopy(args)) | changed)))
 
 

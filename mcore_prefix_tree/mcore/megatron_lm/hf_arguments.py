@@ -21,7 +21,7 @@ from mcore_prefix_tree.settings import Dtype, ModelConfig, ParallelConfig, Recip
 from mcore_prefix_tree.settings.hf_folder import SAME_FUNCTION, HuggingFaceFolder
 from mcore_prefix_tree.utils.inputs import TRACKER
 
-# Arguments that a folder decides, by the names of a provider's fields where these differ.
+# Arguments that a folder decides, by the names of a provider's fields if these differ.
 _DECIDED = {
     **{name: name for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")},
     **{name: name for name in ("num_query_groups", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm")},
@@ -37,17 +37,15 @@ _DECIDED = {
     "swiglu": "gated_linear_unit",
     "use_rope_scaling": "rope_scaling",
 }
-# Fields that other arguments set, and that do not change what a model computes but for its rounding.
+# Fields that other arguments set, and that change only the rounding of a model.
 _OF_RUN = ("attention_softmax_in_fp32", "cp_comm_type", "cuda_graph_modules", "transformer_impl")
 _ROPE_SCALING_FACTOR = 8.0  # Megatron-LM has no argument for it that reaches its model
 
 
 def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
-    """Set the arguments that the folder decides, and the tokenizer if none is given and the folder has a chat template.
+    """Set the arguments that the folder decides, and the tokenizer if none is set and the folder has a chat template.
 
-    Args:
-        args: parsed arguments, not validated yet; changed in place.
-        given: names of the arguments on the command line.
+    ``args``, not validated yet, are changed in place; ``given`` names the arguments on the command line.
 
     Raises:
         ArgumentError: the folder is rejected, Megatron-Bridge is missing or cannot build it, an argument contradicts
@@ -56,7 +54,7 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
     path = args.prefix_tree_hf
     if hybrid_pattern(args) is not None:
         raise ArgumentError(
-            "--prefix-tree-hf with --hybrid-layer-pattern: its weights are read into a GPT; leave one of them out"
+            "--prefix-tree-hf with --hybrid-layer-pattern: its weights are read into a GPT; remove one of them"
         )
     provider = _provider(args)
     decided = {name: getattr(provider, field) for name, field in _DECIDED.items()} | {
@@ -76,22 +74,14 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
 
 
 def check_same_model(args: argparse.Namespace, config: Any) -> None:
-    """Check that the arguments make the model of the folder.
-
-    Args:
-        args: validated arguments, after :func:`set_arguments`.
-        config: ``TransformerConfig`` that Megatron-LM makes from them.
-
-    Raises:
-        ArgumentError: a field differs; the message names it.
-    """
+    """Raise ArgumentError, with the field's name, if validated arguments make another model than the folder."""
     if args.virtual_pipeline_model_parallel_size is not None:
         raise ArgumentError(
             "--prefix-tree-hf with virtual pipeline stages: Megatron-LM builds them one at a time, and Megatron-Bridge "
-            "fills all of a rank together; leave the virtual stages out"
+            "fills all of a rank together; remove the virtual stages"
         )
     provider, (model, parallel) = _provider(args), _sections(args)
-    # How a model is cut and sent is the arguments' own, whatever Megatron-Bridge makes of it.
+    # The arguments decide how a model is cut and sent, not Megatron-Bridge.
     of_layout = {field.name for field in dataclasses.fields(ModelParallelConfig)}
     aside = of_layout.union(settings_of_run(model, parallel, on_gpu=False), defaults_of_run(parallel), OFF, _OF_RUN)
     for field in dataclasses.fields(TransformerConfig):
@@ -107,11 +97,7 @@ def check_same_model(args: argparse.Namespace, config: Any) -> None:
 
 
 def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
-    """Fill a rank's model with the weights of the folder, unless the job loads a checkpoint; all ranks together.
-
-    Args:
-        args: validated arguments.
-        chunk: ``GPTModel`` of this pipeline stage.
+    """Fill a ``GPTModel`` with the weights of the folder, unless the job loads a checkpoint; all ranks together.
 
     Raises:
         ArgumentError: see :func:`load_folder`.

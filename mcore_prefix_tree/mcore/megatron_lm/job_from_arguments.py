@@ -36,7 +36,7 @@ def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
 
 
 def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
-    """Return what Megatron-LM knows of the run of these validated arguments."""
+    """Return Megatron-LM's ranks and model of these validated arguments."""
     stages, interleaved = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size is not None
     # Groups of another size may leave a rest of micro-batches, which Megatron checks.
     in_stages = interleaved and (args.microbatch_group_size_per_vp_stage or stages) == stages
@@ -67,15 +67,7 @@ def work_of(args: argparse.Namespace) -> ModelWork:
 
 
 def check_backend(args: argparse.Namespace, config: Any) -> None:
-    """Refuse a back-end that does not support the job, before there is a model or data; ``auto`` has to find one.
-
-    Args:
-        args: validated arguments.
-        config: ``TransformerConfig`` of these arguments.
-
-    Raises:
-        ValueError: the back-end does not support the run; the message names those that do.
-    """
+    """Raise ValueError if the job's back-end does not support it, or ``auto`` finds none, before a model is built."""
     resolve_backend(
         args.prefix_tree_attention_backend,
         config,

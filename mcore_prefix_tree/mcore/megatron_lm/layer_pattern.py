@@ -14,10 +14,8 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
-    """Return the pattern of the layers of a ``HybridModel``; None where the arguments describe a GPT.
-
-    Megatron's validation renames an argument of the older name.
-    """
+    """Return the pattern of a ``HybridModel``'s layers, None for a GPT."""
+    # Megatron's validation renames an argument of the older name.
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         found: str | None = getattr(args, name, None)
         if found is not None:
@@ -26,10 +24,7 @@ def hybrid_pattern(args: argparse.Namespace) -> str | None:
 
 
 def check_layers(args: argparse.Namespace) -> None:
-    """Refuse a pattern that cannot be trained.
-
-    Args:
-        args: parsed arguments, validated by Megatron-LM or not yet.
+    """Reject a pattern that cannot be trained; the arguments may be validated by Megatron-LM or not yet.
 
     Raises:
         NotImplementedError: a layer cannot follow a tree; see :func:`check_pattern`.

@@ -1,4 +1,4 @@
-"""The checkpoint that Megatron-LM is about to load, and whether it holds what the job needs."""
+"""The checkpoint that Megatron-LM is about to load, and whether it has the head that the job needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 
 
 def checkpoint_of(args: argparse.Namespace, load_arg: str = "load") -> Path | None:
-    """Return the folder of the checkpoint that an argument names, None without one; all ranks together.
-
-    Args:
-        args: validated arguments.
-        load_arg: name of the argument.
-    """
+    """Return the folder of the checkpoint that an argument names, None without one; all ranks together."""
     if not checkpoint_exists(getattr(args, load_arg)):
         return None
     return Path(get_load_checkpoint_path_by_args(args, load_arg))
@@ -30,15 +25,12 @@ def checkpoint_of(args: argparse.Namespace, load_arg: str = "load") -> Path | No
 def head_starts_new(args: argparse.Namespace) -> Path | None:
     """Return the checkpoint of a language model that the weights below a new scalar head are loaded from.
 
-    Return None where no checkpoint is loaded, or one that has a scalar head; all ranks together.
-
-    Args:
-        args: validated arguments of a job whose objective reads a scalar head.
+    Return None if no checkpoint is loaded, or one that has a scalar head; all ranks together.
 
     Raises:
-        ArgumentError: the checkpoint has no scalar head, and is not loaded for its weights alone.
+        ArgumentError: the checkpoint has no scalar head, and more than its weights is loaded.
     """
-    # As load_checkpoint: without a checkpoint in --load, the other for its weights alone.
+    # As load_checkpoint: without a checkpoint in --load, only the weights of the other.
     load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
     source = checkpoint_of(args, load_arg)
     if source is None or on_main_rank(partial(_has_scalar_head, source)):
@@ -49,8 +41,8 @@ def head_starts_new(args: argparse.Namespace) -> Path | None:
     if load_arg == "load" and not args.finetune and source.name != RELEASE:
         raise ArgumentError(
             f"{named} holds a language model, and --prefix-tree-objective {args.prefix_tree_objective} trains a scalar "
-            "head, which starts anew: name it with --pretrained-checkpoint, or give --finetune, to load the weights "
-            "alone"
+            "head, which starts anew: name it with --pretrained-checkpoint, or add --finetune, to load only the "
+            "weights"
         )
     return source
 
@@ -58,7 +50,7 @@ def head_starts_new(args: argparse.Namespace) -> Path | None:
 def _has_scalar_head(source: Path) -> bool:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
         raise ArgumentError(
-            f"{source} is not of --ckpt-format torch_dist, which alone tells a scalar head from a vocabulary's; "
+            f"{source} is not of --ckpt-format torch_dist, the only format that shows whether a head is scalar; "
             "convert it with --ckpt-convert-format torch_dist"
         )
     return CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))

@@ -41,17 +41,16 @@ def tree_forward_step(
 
 
 def straggler_timers(*, data: bool = False) -> AbstractContextManager[Any]:
-    """Return the timers of ``--log-straggler``, which nothing starts without it.
+    """Return the timers of ``--log-straggler``, which nothing starts without it; ``data`` marks a block that fetches.
 
-    Megatron's context logs the stack of whatever ends it early: a Ctrl-C, and mistakes that end in a sentence.
-
-    Args:
-        data: whether the block only fetches data.
+    Megatron's context logs the stack of any error that ends it early, for example Ctrl-C or a mistake reported in one
+    sentence.
     """
     return StragglerDetector()(bdata=data) if get_args().log_straggler else nullcontext()
 
 
 def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) -> LossOutput:
+    """Return the loss of the stage's output, local logits ``[1, P, V / tp]`` by default."""
     found = micro_batch.readout.read(output, batch)
     loss = found.loss
     num_tokens = torch.full((), divisor_part(batch), dtype=torch.int, device=output.device)
@@ -73,16 +72,17 @@ def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) 
 
 
 def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
+    """Return whether a scalar loss is NaN or infinite."""
     return ~torch.isfinite(loss)
 
 
 def log_figures(micro_batch: StepMicroBatch) -> dict[str, tuple[float, float]]:
-    """Return the figures that the log line, TensorBoard and W&B show beside the loss: a numerator and denominator each.
+    """Return the figures that the log line, TensorBoard and W&B show with the loss: a numerator and denominator each.
 
     Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides, and averages over
     ``--log-interval``. Throughput is that of the step before, because a step's end is not known inside it; the first
-    step has none. Every micro-batch reports alike what the objective knows of a whole step. In evaluation the step has
-    no figures of its own.
+    step has none. Every micro-batch reports the objective's metrics of the full step alike. In evaluation the step has
+    no such figures.
     """
     figures, stats = dict(micro_batch.known), micro_batch.stats
     if stats is None:

@@ -21,7 +21,7 @@ from mcore_prefix_tree.settings.teachers import check_stage, parallel_of_teacher
 
 
 def objective_of(args: argparse.Namespace) -> Objective:
-    """Return the objective that validated arguments name, with what it reads before any model is built.
+    """Return the objective that validated arguments name, with its files read before any model is built.
 
     Raises:
         RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
@@ -38,16 +38,11 @@ def objective_of(args: argparse.Namespace) -> Objective:
 
 
 def hook_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
-    """Return what a job's objective needs before a step, such as its teachers, loaded; all ranks together.
+    """Return the work of a job's objective before a step, for example by its teachers, loaded; all ranks together.
 
     Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
-    stage, which alone asks it.
-
-    Args:
-        args: validated arguments.
-        job: job that asks them.
-        order: order in which steps take the samples; a teacher's ``attention_backend: auto`` looks at the first step.
-        say: function that receives which weights they have, on every rank.
+    stage, and only that one asks it. A teacher's ``attention_backend: auto`` looks at the first step of ``order``;
+    ``say`` receives which weights are loaded, on every rank.
 
     Raises:
         RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.

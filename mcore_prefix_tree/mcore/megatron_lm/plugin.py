@@ -1,7 +1,4 @@
-"""The flag in a ``pretrain_gpt.py`` with the patches of ``patches/megatron-lm``, which finds it by an entry point.
-
-The entry point ``megatron_lm.pretrain_gpt`` of this package names this module.
-"""
+"""The flag in a ``pretrain_gpt.py`` with the patches of ``patches/megatron-lm``, found by an entry point."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Megatron-LM's ``pretrain`` and its model builders, in the forms that they have had, behind one call each.
 
-Up to core_v0.17 ``pretrain`` parses the command line itself, with what ``extra_args_provider`` adds. Since core_v0.18
-its caller parses, and hands over what the arguments say as a ``PretrainConfigContainer``; a model may still come from a
+Up to core_v0.17 ``pretrain`` parses the command line itself, with the arguments of ``extra_args_provider``. Since
+core_v0.18 its caller parses, and passes the arguments as a ``PretrainConfigContainer``; a model may still come from a
 provider function instead of a ``ModelConfig``. A ``ModelConfig`` takes the layers; before there was one, builders took
 them as ``--spec``. Upstream names its functions alike for each kind of model: ``gpt_builder`` and ``hybrid_builder``,
 ``gpt_config_from_args`` and ``hybrid_config_from_args``.
@@ -45,11 +45,11 @@ def checkout() -> Path:
 
 
 def check_megatron_lm() -> None:
-    """Check that the checkout has what this package calls.
+    """Check that the checkout has the functions that this package calls.
 
     Raises:
         ArgumentError: the checkout's ``pretrain`` takes other arguments than any known form.
-        MegatronCoreError: something else that the package relies on has moved; see :func:`compat.check`.
+        MegatronCoreError: another name that the package relies on is missing; see :func:`compat.check`.
     """
     parameters = set(inspect.signature(pretrain).parameters)
     known = parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)
@@ -75,7 +75,7 @@ def run_pretrain(
         datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
         model_provider: Megatron's ``model_provider``.
         forward_step: Megatron's ``forward_step_func``.
-        args_defaults: values of arguments that the command line leaves out.
+        args_defaults: values of arguments that the command line omits.
         add_arguments: Megatron's ``extra_args_provider``, which receives ``args_defaults`` too.
     """
     parsing = _parsing(args_defaults, add_arguments)
@@ -95,14 +95,7 @@ def run_pretrain(
 
 
 def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """Join the job that the command line describes, without a model or data, to score.
-
-    Args:
-        args_defaults: values of arguments that the command line leaves out.
-
-    Returns:
-        The arguments, validated.
-    """
+    """Join the job of the command line, without a model or data, to score; return the validated arguments."""
     parsing = _parsing(args_defaults, partial(add_prefix_tree_args, scores=True))
     if _parses_first():
         from megatron.training.arguments import parse_and_validate_args
@@ -115,11 +108,7 @@ def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
-    """Return this rank's model chunks in the precision of the arguments, without gradients' buffers.
-
-    Args:
-        model_provider: Megatron's ``model_provider``.
-    """
+    """Return this rank's model chunks in the precision of the arguments, without gradients' buffers."""
     chunks: list[Any] = loop.get_model(model_provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
     return chunks
 
@@ -159,17 +148,9 @@ def build_model(
 ) -> Any:
     """Build a pipeline stage's model as the checkout's script does, from other layers.
 
-    It is a ``HybridModel`` where the arguments have a pattern of its layers, as in ``pretrain_hybrid.py``; else a
-    ``GPTModel``, as in ``pretrain_gpt.py``.
-
-    Args:
-        args: validated arguments; all that describe a model reach the checkout's own builder.
-        config: ``TransformerConfig`` of the model.
-        exchange: function from the layer, block or stack spec that the arguments select to the one to build.
-        pre_process: whether the stage has the embedding.
-        post_process: whether the stage has the output layer.
-        vp_stage: index of the model chunk within this stage, under virtual pipelining.
-        pg_collection: Megatron's process groups.
+    It is a ``HybridModel`` if the arguments have a pattern of its layers, as in ``pretrain_hybrid.py``; else a
+    ``GPTModel``, as in ``pretrain_gpt.py``. All arguments that describe a model reach the checkout's own builder;
+    ``exchange`` maps the layer, block or stack spec that they select to the one to build.
 
     Raises:
         ArgumentError: the checkout has no builder.
@@ -211,11 +192,11 @@ def _gpt_config(args: argparse.Namespace, config: Any, exchange: Callable[[Any],
 
 
 def _builder(kind: str) -> Callable[..., Any]:
-    """Return the ``gpt_builder`` or ``hybrid_builder`` that lies beside ``megatron`` in a checkout."""
+    """Return the ``gpt_builder`` or ``hybrid_builder`` that lies next to ``megatron`` in a checkout."""
     file = checkout() / f"{kind}_builders.py"
     if not file.is_file():
         raise ArgumentError(
-            f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its model: put a whole "
+            f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its model: put a complete "
             "checkout of Megatron-LM on PYTHONPATH"
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -240,11 +221,7 @@ def _importable(layers: Any) -> Iterator[tuple[str, str]]:
 
 
 def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Return the layers that the builder takes by default; it does not offer them alone.
-
-    Raises:
-        ArgumentError: the builder ignores something that its arguments ask for.
-    """
+    """Return the builder's default layers, not offered separately; reject arguments that it would ignore."""
     from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
 
     use_te = args.transformer_impl == "transformer_engine"
@@ -261,6 +238,6 @@ def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) 
     if config.qk_l2_norm and not use_te and config.num_moe_experts is None:
         raise ArgumentError(
             "--qk-l2-norm with --transformer-impl local: this Megatron-LM builds a model without experts as if it were "
-            "not given; leave it out, or use --transformer-impl transformer_engine"
+            "not set; remove it, or use --transformer-impl transformer_engine"
         )
     return stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)

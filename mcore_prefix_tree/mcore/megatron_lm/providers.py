@@ -1,4 +1,4 @@
-"""The data provider for Megatron-LM's ``pretrain``, and a script's own providers beside those of folding."""
+"""The data provider for Megatron-LM's ``pretrain``; and a script's own providers, or those of folding."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ Provider = Callable[..., Any]
 def read_order(
     args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective, *, validates: bool = False
 ) -> SampleOrder:
-    """Read the samples of the files, in the order that steps take them; report what was skipped.
+    """Read the samples of the files, in the order that steps take them; report the skipped ones.
 
     Raises:
-        SampleError: the data is bad, or a sample lacks what the objective reads or is longer than the arguments allow;
-            the message names file, line and argument. Or ranks read different samples.
-        ValueError: there are fewer samples than a step of whole groups takes.
+        SampleError: the data is bad, or a sample lacks a field that the objective reads or is longer than the arguments
+            allow; the message names file, line and argument. Or ranks read different samples.
+        ValueError: there are fewer samples than a step of complete groups takes.
     """
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
     check = None if objective.is_weighted_sum else partial(check_samples, objective)
@@ -64,15 +64,7 @@ def read_order(
 def source_of(
     args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective | None, *, names: FieldNames
 ) -> Source:
-    """Return the source of the files' samples; without an objective, each by itself.
-
-    Args:
-        args: validated arguments.
-        paths: paths of the files.
-        order: order in which steps take the samples.
-        objective: objective of the job; None reads no group, rollout or pair.
-        names: names of the files' fields.
-    """
+    """Return the source of the files' samples; without an objective it reads no group, rollout or pair."""
     recipe = read_recipe(args)
     recipe = replace(
         recipe,
@@ -183,7 +175,7 @@ class TreeDatasetsProvider:
     def _training_order(
         self, args: argparse.Namespace, folding: Folding, objective: Objective, end: int
     ) -> SampleOrder:
-        """Read the training samples, and check what can be known of their steps before the first."""
+        """Read the training samples, and check everything about their steps that is known before the first."""
         order = training_order(args, objective)
         print_rank_0(f"> {order.samples_per_epoch} samples an epoch from {args.prefix_tree_data_path}")
         self._consumed_before = consumed_before(args, order)
@@ -204,16 +196,10 @@ class TreeDatasetsProvider:
 def prefix_tree_providers(
     datasets_provider: Provider, model_provider: Provider | None, forward_step: Provider
 ) -> tuple[Provider, Provider, Provider]:
-    """Return a script's own three providers without ``--prefix-tree``, and the folding ones with it.
+    """Return a script's own three providers without ``--prefix-tree``, and the folding ones with it, for ``pretrain``.
 
-    Args:
-        datasets_provider: the script's data provider.
-        model_provider: the script's model provider; None where, since core_v0.19, a ``ModelConfig`` builds its model.
-        forward_step: the script's forward step.
-
-    Returns:
-        The three to pass to ``pretrain`` in their place. Megatron calls the data provider on every rank under the flag;
-        without it on the ranks that the script's own asks for with ``is_distributed``.
+    Megatron calls the data provider on every rank under the flag; without it on the ranks that the script's own asks
+    for with ``is_distributed``. ``model_provider`` is None if, since core_v0.19, a ``ModelConfig`` builds the model.
     """
     folded = TreeDatasetsProvider()
 

@@ -1,7 +1,6 @@
 """Check that a job which resumes has the samples that its checkpoint was trained on.
 
-Megatron's checkpoints keep the arguments of the job, whose ``args.prefix_tree_samples`` records the samples that it
-had.
+Megatron's checkpoints keep the arguments of the job; ``args.prefix_tree_samples`` records its samples.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fingerprint import CHECKSUMS, are_new_data, difference
 from mcore_prefix_tree.mcore.ranks import everyone
 
-# What has to stay for an order of samples to go on where it stopped, and how the user says it.
+# Settings that have to stay for an order of samples to continue where it stopped, with the user's names.
 _SETTINGS = {
     "seed": "--seed",
     "order": "--prefix-tree-order",
@@ -33,14 +32,10 @@ _SETTINGS = {
 def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
     """Return the number consumed before an order's first sample; all ranks together, after the checkpoint is loaded.
 
-    Records the samples in ``args``, for the checkpoints of this job.
-
-    Args:
-        args: arguments of the job; ``consumed_train_samples`` are the checkpoint's.
-        order: order of the training samples.
+    Records the samples in ``args``, for the checkpoints of this job; ``consumed_train_samples`` are the checkpoint's.
 
     Raises:
-        ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not given; or the
+        ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not set; or the
             job resumes before the first of its samples.
     """
     now = {
@@ -69,25 +64,25 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
         if consumed > args.consumed_train_samples:
             # Since core_v0.18 an argument can set an iteration back.
             raise ArgumentError(
-                f"the job goes on after {args.consumed_train_samples:,} samples, but its data began after "
-                f"{consumed:,}; leave --override-ckpt-iteration out"
+                f"the job continues after {args.consumed_train_samples:,} samples, but its data began after "
+                f"{consumed:,}; remove --override-ckpt-iteration"
             )
     args.prefix_tree_samples = now | {"consumed_before": consumed}
     return consumed
 
 
 def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the loaded checkpoint's record of its samples; every rank takes what the first one reads."""
+    """Return the loaded checkpoint's record of its samples, as the first rank reads it."""
     # Megatron reads it once more, into a copy, and says which argument it takes from there.
     with contextlib.redirect_stdout(io.StringIO()):
         found = load_args_from_checkpoint(copy.copy(args))
-    # It gives back a pair only where there is a checkpoint with arguments.
+    # It returns a pair only if there is a checkpoint with arguments.
     saved = found[1] if isinstance(found, tuple) else None
     before = getattr(saved, "prefix_tree_samples", None)
     if before is not None:
         before |= {"objective": getattr(saved, "prefix_tree_objective", "sft")}
     first: dict[str, Any] | None = everyone(before)[0]
-    if first is not None and "shuffle" in first:  # what older checkpoints have instead of an order
+    if first is not None and "shuffle" in first:  # older checkpoints have it instead of an order
         first |= {"order": "shuffled" if first["shuffle"] else "file", "step": None}
     return first
 

@@ -34,21 +34,18 @@ _REFERENCE_ARGUMENT = "prefix_tree_score_reference"
 def run_score(*, args_defaults: Mapping[str, Any]) -> None:
     """Score the data of the command line and write the scores; all ranks together.
 
-    Args:
-        args_defaults: defaults of the arguments, as in Megatron's ``pretrain``.
-
     Raises:
         ArgumentError: a checkpoint does not fit the model.
         SampleError, ScoreError, OSError: see :func:`write_scores`.
     """
     args = start(args_defaults=args_defaults)
     config_in_provider(args)
-    # The weights alone: there is no optimizer, and nothing goes on.
+    # Only the weights: there is no optimizer, and no training continues.
     args.finetune = args.no_load_optim = args.no_load_rng = True
     options, kind = read_score(args), read_objective(args).kind
-    assert options is not None, "--prefix-tree-score is what starts this"
+    assert options is not None, "only --prefix-tree-score starts this"
     names = FieldNames(given=args.prefix_tree_fields, keeps_others=True)
-    # Whatever the objective reads of a sample: it may need these very scores.
+    # The objective's fields are not checked: it may need these very scores.
     source = source_of(args, args.prefix_tree_data_path, "file", None, names=names)
     order, skipped = source.read(progress=ReadingProgress(), is_scored=options.reads_mask(kind))
     job = job_of(args, objective_of(args), lambda: order.take(0, args.global_batch_size))

@@ -47,10 +47,7 @@ def say_which_megatron_core(root: Path) -> None:
 
 
 def run(root: Path) -> None:
-    """Train with Megatron-LM's ``pretrain``, whose parsing checks the job; or print a dry run, or score.
-
-    Args:
-        root: folder of the checkout.
+    """Train with the ``pretrain`` of the checkout at ``root``, which checks the job; or print a dry run, or score.
 
     Raises:
         SystemExit: status 2, with one sentence, for a job that cannot run; 0 after a dry run.

@@ -1,10 +1,10 @@
 """A step's samples, dealt as exactly the micro-batches that Megatron's calculator says a step has.
 
-Megatron counts in ``--micro-batch-size``: a step is ``get_num_microbatches()`` micro-batches a rank, and when it is
+Megatron counts in ``--micro-batch-size``: a step is ``get_num_microbatches()`` micro-batches per rank, and when it is
 done ``get_num_microbatches() * micro_batch_size * data_parallel_size`` samples count as consumed, for the learning
 rate, the logs, the checkpoints and a batch-size ramp-up. So that all of this stays exact and nothing of Megatron has
 to change, a step takes that many logical samples and folds them into that many micro-batches: ``--micro-batch-size``
-says how many samples are folded into one on average, and the plan decides which. The other ways were worse: changing
+sets how many samples are folded into one on average, and the plan decides which. The other ways were worse: changing
 the calculator between steps trips an assertion in ``train()`` and every count after it, and ``train()`` takes its
 schedule function from megatron-core by name, so that there is no seam to wrap it at.
 
@@ -33,13 +33,7 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """Size of a step, and the number of its micro-batches.
-
-    Attributes:
-        micro_batches: number of micro-batches on each data-parallel rank.
-        micro_batch_size: Megatron's, the average number of logical samples in each.
-        dp_size: number of data-parallel ranks.
-    """
+    """Size of a step: micro-batches per data-parallel rank, and Megatron's average number of samples in each."""
 
     micro_batches: int
     micro_batch_size: int
@@ -53,15 +47,10 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """Figures that a step adds to Megatron's log line.
+    """Figures that a step adds to Megatron's log line: tokens of all ranks, physical ones without padding.
 
-    Attributes:
-        logical_tokens: number of logical tokens of all ranks.
-        physical_tokens: number of physical tokens of all ranks, without padding.
-        seconds_before: seconds of the training step before, from its first micro-batch to this one's, without
-            evaluation and checkpoints; 0 at the first.
-        logical_before: number of logical tokens of that step.
-        physical_before: number of physical tokens of that step.
+    ``*_before`` are those of the training step before; its ``seconds_before`` reach from its first micro-batch to this
+    one's, without evaluation and checkpoints, and are 0 at the first.
     """
 
     logical_tokens: int
@@ -124,25 +113,14 @@ def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, obje
 
 
 class DealtStep:
-    """A step's micro-batches of this rank, which wait on the host; a second model adds its part to them first.
-
-    Args:
-        batches: folded micro-batches.
-        job: job of the step.
-        chunks: model chunks of this rank, each of which takes every micro-batch once.
-    """
+    """A step's micro-batches of this rank, which wait on the host; a second model adds its part to them first."""
 
     def __init__(self, batches: Sequence[MicroBatch], job: Job, *, chunks: int) -> None:
         self._batches, self._job, self._chunks = batches, job, chunks
         self._waiting: list[WaitingMicroBatch] = []
 
     def take(self, index: int, model: Any) -> MicroBatch:
-        """Return a micro-batch on the device, to one model chunk after the other.
-
-        Args:
-            index: index of the micro-batch.
-            model: model chunk that takes it.
-        """
+        """Return a micro-batch on the device, to one model chunk after the other."""
         device = self._job.folding.device
         if not self._waiting:
             taught = self._job.hook.before_step(self._batches, partial(self._forward, model))
@@ -162,14 +140,8 @@ class StepDealer:
     """Deals the micro-batches of one step after another.
 
     Every rank of a replica computes the same plan from the same samples. Under virtual pipelining the model chunks of
-    a rank share a dealer, and a micro-batch on the device.
-
-    Args:
-        order: order in which steps take the samples.
-        job: job of the steps.
-        chunks: model chunks of this rank.
-        num_workers: number of processes that read streamed samples ahead.
-        clock: function that returns the seconds of training so far; None in evaluation, which is not measured.
+    a rank share a dealer, and a micro-batch on the device. ``num_workers`` processes read streamed samples ahead;
+    ``clock`` returns the seconds of training so far, None in evaluation, which is not measured.
     """
 
     def __init__(
@@ -191,11 +163,7 @@ class StepDealer:
         self._known: Mapping[str, tuple[float, float]] = {}
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
-        """Return micro-batch ``index`` of this rank, of the step that follows the first ``consumed`` samples.
-
-        Raises:
-            ArgumentError: see :func:`check_fits`.
-        """
+        """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
         if consumed != self._begun:
             self._begin(consumed, size)
         assert self._step is not None, "it has begun"
@@ -234,10 +202,7 @@ class StepDealer:
 class StepIterator(Iterator[StepMicroBatch]):
     """Endless iterator for Megatron's ``--dataloader-type external``: this rank's micro-batches, step after step.
 
-    Args:
-        dealer: dealer that the model chunks of the rank share.
-        consumed: number of samples before the first step.
-        size: function that returns the size of the step that begins, called at its first micro-batch.
+    The model chunks of the rank share ``dealer``; ``size`` is called at the first micro-batch of each step.
     """
 
     def __init__(self, dealer: StepDealer, *, consumed: int, size: Callable[[], StepSize]) -> None:
@@ -268,13 +233,7 @@ def checked_steps(
 
     These are the steps from ``consumed`` samples to ``end``. A longer job is checked for its first
     :data:`CHECKED_SAMPLES`, or for its first epoch if that is more; streamed samples, which are read and encoded for
-    this, for the first epoch.
-
-    Args:
-        order: order in which steps take the samples.
-        size_at: function that returns the size of the step that begins after so many samples.
-        consumed: number of samples before the first step.
-        end: number of samples after which no step begins.
+    this, for the first epoch. ``size_at`` returns the size of the step that begins after so many samples.
     """
     checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
     start, end = consumed, min(end, consumed + checked)
@@ -293,15 +252,6 @@ def check_steps(
     consumed: int,
     end: int,
 ) -> None:
-    """Check that the steps of :func:`checked_steps` fit their micro-batches.
-
-    Args:
-        order, size_at, consumed, end: as there.
-        folding: folding of the job.
-        objective: objective of the job, which keeps some samples in one micro-batch.
-
-    Raises:
-        ArgumentError: see :func:`check_fits`.
-    """
+    """Check that the steps of :func:`checked_steps` fit their micro-batches; raise as :func:`check_fits` does."""
     for size, samples in checked_steps(order, size_at, consumed=consumed, end=end):
         check_fits(samples, size, folding, objective)

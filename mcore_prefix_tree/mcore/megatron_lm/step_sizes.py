@@ -38,7 +38,7 @@ def current_size(args: argparse.Namespace) -> StepSize:
 
 
 def size_at(args: argparse.Namespace, consumed: int) -> StepSize:
-    """Move the calculator to where so many samples are consumed, and return the size of the step that begins there.
+    """Move the calculator to so many consumed samples, and return the size of the step that begins there.
 
     Raises:
         AssertionError: Megatron's, for a size that ranks and micro-batches do not divide.
@@ -57,7 +57,7 @@ def size_at(args: argparse.Namespace, consumed: int) -> StepSize:
 
 
 def evaluation_size(args: argparse.Namespace) -> StepSize:
-    """Return the size that Megatron evaluates with: a step's, which since core_v0.18 has arguments of its own."""
+    """Return the size that Megatron evaluates with: a step's, or since core_v0.18 that of separate arguments."""
     micro_batch_size = getattr(args, "eval_micro_batch_size", args.micro_batch_size)
     samples = getattr(args, "eval_global_batch_size", args.global_batch_size)
     return StepSize(
@@ -68,11 +68,7 @@ def evaluation_size(args: argparse.Namespace) -> StepSize:
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """Check the size of every step of the job, and of evaluation; the calculator is at its first step.
-
-    Raises:
-        AssertionError, ArgumentError: see :func:`size_at`.
-    """
+    """Check the sizes of all steps and of evaluation, as :func:`size_at` does; the calculator is at the first step."""
     if args.prefix_tree_valid_data_path and args.eval_iters:
         _check_interleaved(args, evaluation_size(args))
     size_at(args, 0)

@@ -11,10 +11,7 @@ def vocab_size_of(args: argparse.Namespace) -> int | None:
     """Return the number of tokens of the model's vocabulary; rows of the embedding from this id on are padding.
 
     Megatron-LM's tokenizer knows it: ``--vocab-size`` may lack the end-of-document token, and most tokenizers ignore
-    it. A dry run builds no tokenizer; where its arguments do not give the size, this is ``--padded-vocab-size``.
-
-    Args:
-        args: validated arguments; but in a dry run, after Megatron-LM has built its tokenizer.
+    it. A dry run builds no tokenizer; if its arguments do not set the size, this is ``--padded-vocab-size``.
     """
     padded: int | None = args.padded_vocab_size
     known: int | None = getattr(args, "prefix_tree_vocab_size", None)

@@ -46,8 +46,8 @@ from mcore_prefix_tree.settings.hf_folder import LM_HEAD, SCORE, HuggingFaceFold
 from mcore_prefix_tree.utils.versions import install_command, requirements_of, version_of
 
 _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine"
-# What providers ask for and a recipe does not, unless model.transformer says so: kernels of other packages, losses and
-# updates that balance experts, and multi-token prediction, which folding cannot do.
+# Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
+# and updates that balance experts, and multi-token prediction, which folding cannot do.
 OFF: dict[str, Any] = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
@@ -89,11 +89,7 @@ _BUFFER = "rotary_emb.inv_freq"
 
 
 def auto_bridge() -> Any:
-    """Return ``megatron.bridge.AutoBridge``.
-
-    Raises:
-        RecipeError: Megatron-Bridge cannot be imported; the message says how to install it.
-    """
+    """Return ``megatron.bridge.AutoBridge``; the RecipeError without Megatron-Bridge says how to install it."""
     if sys.version_info < (3, 12):
         raise RecipeError(f"{_NEEDS}; this is Python {sys.version_info[0]}.{sys.version_info[1]}")
     # It logs a traceback for every optional package that is missing.
@@ -133,11 +129,7 @@ def transformers_of_bridge() -> Requirement | None:
 
 
 def bridge_of(path: str) -> Any:
-    """Return Megatron-Bridge's bridge of a folder; weights are read when they are converted.
-
-    Raises:
-        RecipeError: Megatron-Bridge does not know the architecture, or cannot be imported.
-    """
+    """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
     kind = auto_bridge()
     try:
         architecture = HuggingFaceFolder.read(path).architecture
@@ -158,14 +150,10 @@ def _cannot_build(path: str, error: Exception) -> RecipeError:
 def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
     """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
 
-    Args:
-        model: model of the recipe.
-        parallel: parallel layout of the recipe.
-        on_gpu: whether the model is trained on a GPU.
-        only_stock: whether to reject architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
+    ``only_stock`` rejects architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
 
     Raises:
-        RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has layers of its own for it;
+        RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has its own layers for it;
             or the parallel layout does not fit.
     """
     assert model.hf is not None
@@ -176,7 +164,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, o
         raise _cannot_build(model.hf, error) from error
     if only_stock and not _is_stock(provider):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which only "
+            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, which only "
             "`mcore-prefix-tree train --hf` builds"
         )
     if model.lora is not None:
@@ -223,7 +211,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, o
 
 
 def _is_stock(provider: Any) -> bool:
-    """Return whether Megatron-Bridge builds a model from Megatron-Core's layers alone."""
+    """Return whether Megatron-Bridge builds a model only from Megatron-Core's layers."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 
     spec = provider.transformer_layer_spec
@@ -241,13 +229,13 @@ def _check_lora(model: ModelConfig, lora: LoraConfig, provider: Any, *, tensor_p
         )
     if not _is_stock(provider) or isinstance(provider, MLATransformerConfig):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, which get no adapters "
-            "here; leave model.lora out"
+            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, which get no adapters "
+            "here; remove model.lora"
         )
 
 
 def _check_stock(model: ModelConfig, provider: Any) -> None:
-    """Reject local layers where Megatron-Bridge composes layers other than Megatron-Core's."""
+    """Reject local layers if Megatron-Bridge composes layers other than Megatron-Core's."""
     if provider.num_moe_experts and provider.add_bias_linear:
         raise RecipeError(
             f"model.hf={model.hf}: megatron-core's own experts cannot be trained with biases; set "
@@ -255,18 +243,13 @@ def _check_stock(model: ModelConfig, provider: Any) -> None:
         )
     if not _is_stock(provider):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has layers of its own for this architecture, of TransformerEngine; "
+            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, of TransformerEngine; "
             "set model.transformer_impl=transformer_engine"
         )
 
 
 def described(model: ModelConfig, provider: Any) -> ModelConfig:
-    """Return a recipe's model with the architecture of its folder, as if the recipe had set it.
-
-    Args:
-        model: model of the recipe.
-        provider: provider that :func:`provider_of` returned.
-    """
+    """Return a recipe's model with the architecture of the folder's provider, as if the recipe had set it."""
     if model.hf is None:
         return model
     sizes = {key: getattr(provider, name) for key, name in _NAMES.items()}
@@ -292,10 +275,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
 def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
     """Return one chunk of a provider's model, with new weights.
 
-    Args:
-        provider: provider that :func:`provider_of` returned.
-        scalar_head: whether the chunk's output layer will be exchanged for a scalar head.
-        ends: ``pre_process``, ``post_process`` and ``vp_stage``.
+    ``ends`` are ``pre_process``, ``post_process`` and ``vp_stage``; ``scalar_head`` unties the output layer.
     """
     if scalar_head:
         provider.share_embeddings_and_output_weights = False
@@ -325,14 +305,7 @@ def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
 def without_scalar_head(
     chunks: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
-    """Take a model's scalar head away while Megatron-Bridge, which knows none, converts the other weights.
-
-    Args:
-        chunks: model chunks of this rank, in any wrappers.
-
-    Returns:
-        The models inside the wrappers, and the head; None on a stage without one.
-    """
+    """Take a scalar head away while Megatron-Bridge, which knows none, converts the rest; yield models and head."""
     models: list[Any] = unwrap_model(list(chunks))
     with_head = [one for one in models if isinstance(getattr(one, "output_layer", None), ScalarHead)]
     heads = [one.output_layer for one in with_head]
@@ -404,11 +377,9 @@ def _beyond(folder: HuggingFaceFolder) -> set[str]:
 
 
 def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
-    """Return whether training leaves a weight alone: a table of rotary embeddings, or a layer behind the model's last.
-
-    Multi-token prediction has such layers, which are not built.
-    """
+    """Return whether training does not change a weight: a rotary table, or a layer behind the model's last."""
     found = _LAYER.match(name)
+    # Multi-token prediction has layers behind the last, which are not built.
     return _BUFFER in name or (found is not None and int(found[1]) >= folder.config["num_hidden_layers"])
 
 

@@ -11,13 +11,7 @@ from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 
 
 def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return a provider's layer spec, tree-capable; the norms behind its linear layers have the model's epsilon.
-
-    Args:
-        given: the provider's own spec, or a function of its configuration and, if it takes one, ``vp_stage``.
-        config: the provider.
-        vp_stage: virtual pipeline stage, None without any.
-    """
+    """Return a provider's layer spec, tree-capable; the norms behind its linear layers have the model's epsilon."""
     compat.check(compat.TRANSFORMER_ENGINE)
     from megatron.bridge.models.common.te_layers import TERowParallelLinearLayerNorm as Given
 
@@ -26,10 +20,7 @@ def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
 
 @cache
 def _with_epsilon(base: Any) -> type:
-    """Return Megatron-Bridge's linear layer with a norm behind it (Gemma), with the model's epsilon instead of 1e-5.
-
-    It keeps its name: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
-    """
+    """Return Megatron-Bridge's linear layer with a norm behind it (Gemma), with the model's epsilon instead of 1e-5."""
 
     def __init__(self: Any, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -37,4 +28,5 @@ def _with_epsilon(base: Any) -> type:
         base.__init__(self, input_size, output_size, config=config, **options)
         self.post_layernorm = TENorm(config, output_size, eps=config.layernorm_epsilon)
 
+    # The name stays: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
     return type(base.__name__, (base,), {"__init__": __init__, "__doc__": base.__doc__, "__module__": __name__})

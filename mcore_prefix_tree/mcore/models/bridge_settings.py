@@ -14,9 +14,9 @@ from mcore_prefix_tree.mcore.seam.core_attention import window_of
 from mcore_prefix_tree.settings import RecipeError
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
-# What Megatron-Core has in its source for the rotary embeddings of Llama 3.1.
+# Constants in Megatron-Core's source for the rotary embeddings of Llama 3.1.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What Megatron-Bridge has in its source for those of gpt-oss.
+# Constants in Megatron-Bridge's source for those of gpt-oss.
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -25,11 +25,11 @@ _GPT_OSS_YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-# What transformers takes where a configuration leaves it out, and Megatron-Core has no value for.
+# Defaults of transformers for keys that a configuration lacks, and Megatron-Core has no value for.
 _YARN = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
-# Architectures that turn a share of the channels; transformers 5 keeps it where Megatron-Bridge does not look.
+# Architectures that turn a share of the channels; transformers 5 keeps it in a place that Megatron-Bridge skips.
 _PARTLY_ROTARY = ("glm4_moe", "minimax_m2")
-# Settings, by model_type, that the layers have one value for, and what it is.
+# Settings, by model_type, that the layers have one value for, with that value.
 _FIXED: dict[str, dict[str, Any]] = {
     # Scores of experts are normalised, rotary channels interleaved; transformers' latent norms have this epsilon.
     "deepseek_v3": {"norm_topk_prob": True, "rope_interleave": True, "rms_norm_eps": 1e-6},
@@ -46,16 +46,11 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 def settings_of_folder(path: str, provider: Any, *, tensor_parallel: int) -> dict[str, Any]:
-    """Return the fields of a provider that its folder decides and Megatron-Bridge left out.
-
-    Args:
-        path: path of the folder.
-        provider: provider that Megatron-Bridge made from the folder.
-        tensor_parallel: number of ranks that share a layer.
+    """Return the fields of a provider that its folder decides and Megatron-Bridge left unset.
 
     Raises:
         RecipeError: the configuration has a setting that the provider's layers would pass over; the message names it.
-            Or the layers cannot be shared.
+            Or ``tensor_parallel`` ranks cannot share the layers.
     """
     config = HuggingFaceFolder.read(path).config
     if tensor_parallel > 1 and config.get("model_type") == "olmoe":
@@ -105,7 +100,7 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
     each = [rope]
     if any(isinstance(value, Mapping) for value in rope.values()):  # for each kind of layer
         each = list(rope.values())
-        # Gemma's layers without a window have a factor of their own.
+        # Gemma's layers without a window have a separate factor.
         factor = getattr(provider, "rope_scaling_factor", None)
         supported["linear"] = lambda one: one is rope.get("full_attention") and one.get("factor") == factor
     for one in each:
@@ -126,7 +121,7 @@ def _check_fixed(path: str, config: Mapping[str, Any]) -> None:
         if given.get(name, value) != value:
             raise RecipeError(
                 f"model.hf={path}: config.json has {name}={given[name]}, and Megatron-Core's layers of this "
-                f"architecture would not compute what transformers does unless it is {value}"
+                f"architecture would compute other values than transformers unless it is {value}"
             )
 
 

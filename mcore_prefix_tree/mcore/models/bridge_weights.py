@@ -26,13 +26,9 @@ def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
 
     Every rank checks all weights. While they load, only the first of tensor-parallel ranks would notice.
 
-    Args:
-        folder: folder whose files' headers have the shapes.
-        config: transformers' configuration of the model.
-
     Raises:
         RecipeError: a weight has another shape; the message names it. Weights that transformers keeps under other
-            names, such as those of experts, are not checked.
+            names, for example those of experts, are not checked.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -52,10 +48,6 @@ def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
 class KeepsFailure:
     """Source of weights for Megatron-Bridge that gives NaN for a weight it cannot read.
 
-    Args:
-        folder: folder of the weights.
-        source: Megatron-Bridge's source, which reads the weights.
-
     Attributes:
         failure: first file of this rank that cannot be read, and the reason; None if all can.
     """
@@ -71,7 +63,7 @@ class KeepsFailure:
         """Return weights by name, on the CPU, of the types and shapes that their files' headers have."""
         try:
             return cast("dict[str, torch.Tensor]", self._source.load_tensors(names))
-        except Exception as error:  # safetensors has an exception of its own for damage
+        except Exception as error:  # safetensors has its own exception for damage
             file = self._folder.path / self._folder.files[names[0]]
             self.failure = self.failure or f"{file} cannot be read: {error}"
             shapes, dtypes = self._folder.shapes, self._folder.dtypes

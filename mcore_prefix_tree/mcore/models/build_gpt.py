@@ -90,19 +90,14 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """Return this rank's model chunks, tree-capable, without gradient buffers: one, or one per virtual pipeline stage.
 
-    Args:
-        model: model to build.
-        config: configuration of the model; its parallel degrees are those of ``parallel_state``.
-        vocab_size: number of tokens of the vocabulary.
-        padded_vocab_size: number of rows of the embedding; None means no padding.
-        device: device of the weights.
-        scalar_head: whether the model ends in a scalar head instead of a vocabulary.
-        fused_head: whether the output layer can score a chunk of logits at a time.
-        groups: process groups of the model's ranks, where they are not those of ``parallel_state``. With one pipeline
-            stage in ``config`` a rank has all layers.
+    Each is a ``GPTModel``, inside ``Float16Module`` in half precision.
 
-    Returns:
-        ``GPTModel``\\ s, inside ``Float16Module`` in half precision.
+    Args:
+        config: configuration of the model; its parallel degrees are those of ``parallel_state``.
+        padded_vocab_size: number of rows of the embedding; None means no padding.
+        fused_head: whether the output layer can score a chunk of logits at a time.
+        groups: process groups of the model's ranks, if they are not those of ``parallel_state``. With one pipeline
+            stage in ``config`` a rank has all layers.
 
     Raises:
         NotImplementedError: see :func:`check_model`.
@@ -145,7 +140,7 @@ def build_chunks(
                 with_edge_head(chunk)
         if model.lora is not None:
             with_lora(chunk, model.lora)
-        # Torch's norms start in the default dtype, whatever params_dtype says.
+        # Torch's norms start in the default dtype, not in params_dtype.
         chunk = chunk.to(device=device, dtype=config.params_dtype)
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
         _keep_biases_of_experts(chunk)
@@ -179,7 +174,7 @@ def size_of(model: ModelConfig, *, scalar_head: bool) -> str:
 
 
 def _check_fits(model: ModelConfig, config: TransformerConfig, device: torch.device, *, scalar_head: bool) -> None:
-    """Reject weights alone that are larger than what is free: a host that overcommits would kill the process later."""
+    """Reject weights that exceed the free memory by themselves: a host that overcommits would kill the process."""
     parts = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
     needed = _weights(model, scalar_head=scalar_head) * config.params_dtype.itemsize // parts
     free = available_bytes(device)

@@ -20,11 +20,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"float64": torch.float64, "float32": torch.f
 
 
 def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the fields that precision, parallel layout and folding decide.
-
-    Raises:
-        RecipeError: TransformerEngine has no layers of this precision.
-    """
+    """Return the fields of precision, layout and folding; raise RecipeError if TransformerEngine has no such layers."""
     dtype = DTYPES[model.dtype]
     if dtype is torch.float64 and model.transformer_impl == "transformer_engine":
         raise RecipeError("model.dtype=float64: TransformerEngine has no such layers; set model.transformer_impl=local")
@@ -50,7 +46,7 @@ def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: boo
 
 
 def defaults_of_run(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the fields that ``model.transformer`` may set, where Megatron's defaults do not suit folding."""
+    """Return the fields that ``model.transformer`` may set, if Megatron's defaults do not suit folding."""
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     return {
         "hidden_dropout": 0.0,
@@ -65,7 +61,7 @@ def defaults_of_run(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def typed_settings(model: ModelConfig, kind: type) -> dict[str, Any]:
-    """Return ``model.transformer`` in the types that Megatron declares for the fields of a configuration class.
+    """Return ``model.transformer`` in the types that Megatron declares for a configuration class.
 
     Raises:
         RecipeError: the class lacks a field, or a value has another type.
@@ -82,24 +78,17 @@ def check_not_decided(model: ModelConfig, fixed: Container[str]) -> None:
     """Reject a key of ``model.transformer`` among the fields that a run sets itself."""
     taken = sorted(name for name in model.transformer if name in fixed)
     if taken:
-        raise RecipeError(
-            f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; leave it out"
-        )
+        raise RecipeError(f"model.transformer.{taken[0]}: other keys of the recipe, or folding, decide this; remove it")
 
 
 def check_experts(count: int | None, parallel: ParallelConfig) -> None:
-    """Reject a layout in which ranks cannot share a model's experts.
-
-    Args:
-        count: number of experts in a layer, None without any.
-        parallel: parallel layout.
-    """
+    """Reject a layout in which ranks cannot share a layer's ``count`` experts, None without any."""
     ranks = parallel.expert_model_parallel_size
     if ranks == 1:
         return
     if count is None:
         raise RecipeError(
-            f"parallel.expert_model_parallel_size={ranks}, but the model has no experts to share; leave it out"
+            f"parallel.expert_model_parallel_size={ranks}, but the model has no experts to share; remove it"
         )
     if count % ranks:
         raise RecipeError(
@@ -107,13 +96,13 @@ def check_experts(count: int | None, parallel: ParallelConfig) -> None:
         )
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         raise RecipeError(
-            f"parallel.expert_model_parallel_size={ranks} beside tensor parallelism needs sequence parallelism, or "
+            f"parallel.expert_model_parallel_size={ranks} with tensor parallelism needs sequence parallelism, or "
             "each rank would send the same tokens to the experts; set parallel.sequence_parallel=true"
         )
 
 
 def check_latent_layers(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> None:
-    """Reject multi-latent attention where Megatron-Core's own layers cannot compute it."""
+    """Reject multi-latent attention if Megatron-Core's own layers cannot compute it."""
     if on_gpu and model.transformer_impl == "local":
         raise RecipeError(
             "model.transformer.multi_latent_attention needs model.transformer_impl=transformer_engine on a GPU: "
@@ -141,12 +130,7 @@ def check_transformer_engine() -> None:
 
 
 def local_layers(config: Any, vp_stage: int | None = None) -> Any:
-    """Return megatron-core's own layers of a model, tree-capable.
-
-    Args:
-        config: ``TransformerConfig``.
-        vp_stage: index of the model chunk within this stage, under virtual pipelining.
-    """
+    """Return megatron-core's own layers of a model chunk, ``vp_stage`` within its stage, tree-capable."""
     block = stock_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     if config.use_cpu_initialization:
         # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
@@ -155,16 +139,12 @@ def local_layers(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """Return a value of ``model.transformer`` in the type that Megatron declares for its field.
-
-    Raises:
-        RecipeError: the value has another type.
-    """
+    """Return a value of ``model.transformer`` in its field's declared type; raise RecipeError for another type."""
     if isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
         return hint[value]
     text = json.dumps(value)
     try:
-        # JSON, because a recipe's list may be a tuple; strict, because Megatron uses what it is given without a look.
+        # JSON, because a recipe's list may be a tuple; strict, because Megatron does not check its values.
         typed = TypeAdapter(
             hint, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, strict=True)
         ).validate_json(text)

@@ -1,7 +1,7 @@
 """Low-rank adapters on the layers of a Hugging Face folder, by Megatron-Bridge's ``CanonicalLoRA``.
 
-It wraps the linear layers of a model. Queries, keys and values, and the two halves of a gated MLP, each have adapters
-of their own, as in PEFT. This file gives it adapters on some of them alone, and reads them from PEFT's format.
+It wraps the linear layers of a model. Queries, keys and values, and the two halves of a gated MLP, each have separate
+adapters, as in PEFT. This file limits them to the chosen layers, and reads them from PEFT's format.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ _TARGETS = {
 
 
 def with_lora(chunk: Any, lora: LoraConfig) -> Any:
-    """Freeze a model chunk in place, and give its linear layers adapters that change nothing yet.
-
-    Args:
-        chunk: ``GPTModel`` of a folder.
-        lora: rank, scale and layers.
-    """
+    """Freeze a ``GPTModel`` chunk in place, and give its linear layers adapters that change nothing yet."""
     adapted = bridge_lora(lora)(chunk)
     if chunk.pre_process:
         # Recomputation gives no gradients to parameters behind inputs that have none.
@@ -71,7 +66,7 @@ def _lora_class() -> Any:
             raise NotImplementedError
 
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """Return the output with what the adapters add, and the bias."""
+            """Return the output ``[s, b, out]`` for ``x`` ``[s, b, in]``, with the adapters' part, and the bias."""
             output, bias, normed = self.base_linear_forward(x, *args, **kwargs)
             normed = normed.contiguous()
             added = []
@@ -126,11 +121,7 @@ def _to_wrapped(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 def load_start(model: ModelConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill a model with the weights of its folder and of its adapter, if it names one; all ranks together.
-
-    Raises:
-        RecipeError: see :func:`load_folder`.
-    """
+    """Fill a model with its folder's weights and its adapter's, if it names one; all ranks, as :func:`load_folder`."""
     assert model.hf is not None
     load_folder(model.hf, chunks)
     if model.adapter is not None:
@@ -138,11 +129,7 @@ def load_start(model: ModelConfig, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def load_frozen(model: ModelConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill a model with the weights that a checkpoint of its adapter does not have; all ranks together.
-
-    Raises:
-        RecipeError: see :func:`load_folder`.
-    """
+    """Fill a model with the weights that its adapter's checkpoint lacks; all ranks together, as :func:`load_folder`."""
     if model.lora is not None:
         assert model.hf is not None, "the recipe checks it"
         load_folder(model.hf, chunks)

@@ -1,4 +1,4 @@
-"""The readout of a distillation across tokenizers: the loss of chunks, and the cross-entropy where it is part of it.
+"""The readout of a distillation across tokenizers: the loss of chunks, and the cross-entropy if it is part of it.
 
 Legend: R rows (predictors of scored tokens), E scored tokens, h hidden size, Vl columns of the vocabulary on this rank,
 C chunks.
@@ -25,11 +25,9 @@ class ChunkLesson:
     """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
 
     Attributes:
-        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty where the
-            samples bring the teacher's rows.
+        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty if the samples
+            bring the teacher's rows.
         mix: factor on the logits of each of them.
-        terms: loss of chunks.
-        vocabularies: vocabularies of the student and the teacher.
         number: index of the teacher among the objective's.
         factor: factor on the weighted sum of the terms.
     """
@@ -46,13 +44,13 @@ class ChunkLesson:
 class ChunkLosses(VocabularyReadout[LossOutput]):
     """The losses of chunks, which make both models' logits a block of chunks at a time.
 
-    Attributes:
-        objective: objective of the step; the micro-batches have its rows, and the teachers' lessons as ``hook_data``.
+    The micro-batches have the objective's rows, and the teachers' lessons as ``hook_data``.
     """
 
     objective: BoundCrossTokenizer
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        """Return gradient, then values ``[N, 1]``, from ``hidden`` ``[R, h]`` and ``weight`` ``[Vl, h]``."""
         lessons: tuple[ChunkLesson, ...] = batch.hook_data
         assert lessons, "the teachers are asked before the student"
         rows, values = chunk_rows(batch), []
@@ -79,6 +77,7 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
         return with_gradient(gradient, *values)
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        """Return the loss of the packed ``[N, 1]``."""
         gradient, values = gradient_and_values(packed)
         rows, lessons = chunk_rows(batch), [(lesson.number, lesson.factor) for lesson in batch.hook_data]
         sizes = [len(rows.taught[number].weight) for number, _ in lessons]
@@ -94,6 +93,7 @@ def _logits(lesson: ChunkLesson, taught: TaughtChunks) -> TeacherLogits:
     each = [teacher_logits(one.hidden, one.weight, one.head, taught.blocks) for one in lesson.taught_by]
 
     def logits(rows: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the teachers' logits, ``[rows, Vl]``, at ``rows`` int64 ``[rows]``."""
         first, *others = (share * of(rows) for share, of in zip(lesson.mix, each, strict=True))
         return sum(others, start=first)
 

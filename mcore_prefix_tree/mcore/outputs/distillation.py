@@ -1,4 +1,4 @@
-"""Readouts of a distillation by whole vocabularies: the teacher's hidden states, and the student's divergence.
+"""Readouts of a distillation by full vocabularies: the teacher's hidden states, and the student's divergence.
 
 Legend: R rows (predictors with a row of the teacher's), h hidden size, Vl columns of the vocabulary on this rank.
 """
@@ -36,29 +36,32 @@ class Hidden(VocabularyReadout[torch.Tensor]):
     """The last hidden states of the predictors, ``[R, h]``."""
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        """Return ``hidden`` ``[R, h]``; ``weight`` is ``[Vl, h]``."""
         return hidden
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return the packed hidden states ``[R, h]``."""
         return packed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceLoss(VocabularyReadout[LossOutput]):
-    """The divergence of whole vocabularies from a teacher's, which makes both models' logits a few rows at a time.
+    """The divergence from a teacher over full vocabularies, which makes both models' logits a few rows at a time.
 
-    Attributes:
-        objective: objective of the step; the micro-batches have its rows, and the teacher's hidden states as
-            ``hook_data``.
+    The micro-batches have the objective's rows, and the teacher's hidden states as ``hook_data``.
     """
 
     objective: Distillation
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        """Return ``[1 + R, 1]``, gradient and divergences, from ``hidden`` ``[R, h]`` and ``weight`` ``[Vl, h]``."""
         taught, rows = batch.hook_data, _rows(batch)
         assert isinstance(taught, TeacherHidden), "the teacher is asked before the student"
         teacher = Chunks(taught.hidden, taught.weight, replace(taught.head, head_chunk_rows=ROWS))
 
         def loss(chunk: slice, logits: torch.Tensor) -> torch.Tensor:
+            """Return the divergences of a chunk's rows from logits ``[rows, Vl]``."""
+
             def of_teacher(block: slice) -> torch.Tensor:
                 return teacher.logits(slice(chunk.start + block.start, chunk.start + block.stop))
 
@@ -67,6 +70,7 @@ class DivergenceLoss(VocabularyReadout[LossOutput]):
         return with_gradient(*head_logit_losses(hidden, weight, head, loss=loss))
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        """Return the loss of the packed ``[1 + R, 1]``."""
         gradient, of_row = gradient_and_values(packed)
         value = self.objective.weighed(of_row, _rows(batch))
         return replace(value, loss=value.loss + gradient)

@@ -17,17 +17,15 @@ from mcore_prefix_tree.objectives import LossOutput, TokenObjective
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeLoss(VocabularyReadout[LossOutput]):
-    """An objective's loss on the log-probabilities, and on the entropies where it reads them.
-
-    Attributes:
-        objective: objective of the step; the micro-batches have its rows.
-    """
+    """An objective's loss on the log-probabilities, and on entropies if it reads them; micro-batches have its rows."""
 
     objective: TokenObjective
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        """Return ``[N, 1]``, gradient and values, from ``hidden`` ``[R, h]`` and ``weight`` ``[V / tp, h]``."""
 
         def loss(per_edge: torch.Tensor, per_row: torch.Tensor | None) -> torch.Tensor:
+            """Return the loss of ``per_edge`` ``[E]`` and ``per_row`` ``[R]``."""
             return self.objective.loss(*_placed(batch.edges, per_edge, per_row), batch.rows).loss
 
         gradient, per_edge, per_row = head_edge_loss(
@@ -41,13 +39,15 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
         return with_gradient(gradient, *(part for part in _placed(batch.edges, per_edge, per_row) if part is not None))
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        """Return the loss of the packed ``[N, 1]``."""
         gradient, values = gradient_and_values(packed)
         scores, entropy = values.chunk(2) if self.objective.watches_entropy else (values, None)
         value = self.objective.loss(scores, entropy, batch.rows)
         return replace(value, loss=value.loss + gradient)
 
     def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
-        # Where the entropies are read, backward cannot overwrite the logits.
+        """Return the loss of local logits ``[P, V / tp]``."""
+        # If the entropies are read, backward cannot overwrite the logits.
         watches = self.objective.watches_entropy
         scores, entropy = edge_logprobs(
             logits, batch.edges, with_entropy=watches, in_place=not watches, **split_logits(logits, batch)

@@ -51,17 +51,20 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
     entropy: bool = False
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        """Return ``[P, 1]``, with entropies ``[P, 2]``, from ``hidden`` ``[R, h]`` and ``weight`` ``[V / tp, h]``."""
         logprob, entropy = head_logprobs(hidden, weight, head, with_entropy=self.entropy)
         return torch.stack([logprob] if entropy is None else [logprob, entropy], dim=1)
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the log-probabilities ``[P]`` and entropies ``[P]`` of the packed ``[P, 1]`` or ``[P, 2]``."""
         return packed[:, 0], packed[:, 1] if self.entropy else None
 
     def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities and entropies ``[P]`` of local logits ``[P, V / tp]``."""
         return edge_logprobs(logits, batch.edges, with_entropy=self.entropy, **split_logits(logits, batch))
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> tuple[FloatArray, FloatArray | None]:
-        """Read both onto the host; the entropies too stand at the tokens that are predicted."""
+        """Read both onto the host, ``[P]`` each; the entropies also stand at the predicted tokens."""
         logprob, entropy = self.read(output, batch)
         if entropy is not None:
             entropy = batch.edges.at_tokens(entropy[batch.edges.predictor])

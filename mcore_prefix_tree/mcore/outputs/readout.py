@@ -28,11 +28,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleScores(ABC):
-    """Scores of one sample; entry t scores ``tokens[t]``, as in ``loss_mask``.
-
-    Attributes:
-        scored: bool ``[n]``, mask of the tokens that are scored.
-    """
+    """Scores of one sample; entry t scores ``tokens[t]``, as in ``loss_mask``; ``scored`` is a mask, bool ``[n]``."""
 
     scored: npt.NDArray[np.bool_]
 
@@ -58,16 +54,12 @@ class Readout(Protocol[T_co]):
     def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
         """Return the keywords of the model's forward that request it.
 
-        Args:
-            layer: the output layer.
-            batch: folded micro-batch.
-
         Raises:
-            ValueError: the layer cannot answer.
+            ValueError: the output layer cannot answer.
         """
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> T_co:
-        """Read the stage's output for a micro-batch."""
+        """Read the stage's output for a micro-batch, ``[1, P, ...]`` or a packed ``[1, N, C]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +103,7 @@ class VocabularyReadout(Readout[T_co]):
         raise NotImplementedError(f"{type(self).__name__} has no fused head; set fused=False")
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> T_co:
-        """Read the answer of :meth:`_pack`."""
+        """Read the answer ``[N, C]`` of :meth:`_pack`."""
         raise NotImplementedError
 
     def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> T_co:
@@ -126,11 +118,12 @@ class Logits(VocabularyReadout[torch.Tensor]):
     fused: bool = False
 
     def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return the local logits ``[P, V / tp]``."""
         return logits
 
 
 def split_logits(logits: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
-    """Return the other arguments of functions of local logits."""
+    """Return the other arguments of functions of local logits ``[P, V / tp]``."""
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     return {
         "temperature": batch.temperature,
@@ -145,6 +138,6 @@ def with_gradient(gradient: torch.Tensor, *values: torch.Tensor) -> torch.Tensor
 
 
 def gradient_and_values(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unpack the result of :func:`with_gradient`."""
+    """Unpack the result of :func:`with_gradient`, ``[N, 1]``: a scalar and ``[N - 1]``."""
     scalar, values = packed.flatten().tensor_split((1,))
     return scalar.squeeze(0), values.detach()

@@ -25,9 +25,7 @@ from mcore_prefix_tree.signals import Teacher
 class TopTokens(SampleScores):
     """The k likeliest tokens of every prediction of one sample, for a distillation.
 
-    Attributes:
-        teacher: ids and log-probabilities, ``[n, k]`` each, the likeliest first; ids from 0 and NaN where nothing is
-            scored.
+    ``teacher`` has ids and log-probabilities, ``[n, k]`` each, the likeliest first; ids from 0 and NaN if not scored.
     """
 
     teacher: Teacher
@@ -43,9 +41,7 @@ class TopTokens(SampleScores):
 class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
     """Ids and log-probabilities ``[R, k]`` after each of ``batch.edges.row``, the likeliest first, from the logits.
 
-    Attributes:
-        k: number of tokens of each prediction, at most the vocabulary.
-        vocab_size: size of the vocabulary before padding; None means no padding.
+    ``k`` is at most the vocabulary; ``vocab_size`` is its size before padding, None means no padding.
     """
 
     fused: bool = False
@@ -53,6 +49,7 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
     vocab_size: int | None = None
 
     def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and log-probabilities ``[R, k]`` of local logits ``[P, V / tp]``."""
         split = split_logits(logits, batch)
         return top_logprobs(logits, batch.edges.row, self.k, vocab_size=self.vocab_size, **split)
 
@@ -81,12 +78,7 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedRows(Readout[Any]):
-    """The likeliest tokens of every prediction, and the log-probability of the token that follows.
-
-    Attributes:
-        top: readout of the likeliest tokens.
-        realised: readout of the token that follows.
-    """
+    """The likeliest tokens of every prediction (``top``), and the log-probability of the next token (``realised``)."""
 
     top: TopLogprobs
     realised: Logprobs = field(default_factory=partial(Logprobs, fused=False))
@@ -96,11 +88,11 @@ class ExportedRows(Readout[Any]):
         return self.top.arguments(layer, batch)
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
-        """Read the likeliest tokens and the token that follows."""
+        """Read the likeliest tokens and the next one from local logits ``[1, P, V / tp]``."""
         return self.top.read(output, batch), self.realised.read(output, batch)
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> tuple[Any, Any]:
-        """Read both onto the host."""
+        """Read both onto the host, ``[P, k]`` and ``[P]``."""
         (ids, top), (logprob, _) = self.read(output, batch)
         return self.top.on_host(ids, top, batch), (logprob.cpu().numpy(), None)
 

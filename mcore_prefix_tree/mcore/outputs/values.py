@@ -56,9 +56,11 @@ class Values(_OfScalarHead[torch.Tensor]):
     """Values of a scalar head after each token, ``[P]`` in fp32 or better."""
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return the values ``[P]`` of the stage's output ``[1, P, 1]``."""
         return output.flatten()
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> FloatArray:
+        """Read the values ``[P]`` of the output ``[1, P, 1]`` onto the host."""
         values: FloatArray = self.read(output, batch).cpu().numpy()
         return values
 
@@ -71,13 +73,10 @@ class Values(_OfScalarHead[torch.Tensor]):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss(_OfScalarHead[LossOutput]):
-    """An objective's loss on the values.
-
-    Attributes:
-        objective: objective of the step; the micro-batches have its rows.
-    """
+    """An objective's loss on the values; the micro-batches have its rows."""
 
     objective: TokenObjective
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        """Return the loss of the stage's output ``[1, P, 1]``."""
         return self.objective.loss(output.flatten(), None, batch.rows)

@@ -21,7 +21,7 @@ from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.utils.upload import upload
 
-# What an output processor is given of the packed micro-batch.
+# Arguments of an output processor that come from the packed micro-batch.
 _PACKED = ("labels", "loss_mask", "input_ids", "position_ids", "packed_seq_params")
 
 
@@ -51,6 +51,7 @@ class RowLogprobs:
             temperature = torch.full((edges.padded_size,), self.temperature, dtype=torch.float64, device=rows.device)
 
         def answer(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+            """Return ``[T, 1]`` or ``[T, 2]`` from ``hidden`` ``[R, h]`` and ``weight`` ``[V / tp, h]``."""
             columns = len(weight) * (1 if head.group is None else head.group.size())
             logprob, entropy = head_logprobs(hidden, weight, head, with_entropy=self.entropy)
             found = [_at_positions(logprob, edges, position, rows, head.vocab_size or columns)]
@@ -61,11 +62,7 @@ class RowLogprobs:
         return HeadRequest(edges=edges, temperature=temperature, head_chunk_rows=None, answer=answer)
 
     def edges(self, rows: PackedRows) -> tuple[Edges, torch.Tensor]:
-        """Return an edge to every label of a row, and its position in the packed micro-batch, int64 ``[E]``.
-
-        Args:
-            rows: rows of the micro-batch; where they are not folded, every position has a hidden state of its own.
-        """
+        """Return an edge to every label of a row, and its position in the packed micro-batch, int64 ``[E]``."""
         if isinstance(rows, FoldedRows):
             predictor, padded_size = rows.layout.sample_map.astype(np.int64), rows.layout.padded_size
         else:
@@ -102,23 +99,20 @@ def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, rows: FoldedRows,
 def expand(values: torch.Tensor, rows: FoldedRows, dim: int) -> torch.Tensor:
     """Return the value of each position's token, 0 for padding. The gradient of a token is the sum over its rows.
 
-    Args:
-        values: tensor of size P along ``dim``.
-        rows: folded rows of the micro-batch.
-        dim: dimension of the tokens, which has size T in the result.
+    ``values`` has size P along ``dim``, the result has size T.
     """
     return expand_tokens(values, rows.place, dim=dim, padded=rows.size > rows.layout.logical_tokens)
 
 
 def whole(hidden: torch.Tensor, model: Any) -> torch.Tensor:
-    """Return the hidden states of all tokens, of which a rank has a part under sequence parallelism."""
+    """Return the hidden states of all tokens ``[P, 1, h]``; with sequence parallelism a rank has ``[P / tp, 1, h]``."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=model.tp_group)
     return hidden
 
 
 def own_part(hidden: torch.Tensor, model: Any) -> torch.Tensor:
-    """Return this rank's part of :func:`whole`."""
+    """Return this rank's part of :func:`whole`, ``[P / tp, 1, h]``."""
     if model.config.sequence_parallel:
         hidden = scatter_to_sequence_parallel_region(hidden, group=model.tp_group)
     return hidden
@@ -138,6 +132,7 @@ def for_rows(
     """
 
     def process(*, hidden_states: torch.Tensor, **others: Any) -> Any:
+        """Call the processor with hidden states ``[T, 1, h]`` of folded ones ``[P, 1, h]``."""
         packed = {name: call.get(name) for name in _PACKED}
         packed |= {"context": call.get("output_processor_context"), "decoder_input": None}
         return processor(hidden_states=expand_hidden(hidden_states, rows, model), **others | packed)

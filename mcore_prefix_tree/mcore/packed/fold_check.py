@@ -36,11 +36,7 @@ class FoldCheckError(RuntimeError):
 
 
 def check_comparable(config: Any) -> None:
-    """Refuse models whose gradients cannot be computed without a change to the parameters' ``.grad``.
-
-    Raises:
-        NotImplementedError: the model has such a setting; names it.
-    """
+    """Raise NotImplementedError for models whose gradients cannot be computed without a change to ``.grad``."""
     recomputed = set(config.recompute_modules or ()) - {"core_attn"}
     if config.gradient_accumulation_fusion:
         setting = "gradient_accumulation_fusion=True: its kernel writes into DDP's buffers"
@@ -58,12 +54,7 @@ def compare(
 
     It compares logits, or losses if ``labels`` are given, or hidden states on stages without a head. It takes the time
     of the rows one after another and memory for two more sets of gradients. Generators and buffers are restored.
-
-    Args:
-        model: bare model of this stage.
-        rows: folded rows of the micro-batch.
-        call: arguments of the trainer.
-        folded: function that makes the arguments of the folded micro-batch from them.
+    ``folded`` makes the arguments of the folded micro-batch from ``call``, the trainer's.
 
     Raises:
         FoldCheckError: a row or parameter differs by more than :data:`TOLERANCE`, and the first is named; or the model
@@ -92,7 +83,7 @@ def compare(
     floor = _LEAST_SHARE * float(sum(grad.double().square().sum() for grad in stock.values())) ** 0.5
     for name, expected in stock.items():
         if getattr(parameters.get(name), "sequence_parallel", False):
-            # A rank has the gradient of its own tokens, which are others where they are folded.
+            # A rank has the gradient of its own tokens, which change with folding.
             dist.all_reduce(gradients[name], group=model.tp_group)
             dist.all_reduce(expected, group=model.tp_group)
         _check(f"the gradient of {name} differs", gradients[name], expected, limit, floor)
@@ -108,6 +99,7 @@ def _folded(model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> torch.Te
 
 
 def _check_repeats(run: Callable[[], torch.Tensor]) -> None:
+    """Reject a run whose answers, tensors of any shape, change with random numbers."""
     with torch.no_grad():
         reason = why_not_the_same(run)
     if reason is not None:
@@ -169,7 +161,7 @@ def _most_rows(model: Any, rows: int) -> int:
 
 
 def _gradients(model: Any, sent: torch.Tensor | None, answers: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradients of half the squared norm, in fp32 or wider."""
+    """Return the gradients of half the squared norm of ``answers``, of any shape, in fp32 or wider."""
     wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if sent is not None:
         wanted["the stage's input"] = sent
@@ -183,6 +175,7 @@ def _gradients(model: Any, sent: torch.Tensor | None, answers: torch.Tensor) -> 
 
 
 def _check(what: str, value: torch.Tensor, reference: torch.Tensor, limit: float, floor: float = 0.0) -> None:
+    """Reject a value that differs from its reference, of the same shape, by more than ``limit`` of the norm."""
     reference = reference.detach().double()
     scale = max(float(reference.norm()), floor) or 1.0
     error = float((value.detach().double() - reference).norm()) / scale

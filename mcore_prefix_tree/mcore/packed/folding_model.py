@@ -117,11 +117,10 @@ class Folding:
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
 
     def report(self, *, training_only: bool = False) -> FoldReport | None:
-        """Return the report of the micro-batches since the last call, None without any. Call it once a step.
+        """Return the report of the micro-batches since the last call, None without any. Call it once per step.
 
         Args:
-            training_only: whether to leave out forward passes without gradients, such as those for old
-                log-probabilities.
+            training_only: whether to skip forward passes without gradients, for example for old log-probabilities.
         """
         since, self._since = self._since, {}
         reports = [report for trains, report in since.items() if trains or not training_only]
@@ -187,7 +186,6 @@ class Folding:
                 self._unlogged = None
 
     def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the folded call."""
         metadata = TreeMetadata.from_layout(rows.layout, device=rows.device)
         asked, finish, head_rows = _asked(model, rows, call)
         params = RowsPackedSeqParams.from_metadata(
@@ -247,6 +245,7 @@ def _same(output: Any) -> Any:
 
 
 def _loss(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return losses ``[1, T]`` of log-probabilities ``[1, T, 1]``."""
     return -logprobs.squeeze(-1)
 
 
@@ -272,7 +271,7 @@ def _arguments(kind: Any) -> list[str]:
 
 
 def _check_call(model: Any, call: dict[str, Any]) -> None:
-    """Refuse what folding does not support, by the name of the argument."""
+    """Reject arguments that folding does not support, by name."""
     if not isinstance(call.get("output_processor"), RowLogprobs | None):
         kind: Any = next(kind for kind in _MODELS if isinstance(model, kind))
         if "output_processor" not in _arguments(kind):

@@ -23,31 +23,19 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRows(HostRows):
-    """The rows of a packed micro-batch, on the host. Rows without tokens are left out.
-
-    Attributes:
-        device: device of the model.
-    """
+    """The rows of a packed micro-batch, on the host, without empty ones; ``device`` is that of the model."""
 
     device: torch.device
 
     def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
-        """Fold the rows; for ``pad_to_multiple_of`` see :func:`mcore_prefix_tree.layout.fold`.
-
-        Raises:
-            ValueError: a token id is negative or does not fit into 32 bits; names the row.
-        """
+        """Fold the rows; raise ValueError for a token id that is negative or does not fit into 32 bits."""
         layout = self.make_layout(pad_to_multiple_of=pad_to_multiple_of)
         return FoldedRows(layout=layout, **{field.name: getattr(self, field.name) for field in fields(PackedRows)})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedRows(PackedRows):
-    """Packed rows with their folded layout.
-
-    Attributes:
-        layout: folded layout, whose samples are the rows, in their order.
-    """
+    """Packed rows with their folded layout, whose samples are the rows, in their order."""
 
     layout: FlatLayout
 
@@ -59,12 +47,7 @@ class FoldedRows(PackedRows):
 
 @dataclass
 class RowsPackedSeqParams(TreePackedSeqParams):
-    """The tree of a micro-batch that the model folded itself.
-
-    Attributes:
-        finish: function that turns the output of the folded micro-batch into that of the packed one.
-        report: report of the savings by folding the micro-batch.
-    """
+    """The tree of a micro-batch that the model folded itself; ``finish`` makes the output of the packed one."""
 
     finish: Callable[[Any], Any] = lambda output: output
     report: FoldReport | None = None
@@ -85,7 +68,6 @@ def read_rows(
     Args:
         input_ids: ``[1, T]``.
         packed_seq_params: parameters of the rows, with ``qkv_format="thd"``.
-        device: device of the model.
         position_ids: ``[1, T]``, positions that must restart in each row; None skips the check.
 
     Raises:
@@ -123,7 +105,7 @@ def _check_restarts(positions: Int64Array, rows: PackedRows) -> None:
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Int64Array]:
-    """Return flat int64 arrays; those that are on a device arrive in one transfer."""
+    """Return flat int64 arrays of tensors of any shape; those on a device arrive in one transfer."""
     flat = [tensor.reshape(-1).long() for tensor in tensors]
     away = [tensor for tensor in flat if tensor.device.type != "cpu"]
     fetched = iter(torch.cat(away).cpu().split([len(tensor) for tensor in away]) if away else ())

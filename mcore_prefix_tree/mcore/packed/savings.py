@@ -20,13 +20,12 @@ class FoldReport:
     """Micro-batches that a model folded; reports add up.
 
     Attributes:
-        work: FLOPs of the whole model, with all pipeline stages.
+        work: FLOPs of the entire model, with all pipeline stages.
         folded: counts of the computed tokens, with their pairs and predictors.
         unfolded: counts of the same rows, each by itself.
         micro_batches: number of forward passes.
         left_alone: number of forward passes that the stock model computed, because their rows share too little.
-        rows: number of rows.
-        expanded_bytes: memory of the answers beyond that of the folded output: logits, where rows share theirs.
+        expanded_bytes: memory of the answers beyond that of the folded output: logits, if rows share theirs.
     """
 
     work: ModelWork
@@ -39,13 +38,7 @@ class FoldReport:
 
     @classmethod
     def of(cls, layout: FlatLayout, work: ModelWork, *, head_rows: int | None = None) -> FoldReport:
-        """Report a folded micro-batch.
-
-        Args:
-            layout: folded rows.
-            work: FLOPs of the model.
-            head_rows: number of positions that the head computes; None is the unique tokens.
-        """
+        """Report a folded micro-batch; the head computes ``head_rows`` positions, None is the unique tokens."""
         folded = Counts.folded([layout], work.window)
         folded = folded._replace(predictors=folded.tokens if head_rows is None else head_rows)
         unfolded = Counts.of_lengths(np.diff(layout.cu_sample_lens), work.window)
@@ -58,7 +51,6 @@ class FoldReport:
         return cls(work=work, folded=counts, unfolded=counts, left_alone=1, rows=len(lengths))
 
     def __add__(self, other: FoldReport) -> FoldReport:
-        """Return the report of both."""
         sums: dict[str, Any] = {}
         for name in (field.name for field in fields(self) if field.name != "work"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -88,7 +80,6 @@ class FoldReport:
 
     @property
     def logical_tokens(self) -> int:
-        """Tokens of all rows."""
         return self.unfolded.tokens
 
     @property

@@ -1,6 +1,6 @@
 """The layer spec of a Megatron-Bridge provider whose models fold.
 
-It is a function with a public name, in a file of its own: Megatron-Bridge writes a provider's spec into checkpoints by
+It is a function with a public name, in a separate file: Megatron-Bridge writes a provider's spec into checkpoints by
 name.
 """
 
@@ -16,13 +16,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 
 
 def provided_spec(given: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return a provider's layer spec, tree-capable.
-
-    Args:
-        given: the provider's own spec, or a function of its configuration and, if it takes one, ``vp_stage``.
-        config: the provider.
-        vp_stage: virtual pipeline stage, None without any.
-    """
+    """Return a provider's layer spec, tree-capable; ``given`` is its own, or a function of its configuration."""
     if isinstance(given, ModuleSpec | TransformerBlockSubmodules):
         return with_prefix_tree(given)
     takes_stage = "vp_stage" in inspect.signature(given).parameters

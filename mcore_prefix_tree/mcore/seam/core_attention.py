@@ -23,12 +23,7 @@ class TreeSelfAttentionMixin:
     """Self-attention that gives every token the rotary embedding of its position on its own path."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Initialise the base class.
-
-        Raises:
-            NotImplementedError: ``config`` sets multi-latent attention, which this class is not: upstream's model would
-                have no positions.
-        """
+        """Initialise the base class; reject multi-latent attention, whose model would have no positions here."""
         if config.multi_latent_attention:
             raise NotImplementedError(
                 "multi_latent_attention=True, but the layer spec names another attention, whose model would have no "
@@ -47,7 +42,7 @@ class TreeSelfAttentionMixin:
     ) -> Any:
         """Run the base class; ``rotary_pos_emb`` is a table by position ``[max_path_len, 1, 1, dim]`` or two.
 
-        Where layers take turns between embeddings (Gemma 3), the table is a stack ``[n, max_path_len, 1, 1, dim]``.
+        If layers take turns between embeddings (Gemma 3), the table is a stack ``[n, max_path_len, 1, 1, dim]``.
         """
         tree = tree_params_of(packed_seq_params)
         if tree is not None and rotary_pos_emb is not None:
@@ -67,11 +62,11 @@ def _gather_rotary(table: Any, metadata: TreeMetadata) -> Any:
     """Return the rows of the rotary table at each token's position; gathered once per micro-batch and table."""
     tables = table if isinstance(table, tuple) else (table,)
     if CORE_KNOWS_TREES and all(one.shape[-4] == metadata.padded_size for one in tables):
-        # The GPTModel of a patched Megatron-Core has gathered them. (Its table has max_path_len rows; where these are
-        # as many as there are tokens, the forest is one path without padding and gathering changes nothing.)
+        # The GPTModel of a patched Megatron-Core has gathered them. (Its table has max_path_len rows; if these are as
+        # many as there are tokens, the forest is one path without padding and gathering changes nothing.)
         return table
     known, rows = metadata.cache.get("rotary", ((), ()))
-    # A recomputed layer is given a detached table, another object over the same memory. The tables are kept beside
+    # A recomputed layer is given a detached table, another object over the same memory. The tables are kept with
     # their rows, so that this can never be memory that was used again.
     if len(known) != len(tables) or not all(a is b or a.is_set_to(b) for a, b in zip(known, tables, strict=True)):
         rows = tuple(rows_by_position(one, metadata) for one in tables)
@@ -97,7 +92,7 @@ class TreeCoreAttentionMixin:
     """Core attention along the tree, when the micro-batch carries one."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
-        """Refuse what :func:`check_config` refuses, then initialise the base class."""
+        """Reject the settings that :func:`check_config` rejects, then initialise the base class."""
         check_config(config)
         if kwargs.get("attention_dropout"):
             raise NotImplementedError(
@@ -120,7 +115,7 @@ class TreeCoreAttentionMixin:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the base class without a tree, and :func:`attend` with one."""
+        """Run the base class without a tree, and :func:`attend`, with its shapes, with one."""
         tree = tree_params_of(packed_seq_params)
         if tree is None:
             out: torch.Tensor = super().forward(  # type: ignore[misc]
@@ -148,14 +143,7 @@ class TreeCoreAttentionMixin:
 
 
 def window_of(config: Any, layer_number: int) -> int | None:
-    """Return the number of keys that a query of a layer sees, itself included, or None for all.
-
-    It comes from ``window_size`` and its skip pattern.
-
-    Args:
-        config: a ``TransformerConfig`` that :func:`check_config` does not refuse.
-        layer_number: number of the layer, from 1.
-    """
+    """Return the number of keys that a layer's query sees, itself included, or None for all; layers count from 1."""
     size, skip = window_settings(config)
     if size is None or not is_layer_window_attention(size, skip, layer_number):
         return None
@@ -166,7 +154,7 @@ def window_settings(config: Any) -> tuple[Sequence[int] | None, int | list[int] 
     """Return ``window_size`` and ``window_attn_skip_freq`` as Megatron-Core's own layers read them.
 
     Megatron-Bridge's Gemma 3 has one number, which counts the query itself, and a pattern of layers: its attention
-    makes a configuration of its own for each layer.
+    makes a separate configuration for each layer.
     """
     if isinstance(config.window_size, int):
         return (config.window_size - 1, 0), sum(config.interleaved_attn_pattern)
@@ -174,7 +162,7 @@ def window_settings(config: Any) -> tuple[Sequence[int] | None, int | list[int] 
 
 
 def sinks_of(core_attention: Any) -> torch.Tensor | None:
-    """Return ``[H]`` logits beside the keys', from their module: learned, or zeros that add one to the sum."""
+    """Return ``[H]`` logits in addition to the keys', from their module: learned, or zeros that add one to the sum."""
     sinks: torch.Tensor | None = None
     if core_attention.config.softmax_type != "vanilla":
         sinks = core_attention.softmax_offset
@@ -196,8 +184,7 @@ def attend(
     """Compute a core attention of Megatron-Core for a folded micro-batch.
 
     Args:
-        tree: parameters of the micro-batch, with its tree.
-        query: ``[P, 1, H, D]``; multi-latent attention leaves out the batch's dimension, here and below.
+        query: ``[P, 1, H, D]``; multi-latent attention omits the batch's dimension, here and below.
         key: ``[P, 1, K, D]``.
         value: ``[P, 1, K, W]``.
         attention_mask: must be None.
@@ -236,7 +223,7 @@ def attend(
 
 @cache
 def tree_class(mixin: type, base: type) -> type:
-    """Return the class that follows the tree where ``base`` does not; one per base, state-dict keys unchanged.
+    """Return the class that follows the tree if ``base`` does not; one per base, state-dict keys unchanged.
 
     It has the base's name: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
     """

@@ -29,11 +29,8 @@ _STATE = "its state would run from one sample of a tree into the next"
 class HybridLayer:
     """Kind of layer that a letter of a pattern stands for.
 
-    Attributes:
-        name: name of such a layer, in messages.
-        submodule: field of ``HybridStackSubmodules`` with its spec.
-        part: kind of its computation.
-        refused: reason why it cannot follow a tree; None where it can.
+    ``name`` is used in messages; ``submodule`` is the field of ``HybridStackSubmodules`` with its spec, ``part`` the
+    kind of its computation, ``refused`` the reason why it cannot follow a tree, or None.
     """
 
     name: str
@@ -64,10 +61,7 @@ def parts_of(pattern: str | None) -> list[Part] | None:
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse a layer pattern with a layer that cannot follow a tree.
-
-    Args:
-        pattern: layer pattern of Megatron-Core's ``HybridModel``, such as ``*-*-|*E*E``.
+    """Reject a ``HybridModel``'s pattern, for example ``*-*-|*E*E``, with a layer that cannot follow a tree.
 
     Raises:
         NotImplementedError: one sentence for every letter at fault, with its name.

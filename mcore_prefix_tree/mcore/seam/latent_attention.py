@@ -1,7 +1,6 @@
 """Multi-latent attention along a tree: it makes its own rotary embeddings, so those need the tree there.
 
-Its core attention is :class:`~mcore_prefix_tree.mcore.seam.core_attention.TreeCoreAttentionMixin`, as in any other
-layer.
+Its core attention is :class:`~mcore_prefix_tree.mcore.seam.core_attention.TreeCoreAttentionMixin`, as elsewhere.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ class TreeLatentAttentionMixin:
     follows_prefix_trees = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise the base class, and replace its rotary embedding by one that follows trees.
-
-        Raises:
-            NotImplementedError: upstream's gradient of this layer is wrong; see :func:`check_rotary_keys`.
-        """
+        """Initialise the base class, with a rotary embedding that follows trees; see :func:`check_rotary_keys`."""
         super().__init__(*args, **kwargs)
         check_rotary_keys(self)
         base: Any = self.rotary_pos_emb  # type: ignore[has-type]
@@ -35,10 +30,10 @@ class TreeLatentAttentionMixin:
 
 
 def check_rotary_keys(attention: Any) -> None:
-    """Refuse tensor parallelism where upstream loses gradients of the rotary keys, which all heads share.
+    """Reject tensor parallelism if upstream loses gradients of the rotary keys, which all heads share.
 
-    Each rank has those of its own heads. Where keys come from a projection that all ranks hold whole, the backward pass
-    of their gather under sequence parallelism sums over the ranks; where they come from a split projection, nothing
+    Each rank has those of its own heads. If keys come from a projection that all ranks hold in full, the backward pass
+    of their gather under sequence parallelism sums over the ranks; if they come from a split projection, nothing
     does (https://github.com/NVIDIA/Megatron-LM/issues/1699).
     """
     config = attention.config
@@ -57,11 +52,7 @@ def check_rotary_keys(attention: Any) -> None:
 
 @dataclass(frozen=True)
 class _RowsOf:
-    """Length of a table, and the tree whose rows to take from it: what :class:`PathRotaryEmbedding` gets back from its
-    caller.
-
-    It is no number on purpose: no caller that this class does not know can compute with it.
-    """
+    """Length of a table, and the tree whose rows to take; not a number, so that no other caller computes with it."""
 
     length: int
     metadata: TreeMetadata
@@ -88,7 +79,7 @@ class PathRotaryEmbedding(torch.nn.Module):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the argument of :meth:`forward` for this micro-batch; without a tree the base class's number."""
+        """Return the argument of :meth:`forward` for input ``[P, 1, h]``; without a tree the base class's number."""
         length = self.base.get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
         )
@@ -106,7 +97,7 @@ class PathRotaryEmbedding(torch.nn.Module):
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the base class's table ``[max_seq_len, 1, 1, dim]``, or a tree's ``[P, 1, dim]``; with YaRN's factor.
 
-        A tree's rows lack a dimension because Megatron takes the batch's from queries and keys wherever there are
+        A tree's rows lack a dimension because Megatron takes the batch's from queries and keys if there are
         ``packed_seq_params``.
         """
         if not isinstance(max_seq_len, _RowsOf):

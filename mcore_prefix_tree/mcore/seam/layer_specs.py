@@ -2,7 +2,7 @@
 
 ``--spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local`` (Megatron-LM reads the name from this module) takes
 one of ``gpt_layer_local``, ``gpt_layer_local_qk_layernorm``, ``gpt_layer_te``, ``gpt_layer_te_qk_layernorm``. None of
-them has multi-latent attention: for that, leave ``--spec`` out.
+them has multi-latent attention: omit ``--spec`` for that.
 """
 
 from __future__ import annotations
@@ -97,26 +97,18 @@ class TreeStackMixin:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Initialise the base class.
-
-        Raises:
-            NotImplementedError: names the letter of a layer that cannot follow a tree.
-        """
+        """Initialise the base class; raise NotImplementedError with the letter of a layer that cannot follow a tree."""
         check_pattern("".join(layer_type_list or ()))
         super().__init__(config, submodules, pre_process, layer_type_list, *args, **kwargs)  # type: ignore[call-arg]
         check_attention(self)
 
     def _fuse_mla_down_proj(self, submodules: Any) -> Any:
-        # Upstream names the fused attention here, whatever the spec had.
+        # Upstream names the fused attention here, and ignores the spec's.
         return _hybrid_layers(super()._fuse_mla_down_proj(submodules))  # type: ignore[misc]
 
 
 def check_attention(model: Any) -> None:
-    """Refuse a model, or a part of one, with an attention that does not follow a tree.
-
-    Raises:
-        NotImplementedError: names the module and its class.
-    """
+    """Reject a model, or a part of one, with an attention that does not follow a tree: NotImplementedError names it."""
     for name, module in model.named_modules():
         if not isinstance(module, Attention):
             continue
@@ -232,13 +224,7 @@ gpt_layer_te_qk_layernorm = _te_spec(qk_layernorm=True)
 def stock_block_spec(
     config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return upstream's decoder block of a model, with the arguments that its function takes beside the same config.
-
-    Args:
-        config: ``TransformerConfig``.
-        use_transformer_engine: whether to take its layers, not megatron-core's local ones.
-        vp_stage: index of the model chunk within this stage, under virtual pipelining.
-    """
+    """Return upstream's decoder block of a model, for megatron-core's local or TransformerEngine's layers."""
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_transformer_engine,

@@ -31,7 +31,7 @@ class MicroBatch:
         packed_seq_params: parameters with the tree metadata.
         head_chunk_rows: most predictors whose logits the fused head holds at a time; None leaves it to the head.
         rows: rows that the loss of the step's objective reads, unless it is a weighted sum of log-probabilities.
-        hook_data: data that the job's step hook adds for itself and for its objective's readout, such as outputs of
+        hook_data: data that the job's step hook adds for itself and for its objective's readout, for example outputs of
             teachers; None without a hook.
     """
 
@@ -80,7 +80,7 @@ class MicroBatch:
     def on(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on the device, with the plans that attention derived from the tree so far.
 
-        What attention derives later stays with the copy, and is freed with it.
+        Plans that attention derives later stay with the copy, and are freed with it.
         """
         params = self.packed_seq_params
         metadata = params.tree_metadata
@@ -98,12 +98,8 @@ class WaitingMicroBatch:
 
     A step's micro-batches wait in a list, or in Megatron's iterator, until the step ends. On the device each is there
     from the first model chunk's forward to the last chunk's, and afterwards only as long as autograd or recomputation
-    holds it: rotary rows and block lists take no more memory than the micro-batches in flight need.
-
-    Args:
-        batch: micro-batch on the host.
-        device: device of the model.
-        chunks: number of model chunks of this rank, each of which takes the micro-batch once in a step.
+    holds it: rotary rows and block lists take no more memory than the micro-batches in flight need. Each of this rank's
+    ``chunks`` model chunks takes it once in a step.
     """
 
     def __init__(self, batch: MicroBatch, device: torch.device, *, chunks: int = 1) -> None:

@@ -38,6 +38,7 @@ def attention_of(name: str) -> Any:
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Attend with ``query`` ``[P, H, D]``, ``key`` ``[P, K, D]``, ``value`` ``[P, K, W]``, ``sinks`` ``[H]``."""
         return tree_attention(
             query,
             key,

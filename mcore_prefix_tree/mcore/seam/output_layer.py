@@ -3,7 +3,7 @@
 ``GPTModel`` and ``HybridModel`` build their ``ColumnParallelLinear`` themselves, so :func:`with_edge_head` turns the
 instance into one of a subclass, as ``torch.nn.utils.parametrize`` and ``fully_shard`` do: parameters, hooks and
 state-dict keys stay. The request reaches it as data through ``runtime_gather_output``, which the forward of both models
-passes to the output layer and to nothing else. (``output_processor`` is newer, and ``GPTModel`` alone has it.) Going
+passes to the output layer and to nothing else. (``output_processor`` is newer, and only ``GPTModel`` has it.) Going
 through the layer's ``__call__`` matters: DDP waits for gathered parameters in its forward pre-hooks.
 """
 
@@ -102,6 +102,7 @@ class EdgeHeadMixin:
 
 
 def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, request: HeadRequest) -> torch.Tensor:
+    """Return the answer ``[N, 1, C]`` to a request for hidden states ``[P, 1, h]`` and a weight ``[V / tp, h]``."""
     if weight is None:
         weight = layer.weight
     assert weight is not None, "the model gives the weight that it shares with the embedding"
@@ -118,7 +119,7 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
     head = _head(layer, weight, edges, request.temperature, head_chunk_rows=request.head_chunk_rows)
     answer = request.answer(rows, weight, head)[:, None]
     if head.multiplier != 1:
-        # The model multiplies by this whatever its output layer returns, and the head has done so with the logits.
+        # The model multiplies the output layer's result by this, and the head has done so with the logits.
         answer = answer.to(torch.promote_types(answer.dtype, torch.float32)) / head.multiplier
     return answer
 
@@ -131,6 +132,7 @@ def _head(
     *,
     head_chunk_rows: int | None = None,
 ) -> Head:
+    """Return the other inputs of the logits for ``weight`` ``[V / tp, h]`` and ``temperature`` ``[P]``."""
     return Head(
         edges=edges,
         multiplier=_multiplier(layer.config),
@@ -144,12 +146,9 @@ def _head(
 
 
 def output_weight_and_head(model: Any, edges: Edges, temperature: torch.Tensor | None) -> tuple[torch.Tensor, Head]:
-    """Return the output weight of a model's last stage, ``[V / tp, h]``, and the other inputs of its logits.
+    """Return the last stage's output weight ``[V / tp, h]`` and the other inputs of its logits.
 
-    Args:
-        model: bare model with an edge head.
-        edges: edges that are scored.
-        temperature: ``[P]``, divisor of the logits; None is 1.
+    ``model`` is bare, with an edge head; ``temperature`` ``[P]`` divides the logits, None is 1.
     """
     weight = output_weight(model)
     return weight, _head(model.output_layer, weight, edges, temperature)
@@ -168,11 +167,7 @@ def _multiplier(config: Any) -> float:
 
 
 class _MainGrad:
-    """Megatron's ``gradient_accumulation_fusion``: the gradient goes straight into DDP's buffer.
-
-    DDP's hook still has to run, so autograd gets zeros; it leaves them out, or for a weight that is also the
-    embedding's (``zero_out_wgrad``) adds them to the gradient of the embedding's own backward.
-    """
+    """Megatron's ``gradient_accumulation_fusion``: the gradient goes straight into DDP's buffer."""
 
     def __init__(self, weight: Any) -> None:
         self._weight = weight
@@ -184,6 +179,8 @@ class _MainGrad:
     def placeholder(self) -> torch.Tensor | None:
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
+        # DDP's hook still has to run, so autograd gets zeros. It skips them, or for a weight that is also the
+        # embedding's (zero_out_wgrad) adds them to the gradient of the embedding's own backward.
         self._weight.grad_added_to_main_grad = True
         return torch.zeros_like(self._weight)
 

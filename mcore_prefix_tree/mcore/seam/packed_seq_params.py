@@ -19,7 +19,7 @@ if CORE_KNOWS_TREES:
 
     @dataclass(frozen=True, kw_only=True, eq=False)
     class _TreeMetadataOfBoth(TreeMetadata, CoreTreeMetadata):  # type: ignore[misc]
-        """Metadata of this package where Megatron-Core has a class of its own: an instance of both."""
+        """Metadata of this package if Megatron-Core has its own class: an instance of both."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     Attributes:
         tree_metadata: metadata of the micro-batch's tree, on the device of the hidden states.
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`.
-        deterministic_attention: whether attention has to give the same bits twice. Where it need not, back-ends take a
-            faster backward, and those that have no other can train.
+        deterministic_attention: whether attention has to give the same bits twice. If not, back-ends take a faster
+            backward, and those that have no other can train.
     """
 
     tree_metadata: TreeMetadata | None = None

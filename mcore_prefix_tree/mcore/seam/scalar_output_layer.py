@@ -1,8 +1,8 @@
 """A scalar at every token in place of its logits: the output layer of critics and reward models.
 
 ``GPTModel`` returns its output layer's output unchanged, so a module with the same call can take its place, as in other
-critics on Megatron-Core (``LinearForLastLayer`` of mbridge and verl). Every tensor-parallel rank
-holds the whole weight: it is as small as a norm's, and its gradient is summed like a norm's.
+critics on Megatron-Core, for example ``LinearForLastLayer`` of mbridge and verl. Every tensor-parallel rank
+holds the full weight: it is as small as a norm's, and its gradient is summed like a norm's.
 
 Legend: P padded tokens, h hidden size.
 """
@@ -31,11 +31,6 @@ class ScalarHead(torch.nn.Module):
     """``hidden @ weight.T`` with a single row, and no bias, as the ``score`` layer of Hugging Face's reward models.
 
     The weight starts from a normal distribution of variance 1 / (h + 1) (Stiennon et al., 2020, arXiv:2009.01325).
-
-    Args:
-        config: a ``TransformerConfig``.
-        device: device of the weight.
-        tp_group: tensor-parallel group.
     """
 
     def __init__(self, config: Any, *, device: torch.device, tp_group: Any) -> None:
@@ -58,21 +53,16 @@ class ScalarHead(torch.nn.Module):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Return the scalars; called like ``ColumnParallelLinear``, whose last two arguments have no meaning here.
+        """Return the scalars ``[P, 1, 1]`` in fp32 or better, the same on all ranks of the group, and no bias.
 
-        Args:
-            input_: ``[P, 1, h]``, or ``[P / tp, 1, h]`` under sequence parallelism.
-            weight: None.
-            runtime_gather_output: ignored.
-
-        Returns:
-            ``[P, 1, 1]`` in fp32 or better, the same on all ranks of the group, and no bias.
+        ``input_`` is ``[P, 1, h]``, or ``[P / tp, 1, h]`` under sequence parallelism; the others are those of
+        ``ColumnParallelLinear``, unused.
         """
         assert weight is None, "a scalar head has no weight that the embedding shares"
         dtype = torch.promote_types(input_.dtype, torch.float32)
         scalars = F.linear(input_.to(dtype), self.weight.to(dtype))
         if self.sequence_parallel:
-            # All ranks go on to the same loss: each takes its own tokens' gradient from it, and nothing is summed.
+            # All ranks compute the same loss: each takes its own tokens' gradient from it, and nothing is summed.
             scalars = gather_from_sequence_parallel_region(
                 scalars, tensor_parallel_output_grad=False, group=self.tp_group
             )

@@ -1,4 +1,4 @@
-"""Rejection of what folding cannot do exactly, by the name of the setting, before the first forward."""
+"""Rejection of models that folding cannot do exactly, by the name of the setting, before the first forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
 from mcore_prefix_tree.utils.randomness import random_part
 
 _FLAGS = {
-    "cache_mla_latents": "it is for inference alone",  # a field of MLATransformerConfig
+    "cache_mla_latents": "it is only for inference",  # a field of MLATransformerConfig
     "fused_single_qkv_rope": "that kernel takes no packed_seq_params",
     "tp_comm_overlap": "its buffers have one sequence length, micro-batches do not",
     "overlap_moe_expert_parallel_comm": "its schedule plan does not go through the layer's forward",
@@ -86,7 +86,7 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
         *(
             (
                 name in config.moe_router_load_balancing_type,
-                f"moe_router_load_balancing_type={name!r}: it routes a token by what else is in the batch; "
+                f"moe_router_load_balancing_type={name!r}: it routes a token by the other tokens in the batch; "
                 "set moe_router_load_balancing_type='none'",
             )
             for name in ("sinkhorn", "quantile_balancing")
@@ -135,10 +135,7 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what folding cannot do exactly.
-
-    Args:
-        config: a megatron-core ``TransformerConfig``.
+    """Reject a ``TransformerConfig`` that folding cannot do exactly.
 
     Raises:
         NotImplementedError: one sentence for every setting at fault, with the way out.
@@ -149,10 +146,7 @@ def check_config(config: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse models whose positions or layers folding does not support.
-
-    Args:
-        model: a ``GPTModel`` or ``HybridModel``, without its DDP and mixed-precision wrappers.
+    """Reject models whose positions or layers folding does not support; ``model`` comes without wrappers.
 
     Raises:
         NotImplementedError: see :func:`check_config` and :func:`check_pattern`, on every pipeline stage; also for
@@ -168,14 +162,11 @@ def check_model(model: Any) -> None:
 
 
 def check_interleaving(config: Any, lengths: Sequence[int] | None = None) -> None:
-    """Refuse an interleaved schedule whose messages between two stages are mistaken for each other.
+    """Reject an interleaved schedule whose messages between two stages are mistaken for each other.
 
     Without overlap, an output for the next chunk and a gradient for the one before go to the same rank at once. That is
-    right for three and more micro-batches of one length; with two, one stage waits for ever.
-
-    Args:
-        config: a ``TransformerConfig`` of a model that trains.
-        lengths: padded lengths of the micro-batches of a step; None if they are not known.
+    right for three and more micro-batches of one length; with two, one stage waits for ever. ``lengths`` are the padded
+    lengths of a step's micro-batches; None if they are not known.
 
     Raises:
         NotImplementedError: names the settings and the way out.
@@ -193,7 +184,7 @@ def check_interleaving(config: Any, lengths: Sequence[int] | None = None) -> Non
 
 
 def check_draws(model: torch.nn.Module) -> None:
-    """Refuse modules that draw random numbers as the model is now: adapters and modes change after it was built.
+    """Reject modules that draw random numbers as the model is now: adapters and modes change after it was built.
 
     Raises:
         NotImplementedError: one sentence, with the path of the module, its rate and the way out.
@@ -204,16 +195,7 @@ def check_draws(model: torch.nn.Module) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Refuse a schedule that would divide the loss of each micro-batch by itself.
-
-    It is for forward steps that return a sum and its count.
-
-    Args:
-        model: model that Megatron's schedule passes to the forward step, with or without wrappers.
-
-    Raises:
-        ValueError: ``calculate_per_token_loss`` is not set.
-    """
+    """Raise ValueError without ``calculate_per_token_loss``, for forward steps that return a sum and its count."""
     if not get_model_config(model).calculate_per_token_loss:
         raise ValueError(
             "calculate_per_token_loss=False in the model's TransformerConfig: Megatron would average the means of the "
@@ -222,9 +204,7 @@ def check_step(model: Any) -> None:
 
 
 def check_positions(model: Any, max_path_len: int) -> None:
-    """Refuse a micro-batch whose longest path does not fit the model's table of learned positions.
-
-    Host integers only: no device synchronisation.
+    """Reject a micro-batch whose longest path does not fit the learned positions, without device synchronisation.
 
     Raises:
         ValueError: the path does not fit; names ``max_position_embeddings`` and the length of the path.

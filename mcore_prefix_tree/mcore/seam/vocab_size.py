@@ -1,7 +1,7 @@
 """The vocabulary of a model whose output layer has columns of padding.
 
 Megatron-Core's softmax counts these columns as tokens. Here the output layer gives them no probability: its logits,
-whoever reads them, and the answers of the fused head are those of a vocabulary without padding.
+for every reader, and the answers of the fused head are those of a vocabulary without padding.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _mask(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         return output
     logits = output[0]
     if logits.requires_grad and logits._is_view():
-        # What a single rank gathers is a view, and torch lets nobody write to it.
+        # A single rank gathers a view, which torch does not allow to be written to.
         logits = logits.clone()
     is_whole = logits.shape[-1] > layer.output_size_per_partition
     start = 0 if is_whole else layer.tp_group.rank() * layer.output_size_per_partition

@@ -38,10 +38,6 @@ from mcore_prefix_tree.settings.teachers import (
 def asked_teachers(needed: SecondModels | None, student: Recipe) -> list[tuple[str, Recipe]]:
     """Return the recipes of the teachers that each step asks, as :func:`teacher_recipes` does; none if none is asked.
 
-    Args:
-        needed: second models that the objective reads.
-        student: recipe of the job.
-
     Raises:
         RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
             vocabulary or shorter positions.
@@ -67,7 +63,7 @@ def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) 
     sizes = teacher.vocab_size, student.vocab_size
     if None not in sizes and sizes[0] != sizes[1]:
         raise RecipeError(
-            f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; whole vocabularies are "
+            f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; full vocabularies are "
             "compared token by token"
         )
 
@@ -89,11 +85,10 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[st
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HookLoader:
-    """Loader of what a job's objective needs before a step, such as teachers with their last checkpoints' weights.
+    """Loader of a job's step hook, for example of teachers with their last checkpoints' weights.
 
     Attributes:
         teachers: recipes that :func:`asked_teachers` returned.
-        student: recipe of the job.
         job: job without its hook.
         first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
         vocab_size: number of tokens of the student's vocabulary.
@@ -129,7 +124,6 @@ class HookLoader:
 
     @property
     def layout(self) -> ParallelConfig:
-        """Return the parallel layout of the teachers."""
         layout = parallel_of_teachers(self.student.objective, self.student.parallel)
         if not self.on_last_stage:
             return layout
@@ -166,14 +160,14 @@ def _same_vocabulary(loader: HookLoader, objective: Distillation) -> StepHook:
         raise RecipeError(
             f"objective.teacher_tensor_model_parallel_size={ranks} does not divide the {columns} tokens of the "
             "vocabulary, "
-            "padding included, in which teacher and student are compared; choose another, or leave it out"
+            "padding included, in which teacher and student are compared; choose another, or remove it"
         )
     (model,) = loader.models([(loader.vocab_size, columns)])
     return model
 
 
 def _across_tokenizers(loader: HookLoader, objective: BoundCrossTokenizer) -> StepHook:
-    """Return the hook of teachers with tokenizers of their own, or of rows that the samples bring."""
+    """Return the hook of teachers with their own tokenizers, or of rows that the samples bring."""
     parallel, device = loader.student.parallel, loader.job.folding.device
     columns = loader.padded_vocab_size // parallel.tensor_model_parallel_size
     if not loader.teachers:
@@ -208,15 +202,11 @@ def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
 
 
 def vocabulary_of(model: ModelConfig, tokens: int) -> int:
-    """Return the size of a teacher's vocabulary, from its recipe or else its tokenizer's ``tokens``.
-
-    Raises:
-        RecipeError: the recipe's size is smaller.
-    """
+    """Return a teacher's vocabulary size: its recipe's, or its tokenizer's ``tokens``, which must not be larger."""
     own = model.vocab_size
     if own is not None and own < tokens:
         raise RecipeError(
-            f"the teacher's model.vocab_size={own} is smaller than its tokenizer's {tokens}; raise it or leave it out"
+            f"the teacher's model.vocab_size={own} is smaller than its tokenizer's {tokens}; raise it or remove it"
         )
     return own or tokens
 
@@ -231,19 +221,9 @@ def load_model(
     say: Callable[[str], None],
     ranks: TeacherRanks | None = None,
 ) -> TeacherModel:
-    """Return one teacher with the weights of its last checkpoint.
+    """Return one teacher with the weights of its last checkpoint, whose name ``say`` receives on every rank.
 
-    Args:
-        recipe: recipe of the teacher, with its parallel layout.
-        vocab_size: number of tokens of the vocabulary.
-        padded_vocab_size: number of rows of the embedding.
-        first_step: function that returns samples for ``attention_backend: auto`` to look at.
-        device: device of the model.
-        say: function that receives which weights they are, on every rank.
-        ranks: ranks of a layout other than the job's; None takes the job's.
-
-    Raises:
-        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
+    ``ranks`` are those of a layout other than the job's, None takes the job's. Raises as :meth:`HookLoader.hook` does.
     """
     try:
         config = transformer_config(recipe.model, recipe.parallel, on_gpu=device.type == "cuda")
@@ -273,12 +253,12 @@ def _check_other_layout(model: ModelConfig, config: TransformerConfig, *, tensor
     """Check that a teacher can be cut over other ranks than its student."""
     if model.hf is not None or config.num_moe_experts is not None:
         raise RecipeError(
-            "of the teacher: with experts or model.hf it is cut as its student is; leave its tensor-parallel size out, "
-            "and beside pipeline stages of Megatron-LM export its rows with mcore-prefix-tree xtoken export-teacher"
+            "of the teacher: with experts or model.hf it is cut as its student is; remove its tensor-parallel size, "
+            "and with pipeline stages of Megatron-LM export its rows with mcore-prefix-tree xtoken export-teacher"
         )
     groups = config.num_query_groups
     if groups is not None and groups % tensor_parallel:
-        # Upstream gathers the keys of fewer groups over the student's ranks, whatever ranks the model has.
+        # Upstream gathers the keys of fewer groups over the student's ranks, not over the model's.
         raise RecipeError(
             f"of the teacher: its model.num_query_groups={groups} is not a multiple of the {tensor_parallel} ranks "
             "that it is cut over; choose fewer"

@@ -1,7 +1,7 @@
 """Teachers with another tokenizer, run over the same samples in their own tokens before the student.
 
 Their last hidden states wait on the last pipeline stage until the student's head makes logits of both models for a
-block of chunks at a time. All data-parallel ranks then decide together what depends on the whole step: which columns
+block of chunks at a time. All data-parallel ranks then decide together the values of the full step: which columns
 P-KL compares, the weight of each teacher, and the weight of KD against CE.
 
 Legend: R rows of a teacher, h hidden size, Wl columns of its vocabulary on this rank.
@@ -46,11 +46,8 @@ from mcore_prefix_tree.xtoken.losses import (
 class PairedTeachers(StepHook):
     """The teachers of a distillation across tokenizers.
 
-    Args:
-        objective: objective of the job.
-        models: models of its teachers, in the student's parallel layout; empty where the samples bring rows.
-        student_columns: columns of the student's output weight on each tensor-parallel rank, padding included.
-        device: device of the models.
+    ``models`` have the student's parallel layout, and are empty if the samples bring rows; ``student_columns`` are its
+    output weight's on each tensor-parallel rank, padding included.
     """
 
     objective: BoundCrossTokenizer
@@ -81,7 +78,6 @@ class PairedTeachers(StepHook):
         return found
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches with their lessons; see :class:`StepHook`."""
         taught = self._taught(batches)
         if self.objective.settings.scaling != "dynamic":
             return taught
@@ -121,11 +117,7 @@ class PairedTeachers(StepHook):
         share: float,
         columns: int,
     ) -> list[ChunkLesson]:
-        """Return a teacher's lesson on each micro-batch, with its weight ``share``.
-
-        ``taught_by`` are each model's hidden states of each micro-batch; ``columns`` the teacher's on each
-        tensor-parallel rank, padding included.
-        """
+        """Return a teacher's lesson on each micro-batch, with weight ``share``, from its models' hidden states."""
         settings, kd_weight = self.objective.settings.losses, self.objective.settings.kd_weight
         vocabularies = self._both(number, columns)
         if settings.top_k is not None and settings.top_k < vocabularies.teacher.size:
@@ -149,12 +141,7 @@ class PairedTeachers(StepHook):
         ]
 
     def _both(self, number: int, columns: int) -> Vocabularies:
-        """Return both vocabularies; made once.
-
-        Args:
-            number: number of the teacher.
-            columns: columns of its output weight on each tensor-parallel rank, padding included.
-        """
+        """Return both vocabularies; ``columns`` are the teacher's on each tensor-parallel rank, padding included."""
         if number not in self._vocabularies:
             side = self.objective.sides[number]
             parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
@@ -184,7 +171,6 @@ class PairedTeachers(StepHook):
         return top_columns(maxima, top_k, part)
 
     def _shares(self, found: Sequence[Sequence[TeacherHidden]], asked: Sequence[Sequence[MicroBatch]]) -> list[float]:
-        """Return the weight of each teacher."""
         settings = self.objective.settings
         if settings.teachers == "weights":
             return list(settings.teacher_weights or [1.0] * len(found))
@@ -229,14 +215,7 @@ class ExportedTeacher(PairedTeachers):
 
 
 def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
-    """Return the micro-batches of a step with KD as large as CE.
-
-    All ranks of the last pipeline stage call it together; others have nothing to weigh.
-
-    Args:
-        batches: micro-batches with lessons.
-        reported: reports of the same micro-batches, from a forward pass of the student.
-    """
+    """Return micro-batches with KD as large as CE, from a forward pass's reports; the last stage calls it together."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return list(batches)
     lessons: tuple[ChunkLesson, ...] = batches[0].hook_data if batches else ()

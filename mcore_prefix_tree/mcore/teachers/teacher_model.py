@@ -1,4 +1,4 @@
-"""The second model of a distillation by whole vocabularies, run over every unique token before the student.
+"""The second model of a distillation by full vocabularies, run over every unique token before the student.
 
 Its last hidden states wait on the last pipeline stage until the student's head makes logits of both, a few rows at a
 time: neither model's logits are ever held.
@@ -27,12 +27,11 @@ from mcore_prefix_tree.mcore.teachers.teacher_ranks import TeacherRanks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherModel(StepHook):
-    """This rank's part of a teacher, sharded like its student or in a layout of its own.
+    """This rank's part of a teacher, sharded like its student or in a separate layout.
 
     Attributes:
         chunks: bare model chunks with edge heads and frozen weights; empty on ranks without a part.
         attention_backend: name of the attention back-end for its heads; the student's heads may have another size.
-        attention_cases: attention calls of its layers.
         ranks: ranks of a layout other than the student's; None is the student's.
         columns: ``[V / tp, h]``, output weight on the last stage in another layout, sharded over the student's ranks.
     """
@@ -59,7 +58,6 @@ class TeacherModel(StepHook):
         return list(batches)
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
-        """Return the micro-batches with its hidden states; see :class:`StepHook`."""
         found = self.hidden(batches)
         if not found:
             return list(batches)
@@ -77,7 +75,7 @@ class TeacherModel(StepHook):
             weight, head = output_weight_and_head(self._model, batch.edges, batch.temperature)
             if self.columns is not None:
                 weight, head = _of_student(self.columns, head)
-            # Megatron makes fp32 of whatever a bfloat16 model puts out; these are numbers that bfloat16 has.
+            # Megatron converts the output of a bfloat16 model to fp32; these are numbers that bfloat16 has.
             made.append(TeacherHidden(hidden=hidden.to(weight.dtype), weight=weight.detach(), head=head))
         return made
 
@@ -113,7 +111,7 @@ class TeacherModel(StepHook):
 
 
 def _of_student(columns: torch.Tensor, head: Head) -> tuple[torch.Tensor, Head]:
-    """Return the output weight of a teacher, sharded over its student's ranks, and its head."""
+    """Return a teacher's output weight ``[V / tp, h]``, sharded over its student's ranks, and its head."""
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     group = parallel_state.get_tensor_model_parallel_group() if parallel else None
     start = parallel_state.get_tensor_model_parallel_rank() * len(columns)

@@ -2,7 +2,7 @@
 
 The ranks of a pipeline stage, in order, are cut into runs of T: one run holds a teacher once. With T a multiple of the
 student's tensor-parallel size t, the T / t replicas of the student in a run ask together: the teacher reads the
-micro-batches of all of them, and each keeps its own answers. With T = 1 each rank has the whole teacher.
+micro-batches of all of them, and each keeps its own answers. With T = 1 each rank has the complete teacher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TeacherRanks:
     Attributes:
         groups: Megatron's process groups for the teacher's modules. ``tp`` are the T ranks that hold it once, ``dp_cp``
             the ranks that hold the same part of it.
-        on_last_stage: whether all of its layers are on the ranks of the student's last pipeline stage alone.
+        on_last_stage: whether all of its layers are only on the ranks of the student's last pipeline stage.
     """
 
     groups: ProcessGroupCollection
@@ -38,9 +38,7 @@ class TeacherRanks:
     def of(cls, tensor_parallel: int, *, on_last_stage: bool = False) -> TeacherRanks | None:
         """Return the ranks of teachers in a layout, or None for the student's layout; all ranks call it together.
 
-        Args:
-            tensor_parallel: T, 1 or a multiple of the student's that divides the ranks of a pipeline stage.
-            on_last_stage: see the class; without pipeline stages it changes nothing.
+        ``tensor_parallel`` is T: 1 or a multiple of the student's that divides the ranks of a pipeline stage.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         on_last_stage = on_last_stage and parallel_state.get_pipeline_model_parallel_world_size() > 1
@@ -61,11 +59,7 @@ class TeacherRanks:
         return not self.on_last_stage or bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
     def together(self, own: Sequence[T]) -> tuple[list[Sequence[T]], int]:
-        """Return the requests of each replica of the student, and the index of this rank's replica.
-
-        Args:
-            own: requests of this rank's replica; the same on all of its tensor-parallel ranks.
-        """
+        """Return the requests of each replica of the student, given this rank's own, and the index of its replica."""
         step = parallel_state.get_tensor_model_parallel_world_size()
         if self.groups.tp.size() <= step:
             return [own], 0
@@ -74,11 +68,7 @@ class TeacherRanks:
         return asked[::step], self.groups.tp.rank() // step
 
     def columns_of_student(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return an output weight sharded over the student's tensor-parallel ranks: ``[V / t, h]``.
-
-        Args:
-            weight: ``[V / T, h]``, this rank's part of the teacher's output weight.
-        """
+        """Return an output weight ``[V / T, h]`` sharded over the student's tensor-parallel ranks: ``[V / t, h]``."""
         held, rank = self.groups.tp.size(), self.groups.tp.rank()
         parts = parallel_state.get_tensor_model_parallel_world_size()
         part = parallel_state.get_tensor_model_parallel_rank()
@@ -88,7 +78,7 @@ class TeacherRanks:
             assert len(weight) % parts == 0, "the model is padded for these ranks"
             part_of: torch.Tensor = weight.tensor_split(parts)[part]
             return part_of
-        # A run of replicas: rank i of the T has a part of what every rank i // replicas of the student's t has.
+        # A run of replicas: rank i of the T has a part of the weight of every rank i // replicas of the student's t.
         replicas = held // parts
         sent, taken = [0] * held, [0] * held
         for replica in range(replicas):

@@ -42,11 +42,7 @@ def rl_model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Return the model that the arguments describe; its state-dict keys are those of the stock model.
-
-    Raises:
-        SystemExit: status 2, with one sentence, for what folding cannot do, before anything is built.
-    """
+    """Return the model of the arguments, with stock state-dict keys; exit with status 2 if folding rejects it."""
     args = get_args()
     checked = checked_config(args)
     args.prefix_tree_attention_backend = _resolved(args, checked)
@@ -67,10 +63,8 @@ def rl_model_provider(
 
 
 def _resolved(args: argparse.Namespace, config: Any) -> str:
-    """Return the attention back-end; ``auto`` looks at a group whose prompt is half of each trajectory.
-
-    There are no rollouts yet, and stages of a pipeline cannot agree on anything inside a step.
-    """
+    """Return the attention back-end; ``auto`` looks at a made-up group whose prompt is half of each trajectory."""
+    # There are no rollouts yet, and stages of a pipeline cannot agree on anything inside a step.
 
     def group() -> list[Sample]:
         half = max(1, args.seq_length // 2)
@@ -101,6 +95,7 @@ class LabelLogprobs:
     """
 
     def __init__(self, logprobs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take ``logprobs`` and ``labels``, ``[..., s]`` each."""
         self._logprobs, self._labels = logprobs, labels
 
     @property
@@ -108,13 +103,12 @@ class LabelLogprobs:
         return self._logprobs.dtype
 
     def __getitem__(self, key: Any) -> LabelLogprobs:
-        """Cut the rows and positions; the vocabulary is taken whole."""
+        """Cut the rows and positions; the vocabulary is taken in full."""
         if not isinstance(key, tuple) or len(key) != self._logprobs.ndim + 1 or key[-1] != slice(None):
             raise _unknown("indexing")
         return LabelLogprobs(self._logprobs[key[:-1]], self._labels[key[:-1]])
 
     def __iter__(self) -> Iterator[LabelLogprobs]:
-        """Iterate over the rows."""
         return map(LabelLogprobs, self._logprobs, self._labels)
 
     def float(self) -> LabelLogprobs:
@@ -150,12 +144,7 @@ def _unknown(what: str) -> NotImplementedError:
 
 
 class _LogprobFolding:
-    """Torch's forward hooks of a model: they fold a call of ``get_logprobs`` and leave every other call alone.
-
-    Args:
-        backend: name of the attention back-end.
-        deterministic: whether attention has to give the same bits twice.
-    """
+    """Torch's forward hooks of a model: they fold a call of ``get_logprobs`` and do not touch any other call."""
 
     def __init__(self, backend: str, *, deterministic: bool) -> None:
         self._backend, self._deterministic = backend, deterministic
@@ -191,7 +180,6 @@ class _LogprobFolding:
         }
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the answer for the rows."""
         params = kwargs.get("packed_seq_params")
         return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
 
@@ -199,19 +187,14 @@ class _LogprobFolding:
 def _asked(
     model: Any, rows: FoldedRows, labels: torch.Tensor
 ) -> tuple[dict[str, Any], Callable[[torch.Tensor], LabelLogprobs]]:
-    """Return the arguments that ask the last stage, and the function that converts its answer.
-
-    Args:
-        model: the last stage.
-        rows: folded rows.
-        labels: label of each position, int64 ``[b, s]``; that of a row's last position has no meaning.
-    """
+    """Return the last stage's arguments for labels int64 ``[b, s]``, and the function that converts its answer."""
     flat = labels.reshape(1, -1)
     if get_args().prefix_tree_fused_head:
         asked = request_arguments(RowLogprobs(labels=flat).request(rows))
         return asked, partial(_answer, labels=labels, dtype=model.config.params_dtype)
 
     def of_logits(logits: torch.Tensor) -> LabelLogprobs:
+        """Return the answer from logits ``[1, P, V / tp]``."""
         logprobs = -loss_of_logits(logits, flat, rows, model)
         return _answer(logprobs, labels=labels, dtype=model.config.params_dtype)
 
@@ -219,14 +202,13 @@ def _asked(
 
 
 def _answer(logprobs: torch.Tensor, *, labels: torch.Tensor, dtype: torch.dtype) -> LabelLogprobs:
+    """Return the answer for log-probabilities ``[1, T]`` of labels int64 ``[b, s]``."""
     # In the dtype that the stock model has its logits in: the loop compares them with those of training.
     return LabelLogprobs(logprobs.reshape(labels.shape).to(dtype), labels)
 
 
 def read_rows(ids: torch.Tensor, borders: torch.Tensor, *, pad: int) -> PackedRows:
-    """Read the rows of a call on the host, without their padding.
-
-    Padding at the end of a row is cut to one token: no loss reads what comes after.
+    """Read the rows of a call on the host; padding at the end of a row is cut to one token, which no loss reads.
 
     Args:
         ids: token ids, int64 ``[b, s]``.

@@ -14,14 +14,7 @@ from mcore_prefix_tree.mcore.megatron_lm.command_line import CheckedParser
 def add_rl_arguments(
     parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None = None
 ) -> argparse.ArgumentParser:
-    """Add what ``train_rl.py`` adds and the arguments of ``--prefix-tree``; an ``extra_args_provider``.
-
-    Args:
-        parser: Megatron-LM's parser.
-        args_defaults: unused; ``train_rl.py`` has none.
-
-    Returns:
-        The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
+    """Add the arguments of ``train_rl.py`` and of ``--prefix-tree``; return a parser that checks the job too.
 
     Raises:
         ArgumentError: the checkout is older than core_v0.19.0.
@@ -37,8 +30,6 @@ def add_rl_arguments(
 
 
 class _CheckedLoop(CheckedParser):
-    """The parser of ``train_rl.py``."""
-
     script = "train_rl.py"
 
     def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

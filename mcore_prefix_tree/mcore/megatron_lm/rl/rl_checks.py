@@ -17,12 +17,9 @@ from mcore_prefix_tree.mcore.seam.validation import check_config
 def check_command_line(args: argparse.Namespace) -> None:
     """Check a job before Megatron-LM starts anything.
 
-    Args:
-        args: parsed arguments.
-
     Raises:
         ArgumentError: the arguments cannot be used together, or not on this machine or with this checkout.
-        MegatronCoreError: something that the package relies on has moved.
+        MegatronCoreError: a name that the package relies on is missing.
         NotImplementedError: folding cannot do the model exactly.
         ValueError: there is no such attention back-end, or there are fewer GPUs than ranks.
     """
@@ -35,17 +32,14 @@ def check_command_line(args: argparse.Namespace) -> None:
 
 
 def checked_config(args: argparse.Namespace) -> Any:
-    """Return Megatron's ``TransformerConfig`` of a job whose arguments it has validated.
-
-    Args:
-        args: validated arguments. They gain what folding needs.
+    """Return the ``TransformerConfig`` of validated arguments, which gain the values that folding needs.
 
     Raises:
         ArgumentError, NotImplementedError, ValueError: see :func:`check_command_line`.
     """
     check_rl_arguments(args)
     check_layers(args)
-    # What a micro-batch of the loop holds without folding. So a step always fits, and needs no more memory.
+    # The size of the loop's micro-batches without folding. So a step always fits, and needs no more memory.
     args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
     config = config_for_folding(args)
     check_backend(args, config)

@@ -1,6 +1,6 @@
 """The forward step that ``pretrain`` gets in place of that of ``train_rl.py``.
 
-A step of the loop is ``get_num_microbatches()`` of its micro-batches a rank, and stays that many: the trajectories of
+A step of the loop is ``get_num_microbatches()`` of its micro-batches per rank, and stays that many: the trajectories of
 all of them, on all data-parallel ranks, are planned together and folded into as many others. Sums over a step do not
 depend on the cut. A micro-batch's number of tokens does, and is that of Megatron-LM's own micro-batch.
 
@@ -52,7 +52,7 @@ class FoldedMicroBatch:
         readout: readout that the last pipeline stage is asked for.
         tokens: number of scored tokens in the loop's own micro-batch.
         sequences: number of trajectories in the loop's own micro-batch.
-        folded: number of tokens in the step's trajectories, without padding and what follows their last scored token;
+        folded: number of tokens in the step's trajectories, without padding and tokens after their last scored one;
             and the number of unique ones among them, an ancestor counted once per micro-batch that needs it.
     """
 
@@ -142,18 +142,12 @@ def _of_all_ranks(mine: Sequence[LoopMicroBatch]) -> list[Sequence[LoopMicroBatc
 def _cut(
     samples: Sequence[Sample], ranks: Sequence[Sequence[LoopMicroBatch]], folding: Folding
 ) -> tuple[list[Sequence[Sequence[int]]], int]:
-    """Plan a step.
-
-    Where the planner cannot fit bins that Megatron-LM has packed to the brim into as many micro-batches, the bins stay
-    together, each folded by itself. All ranks decide alike.
-
-    Returns:
-        The trajectories' indices in each micro-batch of each rank; and the number of unique tokens of all.
-    """
+    """Plan a step: return the trajectories' indices per rank and micro-batch, and the number of unique tokens."""
     count = len(ranks[0])
     try:
         plan = folding.plan(samples, micro_batches=count)
     except BudgetError:
+        # Megatron-LM has packed its bins to the brim: they stay, each folded by itself. All ranks decide alike.
         borders = [0, *accumulate(len(batch.trajectories) for loops in ranks for batch in loops)]
         bins = [range(start, end) for start, end in pairwise(borders)]
         tokens = sum(folding.physical_tokens([samples[index] for index in chosen]) for chosen in bins if chosen)
@@ -177,9 +171,9 @@ def _forget_rotary_tables(model: Any) -> None:
 def _loss(
     script: Script, dealt: FoldedMicroBatch, batch: MicroBatch, output: torch.Tensor, *, per_token: bool
 ) -> Reported:
-    """Return the summed loss, its divisor and what is logged; over a step both add up to those of the loop."""
+    """Return the summed loss of the output ``[1, P, ...]``, its divisor and logged values; both add up over a step."""
     found = dealt.readout.read(output, batch)
-    assert isinstance(found, ScriptLoss), "that is what the objective gives"
+    assert isinstance(found, ScriptLoss), "the objective returns a ScriptLoss"
     *_, reported = script.report(*found.terms)
     tokens = torch.full((), dealt.tokens, dtype=torch.float32, device=output.device)
     report = {name: torch.stack([pair[0], tokens]) for name, pair in reported.items()}

@@ -24,11 +24,7 @@ _MASK, _ADVANTAGE = "loss_mask", "advantage"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScriptLoss(LossOutput):
-    """The weighted sum, and what the script's ``loss_func`` logs.
-
-    Attributes:
-        terms: arguments of ``loss_func``, ``[K]`` each.
-    """
+    """The weighted sum, and the arguments of the script's ``loss_func``, ``[K]`` each."""
 
     terms: tuple[torch.Tensor, ...]
 
@@ -37,12 +33,8 @@ class ScriptLoss(LossOutput):
 class ScriptObjective(Objective):
     """``calculate_grpo_loss`` of the checkout, with the arguments that ``train_rl.py`` gives it.
 
-    Its terms belong to single tokens, so each token of a trajectory is a row of its own.
-
-    Attributes:
-        script: functions of the checkout's script.
-        args: Megatron-LM's arguments.
-        dtypes: dtype in which the loop keeps each kind of log-probabilities, and computes with them.
+    Its terms belong to single tokens, so each token of a trajectory is a separate row. ``dtypes`` are those in which
+    the loop keeps each kind of log-probabilities, and computes with them.
     """
 
     script: Script
@@ -52,13 +44,7 @@ class ScriptObjective(Objective):
     def step_targets(
         self, samples: Sequence[Sample], trajectories: Sequence[Trajectory], weight: Sequence[float]
     ) -> Targets:
-        """Return the targets that the losses of a step read.
-
-        Args:
-            samples: samples of the trajectories.
-            trajectories: trajectories of the step, all ranks together.
-            weight: weight of each trajectory's tokens.
-        """
+        """Return the targets of a step's losses; ``weight`` is that of each trajectory's tokens, all ranks together."""
         scored = ScoredTokens.of(samples)
         columns = {name: np.concatenate([one.columns[name] for one in trajectories]) for name in self.dtypes}
         columns[_MASK] = scored.mask
@@ -71,9 +57,10 @@ class ScriptObjective(Objective):
         )
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        raise NotImplementedError("what the loss reads comes with the loop's own micro-batches; see step_targets")
+        raise NotImplementedError("the targets of the loss come with the loop's own micro-batches; see step_targets")
 
     def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> ScriptLoss:
+        """Return the loss of scores ``[K]``."""
         args, columns = self.args, rows.columns
         of_loop = self.dtypes[OLD]
         given = {name: columns[name].to(dtype)[:, None] for name, dtype in self.dtypes.items()}

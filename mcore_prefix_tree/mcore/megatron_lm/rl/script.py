@@ -22,7 +22,7 @@ class Script:
 
     Attributes:
         grpo_loss: ``calculate_grpo_loss``, from log-probabilities ``[b, s]`` to the loss and its terms ``[b, s]``.
-        report: ``loss_func``, from a mask, these terms and the loss to what is logged.
+        report: ``loss_func``, from a mask, these terms and the loss to the logged values.
         packed_bin: ``load_packed_data_by_index``, the tensors of a bin of ``--rl-use-sequence-packing``.
         state: ``get_rl_runtime_state``, whose result counts sequences and keeps bins.
     """
@@ -38,7 +38,7 @@ def load_script() -> Script:
 
     Raises:
         ArgumentError: the checkout has no such script, or one with another interface, or a package is missing.
-        MegatronCoreError: something else that the package relies on has moved; see :func:`compat.check`.
+        MegatronCoreError: another name that the package relies on is missing; see :func:`compat.check`.
     """
     file = checkout() / "train_rl.py"
     if not file.is_file():
@@ -51,7 +51,7 @@ def load_script() -> Script:
     except ModuleNotFoundError as error:
         raise ArgumentError(
             f"{file} needs the package {error.name}, which is not installed; pip install wandb openai fastapi uvicorn "
-            "httpx, and what else its environments import"
+            "httpx, and the other packages that its environments import"
         ) from error
     compat.check(compat.MEGATRON_LM_RL)
     parameters = list(inspect.signature(script.loss_func).parameters)

@@ -13,14 +13,7 @@ from mcore_prefix_tree.utils.errors import naming_memory
 
 
 def run(root: Path) -> None:
-    """Train with Megatron-LM's ``pretrain``, whose parsing of the command line checks the job.
-
-    Args:
-        root: folder of the checkout.
-
-    Raises:
-        SystemExit: status 2, with one sentence, for a job that cannot run.
-    """
+    """Train with the ``pretrain`` of the checkout at ``root``; exit with status 2 if the job cannot run."""
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --micro-batch-size or --seq-length"):
         # The loop brings its own data.

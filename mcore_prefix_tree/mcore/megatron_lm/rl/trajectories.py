@@ -24,7 +24,7 @@ OLD, REFERENCE, INFERENCE = "old_logprobs", "ref_logprobs", "inference_logprobs"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
-    """One trajectory without its padding; cut behind its last scored token, since nothing reads what follows.
+    """One trajectory without its padding; cut behind its last scored token, since nothing reads later ones.
 
     Attributes:
         tokens: int64 ``[n]``, n >= 1.
@@ -44,7 +44,6 @@ class LoopMicroBatch:
     """One of Megatron-LM's micro-batches.
 
     Attributes:
-        trajectories: trajectories of the micro-batch.
         tokens: number of scored tokens, as its loss counts them: at least 1.
         sequences: number of sequences, as Megatron-LM counts them.
         dtypes: dtype of each tensor that the columns were taken from.
@@ -57,13 +56,9 @@ class LoopMicroBatch:
 
 
 def read_micro_batch(batch: Any, script: Script, *, packed: bool, corrects: bool) -> LoopMicroBatch:
-    """Read a micro-batch that Megatron-LM's data iterator returned.
+    """Read a micro-batch that Megatron-LM's data iterator returned: tensors of padded rows, or the number of a bin.
 
-    Args:
-        batch: tensors of padded rows, or the number of a bin.
-        script: functions of the checkout's script.
-        packed: value of ``--rl-use-sequence-packing``.
-        corrects: value of ``--rl-inference-logprobs-is-correction``.
+    ``packed`` and ``corrects`` are ``--rl-use-sequence-packing`` and ``--rl-inference-logprobs-is-correction``.
     """
     if packed:
         context = script.state().packing_context
@@ -97,7 +92,7 @@ def read_micro_batch(batch: Any, script: Script, *, packed: bool, corrects: bool
 
 
 def _on_host(values: torch.Tensor) -> npt.NDArray[np.floating]:
-    # NumPy has no bfloat16.
+    """Return a tensor of any shape as an array on the host; NumPy has no bfloat16."""
     wide = values.float() if values.dtype.itemsize < 4 else values
     found: npt.NDArray[np.floating] = wide.cpu().numpy()
     return found
