@@ -31,7 +31,7 @@ def _terms(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_b
 
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``p (log p - log q)`` from log p and log q; 0 where p is 0, which may be of log p = -inf."""
+    """Return ``p (log p - log q)`` from log p and log q; 0 if p is 0, which may come from log p = -inf."""
     probability = one.exp()
     return probability * (one - other).masked_fill(probability == 0, 0)
 
@@ -57,20 +57,17 @@ def divergence_gradient_(
     jsd_beta: float = 0.5,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the divergence of every row; turn the student's logits into the gradient of each row's divergence at them.
+    """Return the divergences ``[R]`` in nats; turn the student's logits into each row's gradient of its divergence.
 
     With ``s_v = q_v dD/dq_v``, the gradient at a logit is ``s_v - q_v sum_u s_u``. No temporary is larger than
-    :data:`ROWS` rows.
+    :data:`ROWS` rows. The result is equal on all ranks of the group.
 
     Args:
         student: ``[R, Vl]`` logits, this rank's columns, in fp32 or wider.
-        teacher: function that returns the teacher's logits, alike, for a slice of at most :data:`ROWS` of these rows.
+        teacher: function that returns the teacher's logits in the same form, for a slice of at most :data:`ROWS` rows.
         kind: kind of divergence, see ``distill``.
         jsd_beta: b of ``jsd``.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
-
-    Returns:
-        Divergences ``[R]`` in nats, equal on all ranks of the group.
     """
     found = student.new_empty(len(student))
     for block in slices(len(student), ROWS):
