@@ -1,4 +1,4 @@
-"""Names of the losses of chunks, what each reads, and their settings; nothing here needs torch."""
+"""Names of the losses of chunks, their inputs and their settings; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ class Reads:
 
     Attributes:
         projection: whether the loss reads the projection matrix.
-        tokens: whether the loss reads which tokens a chunk has, besides its predictors: chunks that differ in them are
-            different.
+        tokens: whether the loss reads which tokens a chunk has, in addition to its predictors: chunks that differ in
+            them
+            are different.
         token_bytes: whether the loss reads the exact bytes of both vocabularies.
         temperature: whether logits are divided by a temperature, and terms multiplied by its square.
         reverse: whether the loss has a reverse form.
-        whole: whether the loss reads every log-probability of the teacher, so that rows of its likeliest tokens do not
-            do.
+        whole: whether the loss reads every log-probability of the teacher, so that rows of its likeliest tokens are not
+            enough.
     """
 
     projection: bool = False
@@ -46,7 +47,6 @@ class LossSettings:
     """Name of a loss, and its numbers.
 
     Attributes:
-        mode: mode of the loss.
         temperature: temperature of both models' logits, for modes that have one.
         top_k: number of columns of the teacher's vocabulary that P-KL compares; None takes all.
         reverse: whether to take the KL of the student's distribution from the teacher's.

@@ -1,6 +1,6 @@
 """Projection matrices: the weights of a student's token in the teacher's vocabulary.
 
-Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, k entries of a row, E entries in all.
+Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, k entries of a row, E entries of the matrix.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ class Projection:
     """A sparse matrix W from the student's vocabulary (rows) to the teacher's (columns).
 
     Attributes:
-        columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 where a row has fewer.
+        columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 if a row has fewer.
         weights: float32 ``[V_s, k]``, 0 where ``columns`` is -1; a row that is not empty adds up to 1.
-        teacher_vocab_size: V_t.
         student_hash: hash that identifies the student's tokenizer.
         teacher_hash: hash that identifies the teacher's tokenizer.
     """
@@ -34,7 +33,7 @@ class Projection:
 
     @property
     def student_vocab_size(self) -> int:
-        """V_s."""
+        """Return V_s."""
         return len(self.columns)
 
 
@@ -51,17 +50,12 @@ def from_entries(
 ) -> Projection:
     """Add up the entries of a matrix and keep the ``top_k`` of each row, which then add up to 1.
 
-    Of equal weights the lower id is kept.
+    Among equal weights the lower id is kept.
 
     Args:
         rows: ``[E]``, the student's tokens, in any order.
         columns: ``[E]``, the teacher's tokens.
         weights: float64 ``[E]``, at least 0; entries of one place are added.
-        student_vocab_size: V_s.
-        teacher_vocab_size: V_t.
-        top_k: k.
-        student_hash: hash of the student's tokenizer, see :class:`Projection`.
-        teacher_hash: hash of the teacher's tokenizer, see :class:`Projection`.
     """
     place, group = np.unique(rows.astype(np.int64) * teacher_vocab_size + columns, return_inverse=True)
     total = np.bincount(group, weights=weights, minlength=len(place)).astype(np.float64)
@@ -100,12 +94,9 @@ def trim(projection: Projection, top_k: int) -> Projection:
 
 
 def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tokens: IntArray) -> Projection:
-    """Give tokens that mean the same the whole weight of their rows.
+    """Give tokens that mean the same the full weight of their rows.
 
-    Args:
-        projection: projection to change.
-        student_tokens: ``[E]``, different ids.
-        teacher_tokens: ``[E]``, teacher's token that each of them equals.
+    ``student_tokens`` are different ids ``[E]``; ``teacher_tokens`` are the teacher's tokens ``[E]`` that they equal.
     """
     columns, weights = projection.columns.copy(), projection.weights.copy()
     columns[student_tokens], weights[student_tokens] = -1, 0.0

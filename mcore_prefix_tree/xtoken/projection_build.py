@@ -20,9 +20,9 @@ from mcore_prefix_tree.xtoken.projection import FloatArray, Projection, from_ent
 from mcore_prefix_tree.xtoken.reencode import TextEncoder
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
 
-# Weights of the tokens that write another: 0.9, then each a tenth of the one before.
+# Weights of the tokens that write another: 0.9, then a tenth of the previous weight each.
 _FIRST, _DECAY = 0.9, 0.1
-# Similarity of names: so much by characters, the rest by words; and what a mapping by name weighs.
+# Similarity of names: this much by characters, the rest by words; and the weight of a mapping by name.
 _BY_CHARACTERS, _BY_NAME = 0.6, 0.8
 _PART = 4096
 
@@ -61,7 +61,7 @@ class Entries:
 
 
 class Parts(Protocol):
-    """Keeps finished parts, so that a build that was interrupted goes on."""
+    """Keeps finished parts, so that an interrupted build continues."""
 
     def load(self, name: str) -> Entries | None:
         """Return a part, or None if it is not finished."""
@@ -97,7 +97,6 @@ class Vocabularies:
         of their names. A token whose bytes are a part of a character has no text; only the exact map finds it.
 
         Args:
-            settings: settings of the build.
             parts: store of finished parts.
             progress: function that receives the tokens done and their total.
         """
@@ -128,10 +127,10 @@ class Vocabularies:
         )
 
     def exact_map(self, projection: Projection) -> Projection:
-        """Give each student's token that the teacher's vocabulary has as well the whole weight of its row.
+        """Give each student's token that the teacher's vocabulary has as well the full weight of its row.
 
         The two have the same bytes, or are special tokens of the same name, or of the same role (begin of text, end of
-        turn). Where several of the teacher's tokens have the same bytes, it is the one that its tokenizer writes.
+        turn). If several of the teacher's tokens have the same bytes, it is the one that its tokenizer writes.
 
         Raises:
             ValueError: the projection belongs to other vocabularies.
@@ -232,7 +231,7 @@ def similar_names(
         student: names of the student's special tokens by id.
         teacher: names of the teacher's special tokens by id.
         least: least similarity of a mapping.
-        top_k: largest number of mappings of a student's token; of equal similarity, the lower ids.
+        top_k: largest number of mappings of a student's token; among equal similarities, the lower ids.
     """
     of_token: dict[int, list[tuple[int, int, float]]] = {token: [] for token in student}
     words = {token: _words(name) for token, name in student.items()}

@@ -1,6 +1,6 @@
 """Files of projections: ours in safetensors, and NeMo-RL's of ``torch.save`` for exchange.
 
-Nothing in a file is executed: safetensors holds arrays, and ``torch.load`` reads tensors and plain values alone.
+Nothing in a file is executed: safetensors holds arrays, and ``torch.load`` reads only tensors and plain values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_torch_file(path: str | Path) -> bool:
 
 
 def check_form(path: str | Path, *, sparse: bool) -> None:
-    """Raise ValueError if the sparse form is asked for in a file of another format than NeMo-RL's."""
+    """Raise ValueError if the sparse form is requested for a file of another format than NeMo-RL's."""
     if sparse and not is_torch_file(path):
         raise ValueError(f"{path}: the sparse form is NeMo-RL's; give a name that ends in .pt")
 
@@ -45,11 +45,10 @@ def write_projection(
     student_name: str = "",
     teacher_name: str = "",
 ) -> None:
-    """Write a projection; the file appears whole or not at all, and has the same bytes each time.
+    """Write a projection; the file appears complete or not at all, and has the same bytes each time.
 
     Args:
         path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
-        projection: projection to write.
         sparse: whether to write the dictionary of entries instead of the arrays, of NeMo-RL's two forms. It holds no
             hashes.
         student_name: name of the student's tokenizer, for people.
@@ -86,9 +85,7 @@ def read_projection(
 
     Args:
         path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
-        student: the student's vocabulary.
-        teacher: the teacher's.
-        scale_column: whether to keep what NeMo-RL's scale trick has put into the last column, a sixth of each row for
+        scale_column: whether to keep the entries of NeMo-RL's scale trick in the last column, a sixth of each row for
             an arbitrary token.
 
     Raises:
@@ -189,7 +186,7 @@ def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *
             "student_hash": projection.student_hash,
             "teacher_hash": projection.teacher_hash,
         }
-    # In a file, the archive's folder would be named after it, which is unfinished and has a name of its own.
+    # In a file, the archive's folder would be named after it, which is unfinished and has a temporary name.
     stream = io.BytesIO()
     torch.save(content, stream)
     return stream.getvalue()
@@ -259,11 +256,7 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
 
 
 def _check_tensor(path: str | Path, name: str, tensor: Any) -> None:
-    """Refuse a value that is no tensor of numbers with an element for each index.
-
-    Raises:
-        ValueError: names it, and says what it is.
-    """
+    """Reject a value that is no tensor of numbers with one element per index; raises ValueError that describes it."""
     import torch
 
     found = None
@@ -303,7 +296,7 @@ class PartFiles:
     key: str
 
     def load(self, name: str) -> Entries | None:
-        """Read a part; None unless it is whole and belongs to this build, so that it is built again."""
+        """Read a part; None unless it is complete and belongs to this build, so that it is built again."""
         try:
             arrays, about = _read_arrays(self._path(name))
         except (FileNotFoundError, ValueError):
@@ -320,7 +313,7 @@ class PartFiles:
             unfinished.write_bytes(_safetensors_bytes(arrays, {"key": self.key}))
 
     def remove(self) -> None:
-        """Remove all parts, and the folder unless something else is in it."""
+        """Remove all parts, and the folder if it is then empty."""
         if self.folder.is_dir():
             for path in self.folder.glob("*.part"):
                 path.unlink()

@@ -1,4 +1,4 @@
-"""The protocol of a loss of chunks, and what its parts share.
+"""The protocol of a loss of chunks, and functions that several losses use.
 
 Legend: C chunks of a block, A and B rows of the student and the teacher, Vl and Wl their columns on this rank without
 padding.
@@ -16,17 +16,15 @@ from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 from mcore_prefix_tree.xtoken.projection import Projection
 
-# Below it, a probability counts as this: a column that no token of the student projects to would cost infinitely much.
+# Smaller probabilities count as this: a column that no token of the student projects to would have infinite cost.
 FLOOR = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabularies:
-    """Vocabularies that a loss is made for: the same for all steps.
+    """Vocabularies that a loss is made for, on this rank and the same for all steps.
 
     Attributes:
-        student: the student's vocabulary on this rank.
-        teacher: the teacher's, over the same ranks.
         projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
         device: device of the logits.
     """
@@ -51,7 +49,6 @@ class ChunkLoss(Protocol):
         Args:
             student: ``[A, Vl]`` logits of ``block.student.rows``, divided by the temperature.
             teacher: ``[B, Wl]`` logits of ``block.teacher.rows``, divided by it too.
-            block: block of the chunks.
         """
 
 
