@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _GAIN = 1.05
 # A larger step is this many times as large, or the smaller number if there are not enough samples.
 _LARGER = (4, 2)
-# Of expanded turns, more logical tokens than these are not folded step by step.
+# Above this number of logical tokens, expanded turns are not folded step by step.
 _MOST_TOKENS = 2**26
 
 
@@ -44,9 +44,7 @@ class Alternative:
 def alternatives(samples: Samples, steps: StepsReport | None) -> list[Alternative]:
     """Return the settings that fold training steps more than the given ones do, by a twentieth or more.
 
-    Args:
-        samples: samples that the command has read.
-        steps: report of their steps; None if the size of a step is not known, and then nothing is returned.
+    ``steps`` is None if the size of a step is not known, and then nothing is returned.
     """
     source, found = samples.source, list[Alternative]()
     if steps is None or source is None:
@@ -124,5 +122,5 @@ def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:
 
 
 def alternatives_json(found: Sequence[Alternative]) -> list[dict[str, Any]]:
-    """Return the same for programs."""
+    """Return the alternatives for programs."""
     return [asdict(one) for one in found]

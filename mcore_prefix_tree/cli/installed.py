@@ -1,4 +1,4 @@
-"""Table of what an installation lacks of all that this package relies on upstream."""
+"""Table of the upstream names that this package relies on and an installation lacks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
     """Print how many upstream names each room lacks, and every name that is missing or different.
 
     Args:
-        megatron_lm_path: checkout of Megatron-LM to check beside its own megatron-core; None checks the megatron-core
-            that is installed, alone.
+        megatron_lm_path: checkout of Megatron-LM to check with its own megatron-core; None checks only the installed
+            megatron-core.
         as_json: whether to print one JSON object instead.
 
     Returns:
@@ -21,7 +21,7 @@ def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
 
     Raises:
         ValueError: the path holds no Megatron-LM, or its ``pretrain()`` has an unknown form.
-        ImportError: the seam, without which there is nothing else to check, lacks something.
+        ImportError: the seam, without which nothing else can be checked, lacks something.
     """
     quiet_upstream()
     if megatron_lm_path is not None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, as the fields of a dataclass; and what is checked of them."""
+"""Options that several commands share, as the fields of a dataclass; and their checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SEEDS = 2**63 - 1
 def check_output_option(
     option: str, path: str | Path | None, inputs: Iterable[str | Path], *, make_folder: bool = False
 ) -> None:
-    """Check that an output can be written and is none of a command's inputs, before there is anything to write.
+    """Check that an output can be written and is none of a command's inputs, before any work.
 
     Raises:
         ValueError: see :func:`mcore_prefix_tree.data.write.check_output`; names the option.
@@ -116,7 +116,7 @@ def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..
             with spelled(getattr(options, "spellings", {})):
                 command(options, **given)
 
-        # What Typer reads.
+        # The signature that Typer reads.
         with_options.__signature__ = signature(command).replace(parameters=[*shared, *own])  # type: ignore[attr-defined]
         with_options.__annotations__ = {one.name: one.annotation for one in [*shared, *own]}
         return with_options

@@ -24,15 +24,15 @@ class Tokenizers:
     student: Annotated[str, typer.Option(parser=local, metavar="NAME", help=f"The student's tokenizer: {_NAMES}")]
     teacher: Annotated[str, typer.Option(parser=local, metavar="NAME", help="The teacher's, named in the same way.")]
     student_chat_template_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="What the student's chat template is given besides.")
+        str | None, typer.Option(metavar="JSON", help="Additional variables of the student's chat template.")
     ] = None
     teacher_chat_template_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="What the teacher's chat template is given besides.")
+        str | None, typer.Option(metavar="JSON", help="Additional variables of the teacher's chat template.")
     ] = None
 
     @property
     def names(self) -> list[str]:
-        """Names or folders of both."""
+        """Return the names or folders of both."""
         return [self.student, self.teacher]
 
     def load(self) -> tuple[ChatTokenizer, ChatTokenizer]:

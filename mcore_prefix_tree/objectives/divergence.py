@@ -1,4 +1,4 @@
-"""Divergences between two distributions, row by row: of few outcomes, or of a whole vocabulary split over ranks.
+"""Divergences between two distributions, row by row: of few outcomes, or of a full vocabulary split over ranks.
 
 Legend: R rows, C outcomes, V vocabulary, Vl its part on this tensor-parallel rank.
 """

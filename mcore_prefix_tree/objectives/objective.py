@@ -50,7 +50,7 @@ class Objective(Protocol):
 
     @property
     def output(self) -> Output:
-        """Return what the last pipeline stage computes."""
+        """Return the output of the last pipeline stage."""
         return "values" if self.has_scalar_head else "logprobs"
 
     @property
@@ -84,7 +84,7 @@ class Objective(Protocol):
         return None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Check whole groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
+        """Check complete groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
         self.targets(samples)
 
     def together(self, samples: Sequence[Sample]) -> list[Hashable] | None:

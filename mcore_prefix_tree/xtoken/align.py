@@ -44,9 +44,10 @@ def align_ends(
 ) -> Alignment:
     """Align two sequences by the ends of their tokens in one common text.
 
-    Time and memory are linear in tokens and bytes. The result is prefix-causal: chunks that end inside a prefix of both sequences depend only on that prefix. A token
+    The result is prefix-causal: chunks that end inside a prefix of both sequences depend only on that prefix. A token
     without bytes, for example SentencePiece's leading mark, belongs to the chunk of the token after it. A chunk that
-    another token interrupts, for example a control token inside a word, is omitted.
+    another token interrupts, for example a control token inside a word, is omitted. Time and memory are linear in
+    tokens and bytes.
 
     Args:
         student_ends: int64 ``[n]``, byte at which each token ends; never falls.

@@ -34,7 +34,7 @@ class TextEncoder:
         return self._tokenizer.encode_text(text)
 
     def behind(self, text: str) -> list[int] | None:
-        """Return a continuation's token ids, without a dummy space; None if the tokenizer joins it to the text before."""
+        """Return a continuation's token ids, without a dummy space; None if they depend on the text before."""
         if not self._has_dummy:
             return self._tokenizer.encode_text(text)
         for context, before in self._contexts:

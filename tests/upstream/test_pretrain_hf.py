@@ -101,7 +101,7 @@ def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
     ("settings", "arguments", "says"),
     [
         ({}, "--num-layers 4", "--num-layers=4, but --prefix-tree-hf "),
-        ({}, "--use-checkpoint-args", "both decide the model; leave one of them out"),
+        ({}, "--use-checkpoint-args", "both decide the model; give only one of them"),
         ({"architectures": ["UnheardOfForCausalLM"]}, "", "Megatron-Bridge cannot build UnheardOfForCausalLM"),
         ({"auto_map": {}}, "", "has 'auto_map': this model comes with code of its own"),
     ],

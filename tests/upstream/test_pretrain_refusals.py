@@ -152,7 +152,7 @@ OTHER = [
     ),
     (
         "--prefix-tree-score s.jsonl --save s --prefix-tree-new-data",
-        "--prefix-tree-score does not take --save: nothing is saved; leave it out; nor --prefix-tree-new-data: not",
+        "--prefix-tree-score does not take --save: nothing is saved; remove it; nor --prefix-tree-new-data: not",
     ),
     (
         "--prefix-tree-score s.jsonl --prefix-tree-objective critic --prefix-tree-score-teacher-top-k 2",

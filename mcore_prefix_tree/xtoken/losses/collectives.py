@@ -121,7 +121,7 @@ def sorted_over(values: torch.Tensor, size: int, widths: Sequence[int], group: G
 
 
 class _Placed(torch.autograd.Function):
-    """Give each rank the values ``[C, each]`` of its places, 0 where no value exists; one receiver at a time."""
+    """Give each rank the values ``[C, each]`` of its places, and 0 in places without one; one receiver at a time."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, place: torch.Tensor, each: int, group: dist.ProcessGroup) -> torch.Tensor:
