@@ -389,7 +389,7 @@ class Samples:
 
     @property
     def turns(self) -> list[int]:
-        """Return the tokens of each assistant turn with its history, if conversations are one sample each."""
+        """Return tokens of each assistant turn with its history, if conversations are one sample each; else none."""
         import numpy as np
 
         if self.options.data.expand_turns or self.tokenizer.conversations < len(self.all):

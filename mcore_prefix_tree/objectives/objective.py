@@ -84,7 +84,7 @@ class Objective(Protocol):
         return None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Check complete groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
+        """Check all groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
         self.targets(samples)
 
     def together(self, samples: Sequence[Sample]) -> list[Hashable] | None:

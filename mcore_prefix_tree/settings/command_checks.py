@@ -25,7 +25,7 @@ from mcore_prefix_tree.utils.versions import install_command
 
 
 def check_recipe(recipe: Recipe, checks: Checks) -> None:
-    """Run the checks of a command, one of the functions below; raises RecipeError, which names all that is wrong."""
+    """Run the checks of a command, one of the functions below; raises RecipeError, which names every mistake."""
     faults = collect_faults(checks(recipe))
     if faults:
         raise RecipeError("; ".join(faults))
@@ -147,4 +147,4 @@ def _check_package(name: str, value: str | None) -> None:
     spec = None if value is None else find_spec(name)
     # A folder of that name, such as W&B's logs, is no package.
     if value is not None and (spec is None or spec.origin is None):
-        raise ImportError(f"log.{name}={value} needs {name}: {install_command(name)}, or leave it out")
+        raise ImportError(f"log.{name}={value} needs {name}: {install_command(name)}, or unset it")

@@ -25,7 +25,7 @@ class ScoreConfig:
         reference: folder of the checkpoints of a reference model with the same architecture; adds ``ref_logprobs``.
         all_tokens: whether to score every token, not only those of the loss mask.
         entropy: whether to write the entropies too.
-        teacher_top_k: number of likeliest tokens to write of each prediction instead, for ``distill`` to read.
+        teacher_top_k: number of likeliest tokens to write per prediction instead, for ``distill`` to read.
     """
 
     output: Annotated[str, LocalPath]
@@ -46,7 +46,6 @@ class ScoreConfig:
         """Check that the model supports these settings.
 
         Args:
-            objective: objective that trains the model.
             setting: setting that names the objective, for messages.
             vocab_size: size of the vocabulary before padding; None if it is not known yet.
 
