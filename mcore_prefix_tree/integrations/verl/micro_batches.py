@@ -33,7 +33,7 @@ def cut(
     Args:
         rows: token ids of each row of this rank.
         max_tokens: number of unique tokens that a micro-batch may hold.
-        group: data-parallel process group; None is this process alone.
+        group: data-parallel process group; None is this process only.
         device: device on which the group's collectives take tensors.
         multiple: divisor of the number of micro-batches.
         group_size: number of successive rows that stay together.
