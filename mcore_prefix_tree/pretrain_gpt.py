@@ -81,10 +81,10 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
 def use_megatron_lm(path: str | None) -> Path:
     """Put a checkout of Megatron-LM first on ``sys.path`` and return its folder.
 
-    It comes first, because ``megatron.training`` and ``megatron.core`` must be of one version, as when the
-    checkout's own ``pretrain_gpt.py`` runs; and because ``megatron.training`` compiles the data helpers of
-    ``megatron.core`` with a Makefile that the wheel lacks. Without a path, ``MEGATRON_LM_PATH`` is taken, or else the
-    importable ``megatron.training``.
+    It comes first, because ``megatron.training`` and ``megatron.core`` must be of one version, as when the checkout's
+    own ``pretrain_gpt.py`` runs; and because ``megatron.training`` compiles the data helpers of ``megatron.core`` with
+    a Makefile that the wheel lacks. Without a path, ``MEGATRON_LM_PATH`` is taken, or else the importable
+    ``megatron.training``.
 
     Raises:
         ValueError: there is no Megatron-LM there, or it is for a newer Python.

@@ -35,8 +35,7 @@ class PrefixGrouper:
     """Converts between separate prompts and completions, and one row per group.
 
     Args:
-        group_info: numbers of tokens of the prompt and of each completion, per group; None leaves that to
-            :meth:`init`.
+        group_info: numbers of tokens of the prompt and of each completion, per group; None leaves that to :meth:`init`.
         device: device of the masks.
         padding_mode: ``"right"``, ``"left"``, or a mask ``[b, s]`` of the tokens of each row.
 
@@ -158,8 +157,7 @@ class PrefixGrouper:
         """Return rows ``[b, s, *]`` as prompts ``[b, ..., *]`` and completions ``[S, ..., *]``, each with its mask.
 
         ``include_prefix_last`` is the number of last positions of a prompt that move to the front of each completion.
-        With 1,
-        a completion has the prediction of its first token too.
+        With 1, a completion has the prediction of its first token too.
 
         Raises:
             ValueError: a prompt is shorter than ``include_prefix_last``.

@@ -100,8 +100,7 @@ def log_folding(
     """Log the savings of the last training step, for ``--custom-megatron-before-train-step-hook-path``.
 
     slime calls it before each step. The numbers of all data-parallel ranks are logged with slime's own, for the step
-    that
-    they belong to; those of the last step of a run are not logged.
+    that they belong to; those of the last step of a run are not logged.
     """
     report = unwrap_model(model[-1]).folding.report(training_only=True)
     if report is None:  # before the first step

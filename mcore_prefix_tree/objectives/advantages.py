@@ -152,11 +152,9 @@ def reward_advantages(
 
     With one reward per rollout, all its tokens have the advantage that :data:`ADVANTAGES` describes. With one reward
     per turn, the advantages are computed over all rewards of the group, and a token has the sum over its own and all
-    later
-    turns (the GRPO paper, section 4.1.3, process supervision); a baseline of the others excludes all turns of the
+    later turns (the GRPO paper, section 4.1.3, process supervision); a baseline of the others excludes all turns of the
     rollout. A group of equal rewards has advantages of exactly 0. A rollout that was cut into several samples counts
-    once
-    in the mean and the deviation, and all its samples have the same advantage.
+    once in the mean and the deviation, and all its samples have the same advantage.
 
     Args:
         estimator: estimator that reads only rewards.

@@ -42,9 +42,8 @@ def gae(
 
     ``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t`` (Schulman et al., 2016,
     arXiv:1506.02438, eq. 16). Time counts scored tokens only: the environment's text between two turns takes none.
-    Nothing
-    follows the last token. ``reward`` is float64 ``[K]``, and so is ``value``, the critic's estimate of the state that
-    each token is chosen in.
+    Nothing follows the last token. ``reward`` is float64 ``[K]``, and so is ``value``, the critic's estimate of the
+    state that each token is chosen in.
     """
     following = np.append(value, 0.0)[1:]
     following[scored.cu_lens[1:][scored.lens > 0] - 1] = 0.0

@@ -34,8 +34,8 @@ class KTO(TokenObjective):
 
     and the step's loss is the mean over labelled samples. The reference point z has no gradient: with
     ``reference_point=mismatched`` it is the mean of r, and at least 0, over the step's ``mismatched`` samples (another
-    prompt's completion, scored under both policies before the step), which have no loss themselves; with ``zero`` it
-    is 0 (TRL's ``apo_zero_unpaired``). z is as old as that scoring: a job of many steps on one scored file keeps the
+    prompt's completion, scored under both policies before the step), which have no loss themselves; with ``zero`` it is
+    0 (TRL's ``apo_zero_unpaired``). z is as old as that scoring: a job of many steps on one scored file keeps the
     reference point of the policy that scored it.
 
     Attributes:

@@ -25,8 +25,7 @@ class LossOutput:
         metrics: additive means, detached.
         bad_sample: int64 scalar tensor, the first sample of the micro-batch for which the model's output is NaN or
             infinite, or NO_SAMPLE. Read it once per step: that waits for the device. None for a weighted sum, which
-            does
-            not read single samples.
+            does not read single samples.
     """
 
     loss: torch.Tensor

@@ -8,8 +8,8 @@ reported for a token it sampled, differs from ``old``, the trainer's log-probabi
     mask       old / rollout, and 0 outside of [tis_floor, tis_cap]    IcePop (Ling Team, 2025, arXiv:2510.18855)
 
 for each token, or with the product over the sample's scored tokens for all of them. Off-policy sequence masking omits
-the tokens with a negative advantage of samples that have become too unlikely: those with the mean over the sample
-of log rollout - log pi above a threshold (DeepSeek-V3.2, 2025, arXiv:2512.02556, section 3.1).
+the tokens with a negative advantage of samples that have become too unlikely: those with the mean over the sample of
+log rollout - log pi above a threshold (DeepSeek-V3.2, 2025, arXiv:2512.02556, section 3.1).
 
 Legend: K scored tokens.
 """

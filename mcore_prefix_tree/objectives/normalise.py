@@ -49,10 +49,9 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
             over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean over
             all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is a
             separate rollout. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the
-            mean
-            over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that is
-            given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``; after verl 0.9.1 that divides by its length
-            and not by the number of samples). Samples, rollouts and groups without a scored token do not count.
+            mean over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that
+            is given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``; after verl 0.9.1 that divides by its
+            length and not by the number of samples). Samples, rollouts and groups without a scored token do not count.
         length: the constant of ``sample_sum``, usually the longest completion allowed; 1 by default.
 
     Raises:

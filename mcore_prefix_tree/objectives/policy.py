@@ -90,8 +90,8 @@ class PolicyGradient(TokenObjective):
         tis_floor: smallest importance weight.
         tis_level: whether the importance weight is that of a token or of its entire sequence.
         tis_mode: treatment of a weight out of bounds.
-        off_policy_mask: threshold of off-policy sequence masking; None disables it. It reads ``rollout_logprobs``;
-            if no engine reported any, write ``old_logprobs`` there.
+        off_policy_mask: threshold of off-policy sequence masking; None disables it. It reads ``rollout_logprobs``; if
+            no engine reported any, write ``old_logprobs`` there.
         kl_coef: coefficient of the divergence from the reference policy.
         kl_estimator: estimator of the divergence, see :mod:`mcore_prefix_tree.objectives.kl`; None is ``k3`` in the
             loss and ``k1`` in the reward.

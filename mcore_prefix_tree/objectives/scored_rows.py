@@ -1,7 +1,7 @@
 """Inputs of a loss of one micro-batch: the scored tokens of its samples, one after another, on the device.
 
-A token that several samples score has an entry for each of them, so every value per sample (for example an advantage,
-a ratio or a sum over a sequence) is exact, and autograd adds up the gradients where log-probabilities were gathered.
+A token that several samples score has an entry for each of them, so every value per sample (for example an advantage, a
+ratio or a sum over a sequence) is exact, and autograd adds up the gradients where log-probabilities were gathered.
 
 Legend: P padded tokens, K scored tokens, S samples, Q pairs.
 """

@@ -21,10 +21,9 @@ def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
     """Return the scalar ``- sum_t w_t log p_t`` over a micro-batch, to be divided by the step's supervised tokens.
 
     ``logprob`` is ``[P]``, at each token's own flat index, and ``loss_weight`` is ``[P]``, ``FlatLayout.loss_weight``.
-    The
-    loss is linear in the log-probabilities, so a shared token takes the sum of its samples' masks as its weight and no
-    sample has to be restored. The denominator counts the logical tokens of the entire step, over all micro-batches and
-    data-parallel ranks, that have a predictor and a non-zero mask; Megatron-Core divides by it when
+    The loss is linear in the log-probabilities, so a shared token takes the sum of its samples' masks as its weight and
+    no sample has to be restored. The denominator counts the logical tokens of the entire step, over all micro-batches
+    and data-parallel ranks, that have a predictor and a non-zero mask; Megatron-Core divides by it when
     ``calculate_per_token_loss`` is set.
     """
     return -torch.dot(logprob, loss_weight.to(logprob.dtype))

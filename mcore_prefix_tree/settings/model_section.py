@@ -82,8 +82,7 @@ class ModelConfig(Section):
         hf: folder of a Hugging Face model, which Megatron-Bridge builds; of the keys below, only ``dtype``,
             ``transformer_impl`` and, in ``transformer``, those of the computation can be set with it. Training starts
             from its weights, unless ``checkpoint.pretrained_checkpoint`` is set, and ``data.tokenizer`` is its
-            tokenizer
-            by default if that has a chat template. None for a model of the sizes given here.
+            tokenizer by default if that has a chat template. None for a model of the sizes given here.
         lora: adapters on the layers of ``hf``; only they are trained, saved and exported. None trains all weights.
         adapter: folder that PEFT wrote, whose adapters training starts from; it decides ``lora``.
         vocab_size: vocabulary size before padding to a multiple of the tensor-parallel size; None takes the

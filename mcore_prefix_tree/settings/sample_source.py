@@ -28,8 +28,8 @@ def source_of(
         every_sample: whether an epoch takes every sample.
         names: names of the files' fields; those of ``data.fields`` by default.
         limits: further limits of a sample's tokens, by the name of their setting.
-        options: settings that the samples of a line depend on, if they are known already; by default the tokenizer
-            is loaded for them.
+        options: settings that the samples of a line depend on, if they are known already; by default the tokenizer is
+            loaded for them.
 
     Raises:
         RecipeError: the vocabulary is too small for the tokenizer.

@@ -56,8 +56,8 @@ class DataConfig(Section):
         order: ``shuffled`` draws lines, or rows, in a new order each epoch; the turns of one stay together. ``folded``
             assigns samples that begin with the same tokens to the same step, anew each epoch; steps fold better and
             depend more on their samples, see docs/planning.md. ``file`` keeps the order of the files.
-        on_error: ``raise`` ends before training at the first bad line. ``skip`` skips and counts the lines that
-            cannot be used and the samples that are too long, and nothing else.
+        on_error: ``raise`` ends before training at the first bad line. ``skip`` skips and counts the lines that cannot
+            be used and the samples that are too long, and nothing else.
         streaming: whether to hold no samples, and read and encode a line or row when a step needs it, for files larger
             than memory. The files are read once at the start, all ranks together. Plain files only.
         num_workers: number of processes of each rank that read and encode ahead, under ``streaming``; 0 for none.
@@ -200,8 +200,8 @@ class ObjectiveConfig(Section):
             of the same vocabulary, its ``checkpoint.save``, which holds the weights, and its ``attention_backend``.
             ``xtoken`` also reads its ``data.tokenizer``, and may have a list of teachers. A Hugging Face folder can
             take a recipe's place. Without its ``checkpoint.save`` the weights are those of its ``model.hf``.
-        teacher_tensor_model_parallel_size: number of ranks that a teacher is cut over. 1 keeps it uncut on each rank,
-            a multiple of the student's cuts it over several replicas of the student; None is the student's.
+        teacher_tensor_model_parallel_size: number of ranks that a teacher is cut over. 1 keeps it uncut on each rank, a
+            multiple of the student's cuts it over several replicas of the student; None is the student's.
     """
 
     name: str = "sft"
@@ -266,8 +266,8 @@ class CheckpointConfig(Section):
         keep_last: number of checkpoints that stay in ``save``; older ones are removed once a new one is complete. None
             keeps all.
         pretrained_checkpoint: folder of another run, of Megatron-LM too, whose last checkpoint's weights a run starts
-            from; its optimizer and data are not read. A critic or reward model may start from a language model, and
-            a critic from a reward model: a scalar head that the checkpoint does not have starts anew.
+            from; its optimizer and data are not read. A critic or reward model may start from a language model, and a
+            critic from a reward model: a scalar head that the checkpoint does not have starts anew.
         export_hf: folder that the weights of the last step are written to, in the format of ``model.hf``, which it
             needs, or with ``model.lora`` in PEFT's; it must not exist. None exports nothing.
     """
@@ -291,9 +291,9 @@ class Recipe(Section):
         deterministic_attention: whether attention gives the same bits twice. False lets back-ends take a faster
             backward that adds up in any order, and admits those that have no other.
         fused_head: whether to score the supervised tokens in chunks of logits. False keeps the logits of all tokens.
-        head_chunk_rows: maximum number of predictors of a chunk. None takes 256 on a CPU and 2,048 on a GPU, or more
-            if a rank's part of the vocabulary is small. If samples (of ``gspo``, ``kto``) or pairs score more
-            positions than that, a larger number saves time and costs memory: see docs/head.md.
+        head_chunk_rows: maximum number of predictors of a chunk. None takes 256 on a CPU and 2,048 on a GPU, or more if
+            a rank's part of the vocabulary is small. If samples (of ``gspo``, ``kto``) or pairs score more positions
+            than that, a larger number saves time and costs memory: see docs/head.md.
         device: ``auto`` takes the GPU if there is one; ``cpu`` runs megatron-core under emulation.
         distributed_timeout_minutes: minutes that ranks wait for each other before the job ends; None takes torch's and
             Megatron's defaults, 10 minutes on GPUs for all ranks together and 30 for parts of them.

@@ -49,8 +49,7 @@ def best_path(student: Sequence[str], teacher: Sequence[str]) -> tuple[list[Step
     Two tokens aligned with each other score 3 if they are equal and -3 if not, a token in a gap -1.5, and one token
     aligned with k = 2..4 tokens whose joined text it equals 1.5 k. Among equal scores the first in this order is taken:
     token with token, student's gap, teacher's gap, one student token, one teacher token (each with the smallest k).
-    Time
-    is O(n m), memory n m bytes.
+    Time is O(n m), memory n m bytes.
     """
     moves, score = _fill(_numbered(student, teacher), len(student), len(teacher))
     steps = []

@@ -15,8 +15,7 @@ class Reads:
     Attributes:
         projection: whether the loss reads the projection matrix.
         tokens: whether the loss reads which tokens a chunk has, in addition to its predictors: chunks that differ in
-            them
-            are different.
+            them are different.
         token_bytes: whether the loss reads the exact bytes of both vocabularies.
         temperature: whether logits are divided by a temperature, and terms multiplied by its square.
         reverse: whether the loss has a reverse form.

@@ -91,8 +91,8 @@ class Pairing:
     def pair(self, student: Sample, teacher: Sample) -> Pair:
         """Align a conversation that each side has encoded with its own chat format.
 
-        Text between scored tokens may differ; the k-th run of scored tokens must have the same text on both sides.
-        If both end with their tokenizer's end of turn, these two tokens are a chunk as well.
+        Text between scored tokens may differ; the k-th run of scored tokens must have the same text on both sides. If
+        both end with their tokenizer's end of turn, these two tokens are a chunk as well.
 
         Raises:
             SampleError: the runs differ; the message names the sample and the first token that does.
@@ -116,8 +116,7 @@ class Pairing:
 
         The teacher reads the text of the student's tokens: the text between special tokens is encoded anew, a special
         token becomes the teacher's of the same name, or of the same role (begin of text, end of turn), and is omitted
-        if the
-        teacher has neither.
+        if the teacher has neither.
 
         Raises:
             SampleError: the text is not UTF-8, or the teacher's tokenizer changes it; the message names the sample and

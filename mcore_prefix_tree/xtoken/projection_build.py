@@ -92,9 +92,9 @@ class Vocabularies:
     ) -> Projection:
         """Build the projection; the same bits each time.
 
-        A student's token is written in the teacher's tokens, the i-th of which gets a weight proportional to
-        0.9 * 0.1**i; then the teacher's in the student's, and both add up. Special tokens are mapped by the similarity
-        of their names. A token whose bytes are a part of a character has no text; only the exact map finds it.
+        A student's token is written in the teacher's tokens, the i-th of which gets a weight proportional to 0.9 *
+        0.1**i; then the teacher's in the student's, and both add up. Special tokens are mapped by the similarity of
+        their names. A token whose bytes are a part of a character has no text; only the exact map finds it.
 
         Args:
             parts: store of finished parts.

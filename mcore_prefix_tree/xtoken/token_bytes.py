@@ -104,8 +104,8 @@ class TokenBytes:
         """Return the text of a token sequence, without the spaces that the tokenizer has put in front of texts.
 
         A token's bytes depend only on itself and on the token before it, so sequences that begin with the same tokens
-        have
-        texts that begin with the same bytes. ``tokens`` are ids ``[n]`` below V, from the beginning of a sequence on.
+        have texts that begin with the same bytes. ``tokens`` are ids ``[n]`` below V, from the beginning of a sequence
+        on.
 
         Raises:
             ValueError: a token is not in the vocabulary.

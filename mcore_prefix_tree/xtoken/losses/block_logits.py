@@ -41,8 +41,7 @@ def block_loss(
     """Return the loss that :func:`~mcore_prefix_tree.logprob.head_block_losses` takes.
 
     From a block's number and logits ``[A, Vl]`` it computes the terms ``[C]`` and, if gradients are enabled, the
-    gradient
-    of their weighted sum, times ``factor``, at the logits. Ranks call it together.
+    gradient of their weighted sum, times ``factor``, at the logits. Ranks call it together.
     """
     student_width, teacher_width = vocabularies.student.width, vocabularies.teacher.width
 

@@ -1,8 +1,8 @@
 """Collectives over a tensor-parallel group that autograd supports.
 
-The loss is a sum of shares, one per rank: the contribution of its local columns, or an equal part of a value that
-all ranks compute alike. So the gradient of a sum over ranks is the sum over ranks of the gradients, and no rank needs
-to know which of its numbers are the same on other ranks. A group of None is a single rank: nothing is sent.
+The loss is a sum of shares, one per rank: the contribution of its local columns, or an equal part of a value that all
+ranks compute alike. So the gradient of a sum over ranks is the sum over ranks of the gradients, and no rank needs to
+know which of its numbers are the same on other ranks. A group of None is a single rank: nothing is sent.
 
 Legend: C chunks, n columns of this rank, m sorted values of all ranks.
 """
@@ -102,9 +102,9 @@ def log_softmax(logits: torch.Tensor, group: Group) -> torch.Tensor:
 def sorted_over(values: torch.Tensor, size: int, widths: Sequence[int], group: Group) -> torch.Tensor:
     """Return this rank's part of the sorted columns of all ranks, the largest first: ``[C, ceil(m / ranks)]`` or fewer.
 
-    The rank of the i-th largest value depends only on i, so two sorted rows of one size meet place by place. No
-    rank has more than its own columns, those of one other rank, and its part. All shapes are known beforehand: the host
-    does not wait for the device.
+    The rank of the i-th largest value depends only on i, so two sorted rows of one size meet place by place. No rank
+    has more than its own columns, those of one other rank, and its part. All shapes are known beforehand: the host does
+    not wait for the device.
 
     Args:
         values: ``[C, n]``, at least 0; ranks may have different n, or none.

@@ -78,8 +78,7 @@ def common_tokens(projection: Projection, *, relaxed: bool) -> tuple[Int64Array,
 
     Strict takes the student's tokens whose first column has weight 1, and the lowest id if several have one column.
     ``relaxed`` takes those of weight 0.6 or more; if several have one column, that of the largest weight, then the
-    lowest
-    id.
+    lowest id.
     """
     first, weight = projection.columns[:, 0].astype(np.int64), projection.weights[:, 0]
     chosen = np.flatnonzero((first >= 0) & (weight >= RELAXED if relaxed else weight == 1))

@@ -8,8 +8,8 @@ With K the columns, W the projection, S the chunk's predictors in the student an
 If the teacher is rows of its likeliest tokens, K differs per chunk: the tokens that the rows of all its predictors
 name. A chunk without any has the term 0.
 
-The mean is taken before projecting, which is linear, so a chunk is projected once. Each rank multiplies its columns
-by their rows of W; products for columns of K that another rank has of the teacher are sent to that rank.
+The mean is taken before projecting, which is linear, so a chunk is projected once. Each rank multiplies its columns by
+their rows of W; products for columns of K that another rank has of the teacher are sent to that rank.
 
 Legend: C chunks, Vl and Wl columns on this rank, K_r columns of K on rank r.
 """

@@ -1,8 +1,8 @@
 """Partition-KL: a proper KL over outcomes that both vocabularies can tell apart, and one more, REST.
 
-If a chunk has one token on both sides, its outcomes are the common tokens. If one side has several tokens, they are
-the ends that complete the prefix which is realised to the same bytes on both sides: after "1" of "1|2", the student's
-token "12" is the teacher's "2". If both have several, the outcome is the chunk itself. REST has the rest of 1.
+If a chunk has one token on both sides, its outcomes are the common tokens. If one side has several tokens, they are the
+ends that complete the prefix which is realised to the same bytes on both sides: after "1" of "1|2", the student's token
+"12" is the teacher's "2". If both have several, the outcome is the chunk itself. REST has the rest of 1.
 
 Legend: C chunks of a block, D of these of one token on both sides, O outcomes.
 """
