@@ -23,11 +23,7 @@ _CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def check_checkpoints(args: argparse.Namespace) -> None:
-    """Check that the folders of checkpoints hold files: Megatron-LM would wait for ever at a pipe.
-
-    Raises:
-        OSError: an entry is a pipe, a socket or a device; names it.
-    """
+    """Raise OSError for a pipe, a socket or a device in a checkpoint's folder: Megatron-LM would wait for ever."""
     for name in ("load", "pretrained_checkpoint"):
         folder = getattr(args, name, None)
         if folder is None or not os.path.isdir(folder):
@@ -77,11 +73,7 @@ def check_vocabulary_known(args: argparse.Namespace) -> None:
 
 
 def check_spec_named(spec: Sequence[str]) -> None:
-    """Check that ``--spec`` names a module and something in it, without importing either.
-
-    Raises:
-        ArgumentError: it has another number of words, or no such package is installed.
-    """
+    """Raise ArgumentError unless ``--spec`` is an installed module and a name in it; import neither."""
     words = " ".join(spec)
     if len(spec) != 2:
         raise ArgumentError(f"--spec {words}: give a module and the name of a spec in it; {SPEC_EXAMPLE}")

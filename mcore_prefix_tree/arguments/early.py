@@ -125,12 +125,7 @@ class _NotingReader:
 
 
 class EarlyParser(argparse.ArgumentParser):
-    """Parser of the arguments of ``--prefix-tree`` and of those of Megatron-LM that the rules read.
-
-    Args:
-        add_group: function that adds the arguments of ``--prefix-tree`` to a parser.
-        mistakes: collector of values that cannot be read and of arguments that are misspelt.
-    """
+    """Parser of the arguments that the rules read; ``mistakes`` collects unreadable values and misspelt names."""
 
     def __init__(
         self, add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser], mistakes: Mistakes
@@ -228,10 +223,7 @@ def _check_folder(folder: str) -> None:
 
 
 def help_of(script: str, *, rl: bool) -> str:
-    """Return the help of the arguments of ``--prefix-tree``.
-
-    ``script`` is Megatron-LM's own script, whose help has the other arguments; ``rl`` if it is that of the RL loop.
-    """
+    """Return the help of ``--prefix-tree``'s arguments; Megatron-LM's ``script`` itself shows the others."""
     usage = f"%(prog)s <arguments of {script}> {PREFIX} ..."
     parser = argparse.ArgumentParser(usage=usage, add_help=False)
     (add_rl_argument_group if rl else add_argument_group)(parser)

@@ -44,7 +44,6 @@ class Flag:
 
     @property
     def setting(self) -> Setting:
-        """Return the field that the argument sets."""
         section, _, name = self.key.rpartition(".")
         return find_setting(ScoreConfig, name) if section == "score" else find_setting(Recipe, self.key)
 

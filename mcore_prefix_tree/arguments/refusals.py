@@ -228,10 +228,7 @@ def _check_objective(args: argparse.Namespace) -> None:
 
 
 def has_scalar_head(args: argparse.Namespace) -> bool:
-    """Return whether the model of the objective gives a value for each token instead of a distribution.
-
-    Megatron-LM's RL loop brings its own objective, which reads log-probabilities.
-    """
+    """Return whether the model gives a value per token, not a distribution; the RL loop reads log-probabilities."""
     return "prefix_tree_objective" in args and read_objective(args).has_scalar_head
 
 
@@ -286,11 +283,7 @@ def _folders_read(args: argparse.Namespace) -> list[str]:
 
 
 def check_unused(arguments: Sequence[str]) -> None:
-    """Reject the group's arguments on a command line without ``--prefix-tree``.
-
-    Raises:
-        ArgumentError: one is given; the message names the first.
-    """
+    """Raise ArgumentError that names an argument of the group on a command line without ``--prefix-tree``."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("--prefix-tree-"):

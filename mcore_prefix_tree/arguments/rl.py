@@ -62,12 +62,7 @@ def add_rl_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def check_rl_arguments(args: argparse.Namespace) -> None:
-    """Reject arguments of ``train_rl.py`` that cannot be used with ``--prefix-tree``, validated or not yet.
-
-    Raises:
-        ArgumentError: see :func:`refuse`.
-        ValueError: there is no such attention back-end.
-    """
+    """Reject arguments of ``train_rl.py`` that ``--prefix-tree`` cannot have, as :func:`check_arguments` does."""
     if not args.perform_rl_step:
         raise ArgumentError(
             "--prefix-tree needs --perform-rl-step here; -m mcore_prefix_tree.pretrain_gpt trains on files"

@@ -42,10 +42,7 @@ class Alternative:
 
 
 def alternatives(samples: Samples, steps: StepsReport | None) -> list[Alternative]:
-    """Return the settings that fold training steps more than the given ones do, by a twentieth or more.
-
-    ``steps`` is None if the size of a step is not known, and then nothing is returned.
-    """
+    """Return settings that fold training steps more, by a twentieth or more; none if ``steps`` is None."""
     source, found = samples.source, list[Alternative]()
     if steps is None or source is None:
         return found

@@ -72,7 +72,6 @@ class Commands(TyperGroup):
     """A group whose every command runs inside :func:`readable_errors` and :func:`lost_output`."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Parse the command line and run the command that it names."""
         write_anything()
         with lost_output():
             return super().main(*args, **options)

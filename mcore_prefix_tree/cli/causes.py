@@ -47,12 +47,7 @@ def causes_of(samples: Samples) -> Causes:
 
 
 def causes_lines(causes: Causes, fold_ratio: float, *, has_text: bool) -> list[str]:
-    """Return lines about the causes; none if samples do not diverge.
-
-    Args:
-        fold_ratio: fold ratio of all samples as they are.
-        has_text: whether texts were compared.
-    """
+    """Return lines about the causes, none if samples do not diverge; ``has_text`` if texts were compared."""
     if not causes.causes:
         if not causes.branches:
             return []

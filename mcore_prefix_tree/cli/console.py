@@ -32,10 +32,7 @@ _QUIET_S = 30.0
 
 
 class ConsoleReporter:
-    """Reports a run to a console; see ``mcore_prefix_tree.mcore.loop.trainer.Reporter``.
-
-    ``keeps`` is whether to keep the reports of steps, in ``steps`` and ``evaluations``.
-    """
+    """Reports a run to a console, as a ``Reporter``; ``keeps`` is whether to keep the reports of steps."""
 
     def __init__(self, console: Console, *, keeps: bool = False) -> None:
         self._console, self._keeps = console, keeps
@@ -72,12 +69,10 @@ class ConsoleReporter:
             self.message(f"{what}: {of}")
 
     def verified(self, report: VerifyReport) -> None:
-        """Print the table of errors."""
         self._end_bar()
         print_verified(self._console, report)
 
     def started(self, first: int, last: int) -> None:
-        """Open the progress bar on a terminal."""
         self._end_bar()
         if first > last:
             self.message(f"nothing to train: train_iters={last} are done")
@@ -94,7 +89,6 @@ class ConsoleReporter:
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
-        """Print a line, above the bar if there is one."""
         if self._keeps:
             self.steps.append(report)
         parts = [f"step {report.iteration}", f"loss {report.loss:.6f}"]
@@ -107,7 +101,6 @@ class ConsoleReporter:
             self._progress.update(self._task, completed=report.iteration)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Print a line, like a step's."""
         if self._keeps:
             self.evaluations.append(evaluation)
         samples = f"{evaluation.samples:,} samples in {numbers.seconds(evaluation.seconds)}"
@@ -122,7 +115,6 @@ class ConsoleReporter:
             self.message(line)
 
     def compared(self, comparison: Comparison) -> None:
-        """Print the closing table."""
         self.close()
         print_comparison(self._console, comparison)
 

@@ -9,15 +9,10 @@ from mcore_prefix_tree.cli.boundary import quiet_upstream
 
 
 def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
-    """Print how many upstream names each room lacks, and every name that is missing or different.
+    """Print the upstream names that each room lacks or finds different; return whether nothing is missing.
 
-    Args:
-        megatron_lm_path: checkout of Megatron-LM to check with its own megatron-core; None checks only the installed
-            megatron-core.
-        as_json: whether to print one JSON object instead.
-
-    Returns:
-        Whether nothing is missing.
+    ``megatron_lm_path`` is a checkout to check with its own megatron-core; None checks only the installed
+    megatron-core.
 
     Raises:
         ValueError: the path holds no Megatron-LM, or its ``pretrain()`` has an unknown form.

@@ -51,11 +51,7 @@ SEEDS = 2**63 - 1
 def check_output_option(
     option: str, path: str | Path | None, inputs: Iterable[str | Path], *, make_folder: bool = False
 ) -> None:
-    """Check that an output can be written and is none of a command's inputs, before any work.
-
-    Raises:
-        ValueError: see :func:`mcore_prefix_tree.data.write.check_output`; names the option.
-    """
+    """Raise ValueError, which names the option, if an output cannot be written or is one of the inputs."""
     from mcore_prefix_tree.data.write import check_output
 
     if path is None:
@@ -75,11 +71,7 @@ def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
 
 
 def load_job(recipe: str, overrides: list[str] | None, hf: str | None, checks: Checks) -> Recipe:
-    """Return the recipe of a command, with its checks, before anything heavy is imported.
-
-    Raises:
-        ValueError: see :func:`~mcore_prefix_tree.settings.load_recipe`.
-    """
+    """Load and check a command's recipe before heavy imports; raises ValueError as ``load_recipe`` does."""
     from mcore_prefix_tree.settings import load_recipe
 
     loaded = load_recipe(recipe, with_hf(overrides, hf), checks)

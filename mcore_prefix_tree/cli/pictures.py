@@ -25,12 +25,7 @@ Plot = Annotated[
 
 
 def check_picture(path: str | None, inputs: Iterable[str]) -> None:
-    """Check the name of a picture, that it can be written, and that matplotlib is installed, before the work.
-
-    Raises:
-        ValueError: the name ends in something else, or cannot be written.
-        ImportError: matplotlib is missing.
-    """
+    """Raise ValueError unless a picture can be written as PNG or SVG, ImportError without matplotlib."""
     if path is None:
         return
     if not path.lower().endswith((".png", ".svg")):

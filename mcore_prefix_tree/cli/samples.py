@@ -39,7 +39,6 @@ class TokenizerOnDemand:
         self.conversations = 0  # encoded so far
 
     def load(self) -> ChatTokenizer:
-        """Return the tokenizer, loading it the first time."""
         from mcore_prefix_tree.data import load_tokenizer
 
         if self.loaded is None:
@@ -48,28 +47,22 @@ class TokenizerOnDemand:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of the tokenizer's tokens."""
         return self.load().vocab_size
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return self.load().decode(tokens)
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
-        """See ``ChatTokenizer``."""
         self.conversations += 1
         return self.load().encode_turns(messages, tools)
 
     def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
-        """See ``ChatTokenizer``."""
         return self.load().encode_completion(prompt, completion, ended=ended)
 
     def encode_text(self, text: str) -> list[int]:
-        """See ``ChatTokenizer``."""
         return self.load().encode_text(text)
 
     def vocabulary(self) -> Vocabulary:
-        """See ``ChatTokenizer``."""
         return self.load().vocabulary()
 
 
@@ -184,7 +177,6 @@ class SampleOptions:
 
     @cached_property
     def data(self) -> DataConfig:
-        """Return the settings for reading the files."""
         from mcore_prefix_tree.settings.sections import DataConfig
 
         given = {
@@ -252,7 +244,6 @@ class SampleOptions:
 
     @property
     def sharing(self) -> Sharing:
-        """Return the common prefixes that are shared."""
         if self.recipe is not None:
             return self.recipe.batch.sharing
         from mcore_prefix_tree.trie import Sharing
@@ -293,11 +284,7 @@ class SampleOptions:
 
 
 def order_of(source: Source, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
-    """Return the order in which a source takes samples, with steps no larger than all of them.
-
-    Raises:
-        SampleError, ValueError: see :meth:`Source.of_lines`.
-    """
+    """Return a source's order, with steps no larger than all samples; raises as :meth:`Source.of_lines`."""
     if source.grouped_by is None:
         source = replace(source, step=min(source.step, sum(map(len, lines))))
     return source.of_lines(lines)
@@ -314,7 +301,6 @@ class Samples:
 
     @cached_property
     def all(self) -> list[Sample]:
-        """Return all samples, in the order of the files."""
         return [sample for line in self.lines for sample in line]
 
     @cached_property
@@ -352,11 +338,7 @@ class Samples:
 
     @cached_property
     def source(self) -> Source | None:
-        """Return the source from which training takes the samples; None if the size of a step is not known.
-
-        Raises:
-            RecipeError: see :func:`~mcore_prefix_tree.settings.sample_source.source_of`.
-        """
+        """Return the source of training's samples, None for an unknown step size; raises as ``source_of``."""
         from mcore_prefix_tree.data import LineOptions, Ranks
         from mcore_prefix_tree.data.source import Source
         from mcore_prefix_tree.settings import Recipe

@@ -25,10 +25,7 @@ def wrapped(parts: Iterable[str], *, begins: str = "") -> list[str]:
 
 
 def grid(headings: Sequence[str], *, left: Sequence[int] = (0,)) -> Table:
-    """Return a table without lines; a cell stays on one line, cut with an ellipsis if it does not fit.
-
-    ``left`` are the columns that are left-aligned; numbers are right-aligned.
-    """
+    """Return a table without lines, whose long cells end in an ellipsis; columns ``left`` are left-aligned."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right", no_wrap=True, overflow="ellipsis")

@@ -32,7 +32,6 @@ class Tokenizers:
 
     @property
     def names(self) -> list[str]:
-        """Return the names or folders of both."""
         return [self.student, self.teacher]
 
     def load(self) -> tuple[ChatTokenizer, ChatTokenizer]:
@@ -49,7 +48,6 @@ class Tokenizers:
         return student, teacher
 
     def vocabularies(self) -> Vocabularies:
-        """Return the bytes of all tokens of both."""
         from mcore_prefix_tree.xtoken.projection_build import Vocabularies
 
         return Vocabularies(*self.load())

@@ -24,7 +24,6 @@ class LogFolding(Callback):  # type: ignore[misc]
         _report(context)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Add the report of all data-parallel ranks."""
         report = _report(context)
         assert report is not None
         device = next(context.model[-1].parameters()).device

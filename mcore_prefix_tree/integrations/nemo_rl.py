@@ -51,11 +51,7 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
     inside: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Build as NeMo-RL does, then let the model fold.
-
-        Raises:
-            NotImplementedError: folding does not support a setting of the policy or the model; names it.
-        """
+        """Build as NeMo-RL does, then let the model fold; raises NotImplementedError that names a setting."""
         _check(config)
         register_allowed_target_prefix("mcore_prefix_tree")  # checkpoints name the layer spec
         super().__init__(config, *args, **kwargs)

@@ -62,11 +62,7 @@ class PrefixGrouper:
         device: torch.device | str | None = None,
         padding_mode: str | torch.Tensor = "right",
     ) -> None:
-        """Set the groups; see the class.
-
-        Raises:
-            ValueError: no group is given, a group has no completion, or the mask does not have a group's tokens.
-        """
+        """Set the groups; raises ValueError if one has no completion, or the mask not its tokens."""
         if not group_info or min(map(len, group_info)) < 2:
             raise ValueError(f"group_info={group_info} must have a group, and each its prompt and a completion")
         self.group_info = [Group(prefix_len=prompt, suffix_lens=list(rest)) for prompt, *rest in group_info]
@@ -138,11 +134,7 @@ class PrefixGrouper:
     def concat_input(
         self, prefix: torch.Tensor, prefix_mask: torch.Tensor, suffix: torch.Tensor, suffix_mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return prompts ``[b, ..., *]`` and completions ``[S, ..., *]`` as rows ``[b, s, *]``.
-
-        Raises:
-            ValueError: the masks are not those of the groups.
-        """
+        """Return prompts ``[b, ..., *]`` and completions ``[S, ..., *]`` as rows ``[b, s, *]``; their masks must fit."""
         for name, mask, own in (
             ("prefix_mask", prefix_mask, self.ungrouped_prefix_mask),
             ("suffix_mask", suffix_mask, self.ungrouped_suffix_mask),

@@ -67,11 +67,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
-    """Return the tree-capable spec of slime's layers, or of the user's own ``--spec``.
-
-    Raises:
-        NotImplementedError: the user's spec builds a model, not layers.
-    """
+    """Return the tree-capable spec of slime's layers, or of ``--spec``; NotImplementedError if that builds a model."""
     if args.spec_to_fold is None:
         with_te = args.transformer_impl == "transformer_engine"
         return with_prefix_tree(get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, vp_stage=vp_stage))

@@ -65,7 +65,6 @@ class FoldCounts:
         return self.logical_tokens / self.unique_tokens if self.unique_tokens else 1.0
 
     def add(self, rows: HostRows, *, folded: bool) -> None:
-        """Count a call."""
         self.calls += 1
         self.left_alone += not folded
         self.rows += len(rows.row)
@@ -108,11 +107,7 @@ class Folding:
     def before(
         self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """Replace the arguments of a call, as torch's forward pre-hook.
-
-        Raises:
-            ValueError: folding does not support an argument, or a module that draws random numbers; names it.
-        """
+        """Replace the arguments of a call, as torch's forward pre-hook; raises ValueError that names one."""
         call = dict(zip(_parameters(backbone.__class__), args, strict=False)) | kwargs
         if _has_cache(backbone, call) or all(call.get(name) is None for name in ("input_ids", "inputs_embeds")):
             return None
@@ -200,7 +195,6 @@ class LogFolding(TrainerCallback):  # type: ignore[misc]
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add the counts to the log."""
         if self._counts is not None and logs is not None:
             numbers, self._counts = self._counts.to_log(), None
             logs |= numbers

@@ -148,7 +148,6 @@ class CrossTokenizer(Objective):
 
     @property
     def losses(self) -> LossSettings:
-        """The loss of chunks."""
         return LossSettings(
             mode=self.mode,
             temperature=self.temperature,

@@ -106,11 +106,7 @@ class Distillation(TokenObjective):
         return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Compute the weights of a step, on the host.
-
-        Raises:
-            SampleError: a sample with scored tokens has no teacher, or one of another k.
-        """
+        """Compute the weights of a step, on the host; raises SampleError for a missing teacher, or one of another k."""
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise)
         if self.teacher == "top_k":

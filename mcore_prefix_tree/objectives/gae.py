@@ -14,8 +14,7 @@ from mcore_prefix_tree.signals import SampleError
 def token_rewards(scored: ScoredTokens, setting: str, *, penalty: Float64Array | None = None) -> Float64Array:
     """Return float64 ``[K]``: each sample's or turn's reward at its last scored token, less a penalty per token.
 
-    Raises:
-        SampleError: a sample with scored tokens lacks ``reward``, or is one turn of several.
+    Raises SampleError if a sample with scored tokens lacks ``reward``, or is one turn of several.
     """
     reward = np.zeros(len(scored))
     for index in np.flatnonzero(scored.lens).tolist():

@@ -92,10 +92,7 @@ class Objective(Protocol):
         return [sample.signals.pair for sample in samples] if self.grouped_by == "pair" else None
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Compute the inputs of a step's losses other than the model's output, on the host.
-
-        Args:
-            samples: samples of the entire step, all micro-batches and ranks.
+        """Compute the losses' inputs other than the model's output, from all samples of a step, on the host.
 
         Raises:
             SampleError: a sample lacks a field that the loss reads, or contradicts the others of its group.

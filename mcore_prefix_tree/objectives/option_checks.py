@@ -27,14 +27,9 @@ def one_of(known: Iterable[str]) -> AfterValidator:
 
 
 def refuse_unused(objective: Any, settings: Iterable[tuple[str, bool, str]]) -> None:
-    """Reject a setting that is set and changes nothing.
+    """Raise ValueError for the first setting that is set without effect.
 
-    Args:
-        objective: a pydantic dataclass.
-        settings: name of each, whether it has an effect with the others, and which of those would give it one.
-
-    Raises:
-        ValueError: a setting has no effect and is not at its default; the message names the first.
+    ``settings`` are the name of each, whether it has an effect with the others, and which of those would give it one.
     """
     fields = type(objective).__pydantic_fields__
     for name, has_effect, without in settings:

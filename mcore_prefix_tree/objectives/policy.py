@@ -186,11 +186,7 @@ class PolicyGradient(TokenObjective):
         return "sample" if of_sequence else "row"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Compute advantages, weights and columns of a step, on the host.
-
-        Raises:
-            SampleError: a sample lacks a field that these settings read, or its group has no other rollout.
-        """
+        """Compute advantages, weights and columns of a step, on the host; raises SampleError for a missing field."""
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise, length=self.normalise_length)
         columns = {name: scored.column(name, setting) for name, setting in self._needed().items()}
@@ -251,14 +247,9 @@ class PolicyGradient(TokenObjective):
         return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
-        """Return the weighted sum over a micro-batch.
+        """Return the weighted sum over a micro-batch; ``logprob`` is ``[P]``, each token's at its own flat index.
 
-        Args:
-            logprob: ``[P]``, log-probability of each token at its own flat index.
-            entropy: ``[P]``, entropy of the distribution that each token predicts; only needed with ``entropy_coef``.
-
-        Raises:
-            ValueError: ``entropy_coef`` needs the entropy, and it is None.
+        ``entropy`` is ``[P]``, of the distribution that each token predicts; ValueError if ``entropy_coef`` needs it.
         """
         scored = logprob[rows.token]
         dtype = scored.dtype

@@ -63,11 +63,7 @@ class AdapterFolder:
         return _read_folder(path)
 
     def check_fits(self, model: HuggingFaceFolder) -> None:
-        """Check that the folder has both matrices of each layer, in the shapes of the model.
-
-        Raises:
-            ValueError: a matrix does not fit; names the first that is missing, of another shape or too many.
-        """
+        """Raise ValueError, which names the matrix, unless both matrices of each layer have the model's shapes."""
         wanted: dict[str, list[int]] = {}
         for layer in layers_with(model, self.lora):
             rows, columns = model.shapes[f"{layer}.weight"]
@@ -104,11 +100,7 @@ def _read_folder(folder: Path) -> AdapterFolder:
 
 
 def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
-    """Return the names of the layers that get an adapter.
-
-    Raises:
-        ValueError: the model lacks a target, or the target is a layer of experts; names it.
-    """
+    """Return the names of the layers that get an adapter; raises ValueError that names a target that is not one."""
     found = []
     for target in lora.target_modules:
         layers = [name.removesuffix(".weight") for name in model.files if name.endswith(f".{target}.weight")]
@@ -126,11 +118,7 @@ def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
 
 
 def with_adapter(content: Any) -> tuple[Any, list[str]]:
-    """Return a recipe's content, not validated yet, with the settings of ``model.adapter``, and the contradictions.
-
-    Raises:
-        ValueError, OSError: see :meth:`AdapterFolder.read`.
-    """
+    """Return a recipe's content with the settings of ``model.adapter``, and the contradictions; raises as ``read``."""
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("adapter") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):

@@ -16,11 +16,7 @@ BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe], Objective]] = {CrossT
 
 
 def settings_of(given: ObjectiveConfig) -> Objective:
-    """Return the objective that a recipe's section names, from its options only.
-
-    Raises:
-        RecipeError: the objective or an option is unknown, or an option is out of range.
-    """
+    """Return the objective of a section's name and options; raises RecipeError if one is unknown or out of range."""
     name, options = given.name, given.options
     try:
         return make_objective(name, options)
@@ -31,11 +27,7 @@ def settings_of(given: ObjectiveConfig) -> Objective:
 
 
 def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_head: bool) -> None:
-    """Check that a job names the teachers that its objective reads, and no others.
-
-    Raises:
-        RecipeError: the named teachers do not fit the objective; names every mistake.
-    """
+    """Raise RecipeError, which names every mistake, unless a job names the teachers that its objective reads."""
     teachers, needed = given.teacher_recipes, objective.second_models
     asked, across = needed is not None and needed.asked, needed is not None and not needed.same_vocabulary
     full = "objective.options.teacher: full"
@@ -71,11 +63,7 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """Return the objective that a recipe names, bound to everything that it reads before any model is built.
-
-    Raises:
-        RecipeError: a tokenizer, a projection or a teacher's recipe does not fit.
-    """
+    """Return a recipe's objective; raises RecipeError if a tokenizer, projection or teacher's recipe does not fit."""
     objective = settings_of(recipe.objective)
     bind_settings = BINDINGS.get(type(objective))
     return objective if bind_settings is None else bind_settings(objective, recipe)

@@ -193,11 +193,7 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
 
 
 def with_folder(content: Any) -> tuple[Any, list[str]]:
-    """Return a recipe's content, not validated yet, with the settings of ``model.hf``, and the contradictions.
-
-    Raises:
-        ValueError, OSError: see :meth:`HuggingFaceFolder.read`.
-    """
+    """Return a recipe's content with the settings of ``model.hf``, and the contradictions; raises as ``read``."""
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("hf") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):
@@ -317,11 +313,7 @@ def _placed_weights(folder: Path) -> dict[str, str] | None:
 
 
 def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
-    """Return type and shape of each tensor in a safetensors file whose length agrees with its header.
-
-    Raises:
-        ValueError: the file is missing, or is something else or only a part of one; names it.
-    """
+    """Return type and shape of each tensor in a complete safetensors file; raises ValueError, which names any other."""
     if not file.is_file():
         raise ValueError(f"{file} is missing; download the folder again")
     size = file.stat().st_size
@@ -342,12 +334,7 @@ def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Raises:
-        ValueError: the file holds something else; names it.
-        OSError: the file cannot be read.
-    """
+    """Return a JSON file's object; raises ValueError, which names the file, for other content, or OSError."""
     try:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:

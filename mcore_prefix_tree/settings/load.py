@@ -216,12 +216,7 @@ def _override(recipe: DictConfig, override: str, changes: list[DictConfig]) -> N
 
 
 def _check_scalars(text: str) -> None:
-    """Reject scalars that YAML or OmegaConf would read as something else than their writer means.
-
-    Raises:
-        ValueError: a scalar would be misread; names the line and the scalar.
-        YAMLError: the text is not YAML.
-    """
+    """Reject scalars that YAML or OmegaConf would misread, by their line; raises ValueError, YAMLError for no YAML."""
     for token in yaml.scan(text, Loader=_Scanner):
         where = f"line {token.start_mark.line + 1}"
         if isinstance(token, yaml.TagToken):

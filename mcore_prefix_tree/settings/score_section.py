@@ -43,15 +43,7 @@ class ScoreConfig:
         return not self.all_tokens and objective.scored_as != "reward"
 
     def check(self, objective: type[Objective], *, setting: str, vocab_size: int | None) -> None:
-        """Check that the model supports these settings.
-
-        Args:
-            setting: setting that names the objective, for messages.
-            vocab_size: size of the vocabulary before padding; None if it is not known yet.
-
-        Raises:
-            ValueError: the model does not support them.
-        """
+        """Raise ValueError if the model does not support these settings; ``vocab_size`` is None if unknown."""
         k = self.teacher_top_k
         if k is not None and objective.scored_as != POLICY:
             raise ValueError(f"score.teacher_top_k requires a vocabulary, and {setting} has none")

@@ -70,11 +70,7 @@ def _model_of(path: str, student: ModelConfig) -> ModelConfig:
 
 
 def check_stage(ranks: int, objective: ObjectiveConfig) -> None:
-    """Check that the ranks of a pipeline stage can hold the teachers.
-
-    Raises:
-        RecipeError: the teachers' tensor-parallel size does not divide the number of ranks.
-    """
+    """Raise RecipeError if the teachers' tensor-parallel size does not divide the ranks of a pipeline stage."""
     size = objective.teacher_tensor_model_parallel_size or 1
     if ranks % size:
         raise RecipeError(
@@ -84,11 +80,7 @@ def check_stage(ranks: int, objective: ObjectiveConfig) -> None:
 
 
 def parallel_of_teachers(objective: ObjectiveConfig, parallel: ParallelConfig) -> ParallelConfig:
-    """Return the parallel layout of a job's teachers, from the student's.
-
-    Raises:
-        RecipeError: the teachers' tensor-parallel size is neither 1 nor a multiple of the student's.
-    """
+    """Return the teachers' layout; raises RecipeError if its size is neither 1 nor a multiple of the student's."""
     given, own = objective.teacher_tensor_model_parallel_size, parallel.tensor_model_parallel_size
     if given is None or given == own:
         return parallel

@@ -64,7 +64,6 @@ class LossSettings:
 
     @property
     def reads(self) -> Reads:
-        """Return the inputs of the loss."""
         return MODES[self.mode]
 
     @property

@@ -79,11 +79,7 @@ def from_entries(
 
 
 def trim(projection: Projection, top_k: int) -> Projection:
-    """Keep the ``top_k`` heaviest entries of each row, and let them add up to 1.
-
-    Raises:
-        ValueError: ``top_k`` is less than 1.
-    """
+    """Keep the ``top_k`` heaviest entries per row, scaled to add up to 1; raises ValueError if it is less than 1."""
     if top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1")
     return replace(

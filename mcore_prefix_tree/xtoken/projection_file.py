@@ -306,7 +306,6 @@ class PartFiles:
         return Entries(rows=arrays["rows"], columns=arrays["columns"], weights=arrays["weights"])
 
     def save(self, name: str, part: Entries) -> None:
-        """Write a part."""
         self.folder.mkdir(exist_ok=True)
         arrays: dict[str, npt.NDArray[Any]] = {"rows": part.rows, "columns": part.columns, "weights": part.weights}
         with whole_file(self._path(name)) as unfinished:

@@ -32,7 +32,6 @@ class PairReader:
             rendering: text that the teacher reads: ``student`` gives it the text that the student reads; ``own``
                 encodes ``messages`` with each side's own chat format. Records of ``tokens`` are in the student's tokens
                 and always take the first way.
-            expand_turns: whether to make a sample of every assistant turn.
             student_limits: largest number of the student's tokens, by the name of the setting.
 
         Raises:

@@ -58,10 +58,7 @@ class Reencoder:
         self._encode_text = lru_cache(maxsize=_TEXTS_KEPT)(self._encoded)
 
     def encode(self, sample: Sample, spelled: Spelled) -> tuple[npt.NDArray[np.int32], list[tuple[int, int]]]:
-        """Return the teacher's tokens of a student's sample.
-
-        They are int32 ``[m]``; with the index of each special token that both have, in the student's and the teacher's
-        tokens.
+        """Return the teacher's tokens of a student's sample, int32 ``[m]``, and index pairs of common special tokens.
 
         Raises:
             SampleError: some text is not UTF-8, or nothing is left; the message names the sample and the token.

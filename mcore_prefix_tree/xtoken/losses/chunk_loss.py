@@ -36,7 +36,6 @@ class Vocabularies:
 
     @property
     def group(self) -> Group:
-        """Tensor-parallel group, None if there is one rank."""
         return self.student.group
 
 
@@ -44,11 +43,10 @@ class ChunkLoss(Protocol):
     """Terms of chunks, from the logits of a block."""
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return this rank's shares ``[C]`` of the terms; the terms are their sums over ranks.
+        """Return this rank's shares ``[C]`` of the terms, which are their sums over ranks.
 
-        Args:
-            student: ``[A, Vl]`` logits of ``block.student.rows``, divided by the temperature.
-            teacher: ``[B, Wl]`` logits of ``block.teacher.rows``, divided by it too.
+        ``student`` and ``teacher`` are logits ``[A, Vl]`` and ``[B, Wl]`` of the block's rows, divided by the
+        temperature.
         """
 
 

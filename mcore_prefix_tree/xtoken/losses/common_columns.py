@@ -57,7 +57,7 @@ class Part:
 
     @property
     def widths(self) -> list[int]:
-        """Columns on each rank that are not padding."""
+        """Return the numbers of columns on each rank that are not padding."""
         return [stop - start for start, stop in pairwise(self._clamped)]
 
     @property
