@@ -31,11 +31,7 @@ _PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 
 def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.start") -> None:
-    """Run with the command line's arguments.
-
-    Args:
-        script: name of Megatron-LM's script, which runs without ``--prefix-tree``; with it, its model is trained.
-        starter: module whose ``run`` trains under the flag.
+    """Run with the command line's arguments: Megatron-LM's ``script``, or with the flag ``run`` of module ``starter``.
 
     Raises:
         SystemExit: status 2, for arguments that cannot be used, or with the help for none at all; 0 after ``--help``.

@@ -28,12 +28,10 @@ PREFIX = "--prefix-tree"
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting as an argument.
+    """A setting, by its recipe's key, as an argument.
 
     Attributes:
-        key: canonical key of the setting, which is a recipe's.
         name: name after the prefix; by default the last part of the key.
-        metavar: name of the value in the help.
         note: sentence that the help adds for this door.
     """
 

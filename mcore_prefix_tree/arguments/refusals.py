@@ -155,14 +155,9 @@ AT_ODDS_OF_FILES: tuple[Rule, ...] = (
 
 
 def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: Collection[str] = ()) -> None:
-    """Reject arguments that folding does not support in any entry point of Megatron-LM.
+    """Raise ArgumentError, one sentence per mistake, for arguments that folding supports in no entry point.
 
-    Args:
-        at_odds: further arguments that cannot be used together, each rule with its sentence.
-        allowed: names of the arguments that this entry point takes.
-
-    Raises:
-        ArgumentError: one sentence for every argument at fault.
+    ``at_odds`` adds rules for this entry point; ``allowed`` names arguments that it takes.
     """
     given = vars(args)
     found = [

@@ -26,11 +26,9 @@ _MOST_TOKENS = 2**26
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A setting that folds more.
+    """A setting that folds more, as an ``option`` of the command and as a ``setting`` of a recipe.
 
     Attributes:
-        option: option of the command.
-        setting: the same in a recipe.
         fold_ratio: fold ratio of training steps with it.
         remark: further effect of the setting, or a setting that goes with it.
     """

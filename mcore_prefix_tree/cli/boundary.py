@@ -23,7 +23,7 @@ from mcore_prefix_tree.utils.stdout import lost_output
 
 # In narrower terminals, tables and help are cut down to nothing.
 _NARROWEST = 40
-# Errors that Typer raises for wrong arguments, of Click or of its own copy of it.
+# Errors that Typer raises for wrong arguments, of Click or of its copy of Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 # Warnings below an error: that GPTModel will give way to HybridModel, and that nvcc is installed and a GPU is not.

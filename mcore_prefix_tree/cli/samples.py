@@ -204,7 +204,7 @@ class SampleOptions:
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """Return the recipe, with the options in place of its own settings."""
+        """Return the recipe, with the options in place of its settings."""
         if self._file is None:
             return None
         batch = {"share": self.share, "min_shared_tokens": self.min_shared_tokens}

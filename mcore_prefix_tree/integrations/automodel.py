@@ -47,10 +47,7 @@ def fold_shared_prefix_rollouts(
 ) -> FoldedRollouts:
     """Fold the completions of a prompt.
 
-    Args:
-        prompt_ids: tokens of the prompt; without any, the first token of each completion is not supervised.
-        completions: tokens of each completion.
-        ignore_idx: label of positions that are not supervised.
+    With an empty prompt, the first token of each completion is not supervised. ``ignore_idx`` labels such positions.
 
     Raises:
         ValueError: no completion is given, or one is empty.

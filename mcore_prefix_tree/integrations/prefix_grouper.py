@@ -134,7 +134,7 @@ class PrefixGrouper:
     def concat_input(
         self, prefix: torch.Tensor, prefix_mask: torch.Tensor, suffix: torch.Tensor, suffix_mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return prompts ``[b, ..., *]`` and completions ``[S, ..., *]`` as rows ``[b, s, *]``; their masks must fit."""
+        """Return prompts ``[b, ..., *]`` and completions ``[S, ..., *]`` as rows ``[b, s, *]``; the masks must fit."""
         for name, mask, own in (
             ("prefix_mask", prefix_mask, self.ungrouped_prefix_mask),
             ("suffix_mask", suffix_mask, self.ungrouped_suffix_mask),

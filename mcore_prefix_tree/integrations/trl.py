@@ -44,13 +44,9 @@ _REFUSED = {
 
 @dataclass
 class FoldCounts:
-    """Sums over the calls of a backbone.
+    """Sums over the calls of a backbone that neither read nor make a cache; tokens without padding.
 
-    Attributes:
-        calls: number of calls, without those that read or make a cache.
-        left_alone: number of calls among them that the stock model computed, because their rows share too little.
-        logical_tokens: number of tokens of all rows, without padding.
-        unique_tokens: number of tokens that the layers computed, without padding.
+    ``left_alone`` counts calls that the stock model computed, because their rows share too little.
     """
 
     calls: int = 0

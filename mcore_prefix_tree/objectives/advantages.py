@@ -74,12 +74,11 @@ class Rewards:
     """The rewards of a step, each counted once however many samples its rollout was cut into.
 
     Attributes:
-        setting: setting that needs them, for messages.
         value: float64 ``[W]``.
         rollout: int64 ``[W]``.
         cu_turns: int64 ``[R + 1]``; rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
         group: int64 ``[R]``.
-        first_sample: int64 ``[R]``, a sample of each rollout, for messages.
+        first_sample: int64 ``[R]``, a sample of each rollout, for messages, as ``setting`` is.
         of_token: int64 ``[K]``, the first reward that a scored token can have earned.
     """
 

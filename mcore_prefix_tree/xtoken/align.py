@@ -49,7 +49,7 @@ def align_ends(
     another token interrupts, for example a control token inside a word, is omitted. Time and memory are linear in
     tokens and bytes.
 
-    Args:
+    student_ends: int64 ``[n]``, byte at which each token ends; never falls.
         student_ends: int64 ``[n]``, byte at which each token ends; never falls.
         teacher_ends: int64 ``[m]``, likewise in the same text.
         student_has_text: bool ``[n]``, mask of the tokens that may belong to a chunk.
@@ -83,7 +83,7 @@ class _TextTokens:
         index = np.flatnonzero(has_text)
         before = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[index] if len(ends) else ends
         has_bytes = ends[index] > before
-        # The next token with a byte; those behind the last one are in no chunk.
+        # The next token with a byte; those after the last one are in no chunk.
         following: Int64Array = np.cumsum(has_bytes) - has_bytes
         borders = ends[index][has_bytes]
         inside = following < len(borders)

@@ -43,15 +43,9 @@ MODES: dict[Mode, Reads] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Name of a loss, and its numbers.
+    """Name of a loss, and its numbers, see ``CrossTokenizer``.
 
-    Attributes:
-        temperature: temperature of both models' logits, for modes that have one.
-        top_k: number of columns of the teacher's vocabulary that P-KL compares; None takes all.
-        reverse: whether to take the KL of the student's distribution from the teacher's.
-        tail: largest number of uncommon tokens that gold and H-KL compare.
-        theta: temperature of ALM's likelihoods.
-        exported: whether the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
+    ``exported`` is whether the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
     """
 
     mode: Mode = "p_kl"

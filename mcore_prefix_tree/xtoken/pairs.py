@@ -57,10 +57,9 @@ class Pairing:
     ) -> None:
         """Read both vocabularies.
 
-        Args:
-            aligner: name of the aligner: ``bytes`` is exact and prefix-causal; ``dynamic`` also aligns text that the
-                tokenizers normalise differently, and omits text that it cannot align.
-            teacher_limits: largest number of the teacher's tokens, by the name of the setting.
+        ``aligner`` ``bytes`` is exact and prefix-causal; ``dynamic`` also aligns text that the tokenizers normalise
+        differently, and omits text that it cannot align. ``teacher_limits`` are limits of the teacher's tokens, by
+        setting.
 
         Raises:
             ValueError: a tokenizer does not give its bytes; or ``aligner`` is neither.

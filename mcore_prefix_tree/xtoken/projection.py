@@ -48,14 +48,10 @@ def from_entries(
     student_hash: str = "",
     teacher_hash: str = "",
 ) -> Projection:
-    """Add up the entries of a matrix and keep the ``top_k`` of each row, which then add up to 1.
+    """Add up a matrix's entries and keep the ``top_k`` of each row, scaled to add up to 1; the lower id of equal ones.
 
-    Among equal weights the lower id is kept.
-
-    Args:
-        rows: ``[E]``, the student's tokens, in any order.
-        columns: ``[E]``, the teacher's tokens.
-        weights: float64 ``[E]``, at least 0; entries of one place are added.
+    ``rows`` are the student's tokens ``[E]``, in any order, ``columns`` the teacher's ``[E]``, ``weights`` float64
+    ``[E]``, at least 0; entries of one place are added.
     """
     place, group = np.unique(rows.astype(np.int64) * teacher_vocab_size + columns, return_inverse=True)
     total = np.bincount(group, weights=weights, minlength=len(place)).astype(np.float64)

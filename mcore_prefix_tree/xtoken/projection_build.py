@@ -222,16 +222,10 @@ def shares(count: int) -> list[float]:
 def similar_names(
     student: Mapping[int, str], teacher: Mapping[int, str], least: float, top_k: int
 ) -> list[tuple[int, int, float]]:
-    """Map special tokens to those of similar names: token, token, and similarity from 0 to 1.
+    """Map special tokens (names by id) to those of similar names: token, token, and similarity from ``least`` to 1.
 
     The similarity is 0.6 times difflib's ratio of the characters plus 0.4 times the share of common words of more than
-    two letters.
-
-    Args:
-        student: names of the student's special tokens by id.
-        teacher: names of the teacher's special tokens by id.
-        least: least similarity of a mapping.
-        top_k: largest number of mappings of a student's token; among equal similarities, the lower ids.
+    two letters. A student's token has ``top_k`` mappings at most; among equal similarities, the lower ids.
     """
     of_token: dict[int, list[tuple[int, int, float]]] = {token: [] for token in student}
     words = {token: _words(name) for token, name in student.items()}

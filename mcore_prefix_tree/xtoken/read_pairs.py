@@ -77,14 +77,9 @@ def iter_pairs(
 ) -> Iterator[list[Pair]]:
     """Yield the pairs of one record after another; see :func:`mcore_prefix_tree.data.iter_sample_groups`.
 
-    Args:
-        paths: files and globs.
-        on_error: treatment of bad records: ``raise`` ends at the first one, ``skip`` skips them.
-        skipped: counter of skipped records.
-
     Raises:
         SampleError: see :meth:`PairReader.of_record`; or the files are empty.
-        ValueError: ``on_error`` is neither.
+        ValueError: ``on_error`` is neither ``raise`` nor ``skip``.
     """
     check_on_error(on_error)
     left_out = Skipped() if skipped is None else skipped

@@ -61,9 +61,7 @@ class TokenBytes:
         starts: int64 ``[V + 1]``; token i has ``data[starts[i]:starts[i + 1]]``.
         is_special: bool ``[V]``, tokens that stand for no text.
         dummy_space: position at which the tokenizer puts a space that is not in the text.
-        bos: id of the token that begins a text; None without one.
-        eos: id of the token that ends a turn; None without one.
-        merges: merges of the tokenizer, see :class:`~mcore_prefix_tree.data.vocabulary.Vocabulary`.
+        bos, eos: ids of the tokens that begin a text and end a turn; None without one.
     """
 
     name: str

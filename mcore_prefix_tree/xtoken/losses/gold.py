@@ -16,14 +16,9 @@ from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
 
 class Gold:
-    """KL over common tokens and L1 over sorted tails.
+    """KL over common tokens, in reverse if set, and L1 over sorted tails of at most ``tail`` tokens.
 
-    Args:
-        vocabularies: vocabularies with a projection.
-        relaxed: rule of the common tokens, see :func:`~mcore_prefix_tree.xtoken.losses.common_columns.common_tokens`;
-            True is H-KL.
-        reverse: whether to take the KL of the student's distribution from the teacher's.
-        tail: largest m.
+    ``relaxed`` is the rule of :func:`~mcore_prefix_tree.xtoken.losses.common_columns.common_tokens`; True is H-KL.
     """
 
     def __init__(self, vocabularies: Vocabularies, *, relaxed: bool, reverse: bool = False, tail: int = 8192) -> None:

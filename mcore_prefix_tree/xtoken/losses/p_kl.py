@@ -36,13 +36,9 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class ProjectedKL:
-    """P-KL over a set of columns.
+    """P-KL over ``columns``, ascending int64 ids ``[K]`` of the teacher's vocabulary, or None for all.
 
-    Args:
-        vocabularies: vocabularies with a projection.
-        columns: int64 ``[K]``, ids of the teacher's vocabulary, ascending; None takes all.
-        reverse: whether to take the KL of the student's distribution from the teacher's.
-        named: whether the teacher's logits are -inf except for the tokens that a row names.
+    With ``named``, the teacher's logits are -inf except for the tokens that a row names.
     """
 
     def __init__(

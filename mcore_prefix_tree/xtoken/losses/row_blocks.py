@@ -93,15 +93,10 @@ def blocks_of(
     endings: Endings | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Block]:
-    """Cut chunks into blocks.
+    """Cut ordered chunks into blocks of bounded numbers of predictors; a chunk above a limit is a separate block.
 
-    Args:
-        chunks: chunks in order; see :func:`ordered`.
-        student_rows: int64, flat indices of the rows of the student's head, ascending. They hold all predictors.
-        teacher_rows: flat indices of the rows of the teacher's head, likewise.
-        student_limit: largest number of the student's predictors in a block; a longer chunk is a separate block.
-        teacher_limit: largest number of the teacher's predictors, likewise.
-        endings: finder of the outcomes that partition-KL reads; None for other losses.
+    ``student_rows`` and ``teacher_rows`` are flat indices of the heads' rows, int64, ascending, of all predictors.
+    ``endings`` finds the outcomes that partition-KL reads; None for other losses.
     """
     return [
         Block(
