@@ -113,6 +113,7 @@ def _choose(grouped: Chains, root: int) -> set[int]:
 
 
 def _first_words(token_ids: npt.NDArray[np.int32], tokenizer: ChatTokenizer | None) -> str:
+    """Return the first words of int32 ``[n]``, or its ids."""
     ids = token_ids[:_WORDS_TOKENS].tolist()
     if tokenizer is None or max(ids, default=0) >= tokenizer.vocab_size:
         text = " ".join(map(str, ids))

@@ -62,7 +62,7 @@ class PrefixGrouper:
         device: torch.device | str | None = None,
         padding_mode: str | torch.Tensor = "right",
     ) -> None:
-        """Set the groups; raises ValueError if one has no completion, or the mask not its tokens."""
+        """Set the groups; raises ValueError if one has no completion, or a mask ``[b, s]`` not its tokens."""
         if not group_info or min(map(len, group_info)) < 2:
             raise ValueError(f"group_info={group_info} must have a group, and each its prompt and a completion")
         self.group_info = [Group(prefix_len=prompt, suffix_lens=list(rest)) for prompt, *rest in group_info]

@@ -176,7 +176,7 @@ def policy_loss(
 def sft_loss(
     args: Namespace, batch: Batch, logprobs: torch.Tensor, mean: Callable[[torch.Tensor], torch.Tensor]
 ) -> Loss:
-    """Return slime's ``sft_loss``, for ``--custom-loss-function-path``; arguments as for :func:`policy_loss`."""
+    """Return slime's ``sft_loss``, for ``--custom-loss-function-path``; ``logprobs`` is ``[1, T, 2]``."""
     loss = -mean(torch.cat(_responses(logprobs[0, :, 0].float(), batch)))
     return _with_graph(loss, logprobs, batch), {"loss": loss.detach()}
 

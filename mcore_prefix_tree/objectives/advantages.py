@@ -188,6 +188,7 @@ def _check_not_alone(scored: ScoredTokens, rewards: Rewards) -> None:
 
 
 def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEstimator, eps: float) -> Float64Array:
+    """Return the advantages ``[W]`` of rewards ``[W]`` within their groups."""
     group = rewards.group[rewards.rollout]
     groups = int(rewards.group.max(initial=-1)) + 1
     number, total = (np.bincount(group, weights=weights, minlength=groups) for weights in (None, value))
@@ -221,7 +222,7 @@ def whiten(advantage: Float64Array, *, eps: float) -> Float64Array:
 
 
 def _divided(centred: Float64Array, deviation: Float64Array | np.floating, eps: float) -> Float64Array:
-    """Return ``centred / (deviation + eps)``, and 0 instead of 0 / 0 if nothing deviates and eps is 0."""
+    """Return ``[W]`` or ``[K]`` ``centred / (deviation + eps)``; 0 instead of 0 / 0 if nothing deviates."""
     divisor = np.broadcast_to(deviation + eps, centred.shape)
     quotient: Float64Array = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
     return quotient

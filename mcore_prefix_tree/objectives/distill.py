@@ -186,6 +186,7 @@ class Distillation(TokenObjective):
         return of_row
 
     def weighed(self, of_row: torch.Tensor, rows: TeacherRows) -> LossOutput:
+        """Return the loss from divergences ``[R]``."""
         return LossOutput(
             loss=torch.dot(of_row, rows.weight.to(of_row.dtype)),
             metrics={self.divergence: mean_of(of_row, rows.multiplicity)},

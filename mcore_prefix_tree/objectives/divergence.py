@@ -22,6 +22,7 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, j
 
 
 def _terms(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
+    """Return the terms ``[R, C]`` of the divergences from log-probabilities ``[R, C]``."""
     if kind == "forward_kl":
         return _gap(teacher, student)
     if kind == "reverse_kl":
@@ -31,17 +32,18 @@ def _terms(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_b
 
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``p (log p - log q)`` from log p and log q; 0 if p is 0, which may come from log p = -inf."""
+    """Return ``p (log p - log q)``, ``[R, C]`` like log p and log q; 0 if p is 0, also for log p = -inf."""
     probability = one.exp()
     return probability * (one - other).masked_fill(probability == 0, 0)
 
 
 def _mixture(teacher: torch.Tensor, student: torch.Tensor, jsd_beta: float) -> torch.Tensor:
+    """Return log m ``[R, C]`` of ``jsd`` from log-probabilities ``[R, C]``."""
     return torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
 
 
 def _slope(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
-    """``q dD/dq`` of each outcome, but for a constant times q, which has no effect through a softmax."""
+    """Return ``q dD/dq`` ``[R, C]``, up to a constant times q, which has no effect through a softmax."""
     if kind == "forward_kl":
         return -teacher.exp()
     if kind == "reverse_kl":

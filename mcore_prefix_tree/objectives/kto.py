@@ -86,6 +86,7 @@ class KTO(TokenObjective):
         )
 
     def _reference_point(self, scored: ScoredTokens, counts: Int64Array) -> float:
+        """Return z; ``counts`` is int64 ``[S]``, 0 for mismatched samples."""
         if self.reference_point == "zero" or not len(counts):
             return 0.0
         measuring = np.flatnonzero(counts == 0)

@@ -303,6 +303,7 @@ class PolicyGradient(TokenObjective):
     def _surrogate(
         self, logprob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, Means]:
+        """Return losses ``[K]`` from log-probabilities and advantages ``[K]``, and the metrics of the ratio."""
         if self.surrogate == "reinforce":
             return -advantage * logprob, {}
         log_of_ratio = log_ratio(logprob, old, rows, self.ratio_level)

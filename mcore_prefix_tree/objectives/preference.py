@@ -134,6 +134,7 @@ class Preference(TokenObjective):
         )
 
     def _of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """Return the losses ``[Q]`` of pairs from s ``[Q]`` of each side."""
         difference = chosen - rejected
         if self.link == "ipo":
             return (difference - 1 / (2 * self.beta)).square()

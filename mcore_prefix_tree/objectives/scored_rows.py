@@ -157,6 +157,7 @@ class Targets:
         return entries, local, token
 
     def _local_pairs(self, chosen: Int64Array) -> Int64Array:
+        """Return int64 ``[Q, 2]``, pairs by their places among the samples ``chosen``, int64 ``[S]``."""
         local = np.full(len(self.scored.samples), -1, dtype=np.int64)
         local[chosen] = np.arange(len(chosen))
         here = local[self.pairs]

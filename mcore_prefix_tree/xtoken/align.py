@@ -80,6 +80,7 @@ class _TextTokens:
 
     @classmethod
     def of(cls, ends: Int64Array, has_text: BoolArray) -> _TextTokens:
+        """Select tokens from int64 ``[n]`` ends and bool ``[n]``, whether each has text."""
         index = np.flatnonzero(has_text)
         before = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[index] if len(ends) else ends
         has_bytes = ends[index] > before

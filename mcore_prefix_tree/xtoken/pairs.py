@@ -264,6 +264,7 @@ def _align_run(student: _Side, teacher: _Side, s_run: list[int], t_run: list[int
 
 
 def _single(tokens: Int64Array) -> Int64Array:
+    """Return ranges ``[C, 2]`` of single tokens ``[C]``."""
     return np.stack([tokens, tokens + 1], axis=1)
 
 

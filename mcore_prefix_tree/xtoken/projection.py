@@ -103,6 +103,7 @@ def entries(projection: Projection) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 
 
 def _normalised(values: FloatArray) -> npt.NDArray[np.float32]:
+    """Scale rows of ``[V_s, k]`` to add up to 1; rows of zeros stay."""
     total = values.sum(axis=1, keepdims=True)
     normalised: npt.NDArray[np.float32] = (values / np.where(total > 0, total, 1.0)).astype(np.float32)
     return normalised

@@ -140,7 +140,7 @@ def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[st
             if not isinstance(about, dict):
                 raise ValueError("its description is not an object")
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
-    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types that a file may have, for example BF16
+    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types, for example BF16
         raise _damaged(path, error) from None
 
 

@@ -43,7 +43,7 @@ class Group:
 
 
 def group_rows(tokens: Sequence[npt.NDArray[np.int32]], keys: Sequence[Hashable]) -> list[Group]:
-    """Return the groups of a batch, in the order of their first rows; rows of a group have the same key."""
+    """Return the groups of a batch, in the order of their first rows, int32 ``[n]`` each; a group has one key."""
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
         members.setdefault(key, []).append(row)

@@ -31,7 +31,7 @@ def cut(
     All ranks of ``group`` get the same number of micro-batches, and all raise if one of them has to.
 
     Args:
-        rows: token ids of each row of this rank.
+        rows: ``[n]`` token ids of each row of this rank.
         max_tokens: number of unique tokens that a micro-batch may hold.
         group: data-parallel process group; None is this process only.
         device: device on which the group's collectives take tensors.

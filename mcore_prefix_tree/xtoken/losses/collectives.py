@@ -67,6 +67,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of a tensor of any shape over ranks."""
     total = values.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
@@ -86,6 +87,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(values: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange ``[sum(sent), ...]`` for ``[sum(received), ...]``; see :func:`exchange`."""
     found = values.new_empty((sum(received), *values.shape[1:]))
     dist.all_to_all_single(found, values.contiguous(), received, sent, group=group)
     return found

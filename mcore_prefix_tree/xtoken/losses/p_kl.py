@@ -136,6 +136,7 @@ def _matrices(vocabularies: Vocabularies, chosen: Int64Array) -> list[_Matrix]:
 
 
 def _compressed(entries: torch.Tensor, values: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """Return a sparse matrix of ``size`` from int64 ``[2, E]`` places and their ``[E]`` values."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_coo_tensor(entries, values, size, check_invariants=False).coalesce().to_sparse_csr()
@@ -173,6 +174,7 @@ class _Projected(torch.autograd.Function):
 
 
 def _product(matrix: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """Return a sparse matrix ``[m, n]`` times a dense one ``[n, C]``."""
     if not matrix.shape[0] or not matrix.shape[1]:
         return dense.new_zeros(matrix.shape[0], dense.shape[1])
     product: torch.Tensor = torch.sparse.mm(matrix, dense.contiguous())

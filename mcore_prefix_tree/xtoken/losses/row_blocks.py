@@ -123,6 +123,7 @@ def _cut(chunks: Chunks, student_limit: int, teacher_limit: int) -> Iterator[sli
 
 
 def _taken(side: Side, order: Int64Array) -> Side:
+    """Return the predictors of chunks in an order, int64 ``[C]``."""
     lens = np.diff(side.starts)[order]
     starts = np.concatenate([[0], np.cumsum(lens)])
     at = np.repeat(side.starts[:-1][order] - starts[:-1], lens) + np.arange(starts[-1])
@@ -131,6 +132,7 @@ def _taken(side: Side, order: Int64Array) -> Side:
 
 
 def _block_side(side: Side, part: slice, rows: Int64Array, device: torch.device | str) -> BlockSide:
+    """Return a block's predictors; ``rows`` are all of the head's, int64, ascending."""
     own = slice(int(side.starts[part.start]), int(side.starts[part.stop]))
     lens = np.diff(side.starts[part.start : part.stop + 1])
     read, row = np.unique(side.rows[own], return_inverse=True)
