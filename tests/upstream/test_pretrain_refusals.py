@@ -100,7 +100,7 @@ OTHER = [
     ("--prefix-tree-chat-template-kwargs [3]", "argument --prefix-tree-chat-template-kwargs: '[3]' is not a JSON o"),
     ("--prefix-tree-chat-template-kwargs {", "argument --prefix-tree-chat-template-kwargs: '{' is not a JSON obj"),
     ('--prefix-tree-fields {"grop":"a"}', "argument --prefix-tree-fields: 'grop' is not a field that samples have"),
-    ("--log-throughput", "prefix-tree training does not support --log-throughput: it counts --seq-length tokens a"),
+    ("--log-throughput", "prefix-tree training does not support --log-throughput: it counts --seq-length tokens per"),
     ("--log-progress", "prefix-tree training does not support --log-progress: it counts --seq-length tokens per"),
     (
         "without --no-gradient-accumulation-fusion --",
