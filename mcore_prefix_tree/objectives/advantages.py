@@ -212,10 +212,7 @@ def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEs
 
 
 def whiten(advantage: Float64Array, *, eps: float) -> Float64Array:
-    """Normalise float64 ``[K]`` to mean 0 and (unbiased) standard deviation 1 over the step, as is usual for PPO.
-
-    Advantages that are all equal become exactly 0.
-    """
+    """Normalise ``[K]`` to mean 0 and (unbiased) standard deviation 1, as usual for PPO; equal values become 0."""
     if len(advantage) < 2 or advantage.min() == advantage.max():
         return np.zeros_like(advantage)
     return _divided(advantage - advantage.mean(), advantage.std(ddof=1), eps)

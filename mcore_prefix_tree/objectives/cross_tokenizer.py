@@ -220,11 +220,7 @@ class BoundCrossTokenizer(Objective):
         return [side.pairing.teacher_tokenizer for side in self.sides]
 
     def targets(self, samples: Sequence[Sample]) -> ChunkTargets:
-        """Pair the samples of a step with every teacher's, and count their chunks.
-
-        Raises:
-            SampleError: text that cannot be aligned; or a sample with a temperature, which this loss does not read.
-        """
+        """Pair a step's samples with every teacher's; raises SampleError for misaligned text or a temperature."""
         refuse_temperatures(samples)
         scored = ScoredTokens.of(samples)
         paired = tuple(

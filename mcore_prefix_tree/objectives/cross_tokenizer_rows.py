@@ -38,12 +38,7 @@ def kd_metric(number: int, lessons: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherSide:
-    """Facts of a teacher that are known before its model is built.
-
-    Attributes:
-        projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
-        endings: finder of outcomes by both vocabularies' bytes; None for losses that read none.
-    """
+    """Facts of a teacher that are known before its model is built; None for inputs that the loss does not read."""
 
     pairing: Pairing
     student_size: int

@@ -47,12 +47,7 @@ def kl_estimate(logprob: torch.Tensor, ref_logprob: torch.Tensor, estimator: KLE
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KLPenalty:
-    """Penalty subtracted from the rewards: the divergence of the old policy from the reference, before a step runs.
-
-    Attributes:
-        of_token: float64 ``[K]``, penalty of each token, times its coefficient.
-        metrics: the divergence to report, as a sum and its weight.
-    """
+    """Penalty subtracted from the rewards, float64 ``[K]``, and the divergence to report; before a step runs."""
 
     of_token: Float64Array
     metrics: dict[str, tuple[float, float]]

@@ -25,12 +25,7 @@ By = Literal["token", "sample", "sample_sum", Unit]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Normalised:
-    """Result of :func:`normalise`.
-
-    Attributes:
-        weight: float64 ``[K]``, weight of each scored token's loss.
-        count: int64 ``[S]``, each sample's part of the step's divisor.
-    """
+    """Weight of each scored token's loss, float64 ``[K]``, and each sample's part of the divisor, int64 ``[S]``."""
 
     weight: Float64Array
     count: Int64Array

@@ -88,8 +88,7 @@ class ScoredTokens:
     def column(self, name: str, setting: str) -> npt.NDArray[Any]:
         """Return ``[K]``: a field of ``Signals`` with one number per token, or one for all tokens of the sample.
 
-        Raises:
-            MissingSignalError: a sample with scored tokens lacks it; the message names ``setting``, which needs it.
+        Raises MissingSignalError, which names ``setting``, if a sample with scored tokens lacks it.
         """
         parts = []
         for index in np.flatnonzero(self.lens).tolist():

@@ -15,12 +15,7 @@ from mcore_prefix_tree.xtoken.token_bytes import BoolArray, Int64Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Alignment:
-    """Chunks of two token sequences: runs of tokens with the same text on both sides, in order.
-
-    Attributes:
-        student: int64 ``[C, 2]``, first token and end (exclusive) of each chunk, at least one token.
-        teacher: int64 ``[C, 2]``, the same in the teacher's sequence.
-    """
+    """Chunks of equal text in order: int64 ``[C, 2]``, first token and end (exclusive), on each side; none is empty."""
 
     student: Int64Array
     teacher: Int64Array

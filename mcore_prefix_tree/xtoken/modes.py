@@ -43,10 +43,7 @@ MODES: dict[Mode, Reads] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Name of a loss, and its numbers, see ``CrossTokenizer``.
-
-    ``exported`` is whether the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
-    """
+    """A loss and its numbers, as in ``CrossTokenizer``; ``exported`` if the teacher's logits are exported rows."""
 
     mode: Mode = "p_kl"
     temperature: float = 1.0

@@ -86,10 +86,7 @@ def trim(projection: Projection, top_k: int) -> Projection:
 
 
 def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tokens: IntArray) -> Projection:
-    """Give tokens that mean the same the full weight of their rows.
-
-    ``student_tokens`` are different ids ``[E]``; ``teacher_tokens`` are the teacher's tokens ``[E]`` that they equal.
-    """
+    """Give each student's token ``[E]`` the full weight of its row to the teacher's token ``[E]`` that it equals."""
     columns, weights = projection.columns.copy(), projection.weights.copy()
     columns[student_tokens], weights[student_tokens] = -1, 0.0
     columns[student_tokens, 0], weights[student_tokens, 0] = teacher_tokens, 1.0

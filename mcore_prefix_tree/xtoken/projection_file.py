@@ -285,12 +285,7 @@ def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class PartFiles:
-    """Finished parts of a build, one file each, in a folder; see :class:`projection_build.Parts`.
-
-    Attributes:
-        folder: folder of the parts; it is made and removed as needed.
-        key: key of the build; parts of another build are not used.
-    """
+    """Finished parts of build ``key``, one file each, in ``folder``, which is made and removed as needed."""
 
     folder: Path
     key: str

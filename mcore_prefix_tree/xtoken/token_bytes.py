@@ -81,10 +81,7 @@ class TokenBytes:
 
     @cached_property
     def hash(self) -> str:
-        """Return the SHA-256 over all tokens' bytes, special names and merges, in hexadecimal.
-
-        It identifies the tokenizer: equal on every machine, and for every way to load the same files.
-        """
+        """Return the SHA-256 of all bytes, special names and merges, in hexadecimal, equal wherever the files load."""
         digest = hashlib.sha256(b"mcore-prefix-tree vocabulary 1\n")
         digest.update(self.starts.astype("<i8").tobytes())
         digest.update(self.data.tobytes())

@@ -70,12 +70,7 @@ def teacher_logits(hidden: torch.Tensor, weight: torch.Tensor, head: Head, block
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownRows:
-    """Rows of a teacher's likeliest tokens, in place of the inputs of its logits.
-
-    Attributes:
-        token_ids: int64 ``[R, k]``.
-        logprobs: ``[R, k]``, log-probabilities of these tokens, in nats.
-    """
+    """A teacher's likeliest tokens, int64 ``[R, k]``, and their log-probabilities in nats, ``[R, k]``."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor

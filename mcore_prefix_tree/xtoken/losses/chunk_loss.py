@@ -22,12 +22,7 @@ FLOOR = 1e-10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabularies:
-    """Vocabularies that a loss is made for, on this rank and the same for all steps.
-
-    Attributes:
-        projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
-        device: device of the logits.
-    """
+    """Vocabularies of a loss on this rank, the same for all steps; ``projection`` is None for losses that read none."""
 
     student: Part
     teacher: Part

@@ -90,10 +90,7 @@ def common_tokens(projection: Projection, *, relaxed: bool) -> tuple[Int64Array,
 
 
 class CommonColumns:
-    """Pairs the columns of tokens that both vocabularies have, on the rank that has the teacher's.
-
-    ``tokens`` are int64 ids of both, paired; see :func:`common_tokens`.
-    """
+    """Pairs the columns of common ``tokens``, int64 ids of both, paired, on the rank that has the teacher's."""
 
     def __init__(
         self, student: Part, teacher: Part, tokens: tuple[Int64Array, Int64Array], device: torch.device
