@@ -46,7 +46,7 @@ def check_launched(environment: Mapping[str, str]) -> None:
     """Check that a launcher started this rank; raises ArgumentError if ``MASTER_ADDR`` is not set."""
     if "MASTER_ADDR" not in environment:
         raise ArgumentError(
-            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets its ranks' address"
+            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets it"
         )
 
 
