@@ -45,9 +45,7 @@ def check_checkpoint_args(args: argparse.Namespace) -> None:
 def check_launched(environment: Mapping[str, str]) -> None:
     """Check that a launcher started this rank; raises ArgumentError if ``MASTER_ADDR`` is not set."""
     if "MASTER_ADDR" not in environment:
-        raise ArgumentError(
-            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets it"
-        )
+        raise ArgumentError("MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets it")
 
 
 def check_extensions(args: argparse.Namespace) -> None:

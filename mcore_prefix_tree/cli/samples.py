@@ -133,7 +133,7 @@ class SampleOptions:
         typer.Option(
             metavar="JSON",
             help="Variables of a Hugging Face tokenizer's chat template, for example '{\"enable_thinking\": false}'. "
-            "strftime_now, for example 2026-11-20, sets the template's clock.",
+            "strftime_now, a date (for example 2026-11-20), sets the template's clock.",
         ),
     ] = None
     fields: Annotated[

@@ -22,8 +22,8 @@ def token_rewards(scored: ScoredTokens, setting: str, *, penalty: Float64Array |
         sample = scored.samples[index]
         if sample.signals.turn is not None:
             raise SampleError(
-                f"{sample.source}: field 'turn' is set, and {setting} discounts over all its turns; give one sample "
-                "per rollout with all its turns scored (data.expand_turns=false)"
+                f"{sample.source}: field 'turn' is set, and {setting} discounts over complete rollouts; give one "
+                "sample per rollout with all its turns scored (data.expand_turns=false)"
             )
         end = scored.cu_lens[index + 1]
         if np.ndim(value) == 0:

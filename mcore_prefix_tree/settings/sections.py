@@ -51,7 +51,7 @@ class DataConfig(Section):
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
             messages. None if all records have ``tokens``.
         chat_template_kwargs: further variables of such a folder's chat template, for example
-            ``{enable_thinking: false}``; with ``strftime_now``, for example ``2026-11-20``, its clock shows that date.
+            ``{enable_thinking: false}``; with ``strftime_now``, a date as ``2026-11-20``, its clock shows that date.
         expand_turns: whether to make one sample per assistant turn, with its complete history as prefix.
         order: ``shuffled`` draws lines, or rows, in a new order each epoch; the turns of one stay together. ``folded``
             assigns samples that begin with the same tokens to the same step, anew each epoch; steps fold better and

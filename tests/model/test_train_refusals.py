@@ -78,7 +78,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             f"{LATENT} model.rotary_percent=0.5",
-            "model.rotary_percent: YaRN turns all channels that have a position, and it is the default of model.tra",
+            "model.rotary_percent: YaRN, the default of model.transformer.rope_type, turns all channels that have",
         ),
         (
             f"{LATENT} model.transformer.qk_pos_emb_head_dim=7",
