@@ -193,8 +193,8 @@ class ModelConfig(Section):
     def _check_yarn_of_latents(self) -> None:
         if self._has_latents and self.transformer.get("rope_type", "yarn") == "yarn" and self.rotary_percent != 1:
             raise ValueError(
-                "model.rotary_percent: YaRN, the default of model.transformer.rope_type, turns all channels that have a "
-                "position; unset it, or set model.transformer.rope_type=rope"
+                "model.rotary_percent: YaRN, the default of model.transformer.rope_type, turns all channels that have "
+                "a position; unset it, or set model.transformer.rope_type=rope"
             )
 
     def _check_rotary_of_latents(self) -> None:

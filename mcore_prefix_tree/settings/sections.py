@@ -59,7 +59,7 @@ class DataConfig(Section):
         on_error: ``raise`` ends before training at the first bad line. ``skip`` skips and counts the lines that cannot
             be used and the samples that are too long, and nothing else.
         streaming: whether to hold no samples, and read and encode a line or row when a step needs it, for files larger
-            than memory. The files are read once at the start, all ranks together. Plain files only.
+            than memory. The files are scanned once at the start, all ranks together. Plain files only.
         num_workers: number of processes of each rank that read and encode ahead, under ``streaming``; 0 for none.
     """
 
@@ -136,7 +136,7 @@ class BatchConfig(Section):
             ``global_batch_size``, over all ranks, of any sizes. Rollouts that become one sample per turn
             (``data.expand_turns``) usually need it.
         max_tokens: number of physical tokens that a micro-batch may hold, before padding.
-        share: ``all`` shares every common prefix; ``prompt`` only tokens before the first scored token, so that each
+        share: ``all`` shares every common prefix; ``prompt`` only common tokens before the first scored one, so that each
             completion is computed separately. Either is exact.
         min_shared_tokens: number of tokens below which a common prefix is not shared.
         length_buckets: the only sizes that micro-batches are padded to, for code that is compiled or captured once per
