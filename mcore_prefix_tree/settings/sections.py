@@ -136,7 +136,7 @@ class BatchConfig(Section):
             ``global_batch_size``, over all ranks, of any sizes. Rollouts that become one sample per turn
             (``data.expand_turns``) usually need it.
         max_tokens: number of physical tokens that a micro-batch may hold, before padding.
-        share: ``all`` shares every common prefix; ``prompt`` only common tokens before the first scored one, so that each
+        share: ``all`` shares every common prefix; ``prompt`` only tokens before the first scored one, so that each
             completion is computed separately. Either is exact.
         min_shared_tokens: number of tokens below which a common prefix is not shared.
         length_buckets: the only sizes that micro-batches are padded to, for code that is compiled or captured once per
