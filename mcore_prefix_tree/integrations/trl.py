@@ -103,7 +103,7 @@ class Folding:
     def before(
         self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """Replace the arguments of a call, as torch's forward pre-hook; raises ValueError that names one."""
+        """Replace the arguments of a call, as torch's forward pre-hook; raises ValueError for an unsupported one."""
         call = dict(zip(_parameters(backbone.__class__), args, strict=False)) | kwargs
         if _has_cache(backbone, call) or all(call.get(name) is None for name in ("input_ids", "inputs_embeds")):
             return None

@@ -67,8 +67,7 @@ def divergence_gradient_(
     Args:
         student: ``[R, Vl]`` logits, this rank's columns, in fp32 or wider.
         teacher: function that returns the teacher's logits in the same form, for a slice of at most :data:`ROWS` rows.
-        kind: kind of divergence, see ``distill``.
-        jsd_beta: b of ``jsd``.
+        kind: kind of divergence, and ``jsd_beta`` of ``jsd``, see ``distill``.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
     """
     found = student.new_empty(len(student))

@@ -10,17 +10,13 @@ Mode = Literal["p_kl", "gold", "h_kl", "partition_kl", "alm", "uld"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Inputs of a loss, and the settings that it has.
+    """Inputs and settings of a loss.
 
     Attributes:
-        projection: whether the loss reads the projection matrix.
-        tokens: whether the loss reads which tokens a chunk has, in addition to its predictors: chunks that differ in
-            them are different.
+        tokens: whether chunks are different if only their tokens differ, and not their predictors.
         token_bytes: whether the loss reads the exact bytes of both vocabularies.
         temperature: whether logits are divided by a temperature, and terms multiplied by its square.
-        reverse: whether the loss has a reverse form.
-        whole: whether the loss reads every log-probability of the teacher, so that rows of its likeliest tokens are not
-            enough.
+        whole: whether the loss reads every log-probability of the teacher, and not only those of its likeliest tokens.
     """
 
     projection: bool = False

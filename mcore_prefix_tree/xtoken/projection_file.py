@@ -47,12 +47,8 @@ def write_projection(
 ) -> None:
     """Write a projection; the file appears complete or not at all, and has the same bytes each time.
 
-    Args:
-        path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
-        sparse: whether to write the dictionary of entries instead of the arrays, of NeMo-RL's two forms. It holds no
-            hashes.
-        student_name: name of the student's tokenizer, for people.
-        teacher_name: name of the teacher's tokenizer.
+    A name that ends in ``.pt`` or ``.pth`` sets NeMo-RL's format, any other safetensors. ``sparse`` writes NeMo-RL's
+    dictionary of entries instead of its arrays, without hashes. The tokenizers' names are for people.
 
     Raises:
         ValueError: ``sparse`` with a name of another format.
@@ -79,14 +75,10 @@ def write_projection(
 def read_projection(
     path: str | Path, *, student: TokenBytes, teacher: TokenBytes, scale_column: bool = False
 ) -> Projection:
-    """Read a projection of two vocabularies.
+    """Read a projection of two vocabularies, from NeMo-RL's format (``.pt``, ``.pth``) or safetensors.
 
-    Rows of NeMo-RL's files are sorted, and add up to 1 afterwards.
-
-    Args:
-        path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
-        scale_column: whether to keep the entries of NeMo-RL's scale trick in the last column, a sixth of each row for
-            an arbitrary token.
+    Rows of NeMo-RL's files are sorted, and add up to 1 afterwards. ``scale_column`` keeps the entries of its scale
+    trick in the last column, a sixth of each row for an arbitrary token.
 
     Raises:
         ValueError: the file is damaged, is no projection, or was built for another tokenizer; the message names it.
