@@ -91,6 +91,6 @@ def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:
                 "tokenizer of that model"
             )
         raise RecipeError(
-            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise or unset it"
+            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or unset it"
         )
     return size or tokenizer_size or 0
