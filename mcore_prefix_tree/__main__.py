@@ -5,7 +5,7 @@ import signal
 
 def main() -> None:
     """Run the command line."""
-    # Until a command takes over, Ctrl-C ends the process without a word. Python's own handler would print a traceback
+    # Until a command takes over, Ctrl-C ends the process silently. Python's own handler would print a traceback
     # out of an import, and imports take their time.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

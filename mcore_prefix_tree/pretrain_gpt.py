@@ -1,7 +1,7 @@
 """Megatron-LM's ``pretrain_gpt.py`` with one more flag: ``python -m mcore_prefix_tree.pretrain_gpt --help``.
 
 It runs under ``torchrun``, Slurm or ``mpirun``, with every argument of ``pretrain_gpt.py``. Without ``--prefix-tree``
-it runs that script itself. ``pretrain_hybrid`` beside it is the same for ``pretrain_hybrid.py``.
+it runs that script itself. ``pretrain_hybrid`` is the same for ``pretrain_hybrid.py``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,12 @@ _PATTERNS = {"--hybrid-layer-pattern", "--hybrid-override-pattern"}
 
 
 def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.start") -> None:
-    """Run with the command line's arguments.
-
-    Args:
-        script: name of Megatron-LM's script, which runs without ``--prefix-tree``; with it, its model is trained.
-        starter: module whose ``run`` trains under the flag.
+    """Run with the command line's arguments: Megatron-LM's ``script``, or with the flag ``run`` of module ``starter``.
 
     Raises:
         SystemExit: status 2, for arguments that cannot be used, or with the help for none at all; 0 after ``--help``.
     """
-    # Megatron's parser is in the checkout, and this argument says where that is.
+    # Megatron's parser is in the checkout, and this argument names the checkout.
     early = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     early.add_argument("--megatron-lm-path")
     known, rest = early.parse_known_args()
@@ -63,7 +59,7 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
             check_unused(rest)
         with warnings.catch_warnings():
             if folded and (dry_run or os.environ.get("LOCAL_RANK", "0") != "0"):
-                # Which optional packages are missing one rank of a machine says; a dry run does without them.
+                # One rank per machine reports missing optional packages; a dry run does not need them.
                 warnings.simplefilter("ignore")
             # Only now is it known which megatron there is to import.
             from mcore_prefix_tree.mcore.megatron_lm.start import emulate_without_gpu
@@ -81,12 +77,10 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
 def use_megatron_lm(path: str | None) -> Path:
     """Put a checkout of Megatron-LM first on ``sys.path`` and return its folder.
 
-    It comes first, because ``megatron.training`` and ``megatron.core`` have to be of one version, as when the
-    checkout's own ``pretrain_gpt.py`` runs; and because ``megatron.training`` compiles the data helpers of
-    ``megatron.core`` with a Makefile that the wheel lacks.
-
-    Args:
-        path: path of the checkout; None takes ``MEGATRON_LM_PATH``, or else the importable ``megatron.training``.
+    It comes first, because ``megatron.training`` and ``megatron.core`` must be of one version, as when the checkout's
+    own ``pretrain_gpt.py`` runs; and because ``megatron.training`` compiles the data helpers of ``megatron.core`` with
+    a Makefile that the wheel lacks. Without a path, ``MEGATRON_LM_PATH`` is taken, or else the importable
+    ``megatron.training``.
 
     Raises:
         ValueError: there is no Megatron-LM there, or it is for a newer Python.
@@ -95,7 +89,7 @@ def use_megatron_lm(path: str | None) -> Path:
     if given is None:
         spec = find_spec("megatron") and find_spec("megatron.training")
         found = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parents[2]
-        # Newer wheels have megatron.training, but not what it compiles when it starts.
+        # Newer wheels have megatron.training, but not the sources that it compiles when it starts.
         if found is None or not (found / "pretrain_gpt.py").is_file():
             raise ValueError(
                 "Megatron-LM is missing: the megatron-core wheel lacks parts of it; clone "
@@ -123,11 +117,7 @@ def _check_hybrid(root: Path) -> None:
 
 
 def _check_kind(script: str, arguments: Sequence[str]) -> None:
-    """Refuse the pattern of a hybrid model's layers to ``pretrain_gpt.py``, which ignores it, and ask it of the other.
-
-    Raises:
-        ValueError: the script is the wrong one; the message names the argument and the entry.
-    """
+    """Raise ValueError if ``--hybrid-layer-pattern`` is given to ``pretrain_gpt.py``, or missing for the other."""
     names = {argument.partition("=")[0] for argument in arguments}
     given = names & _PATTERNS
     if script == GPT and given:

@@ -1,4 +1,4 @@
-"""Checks of what arguments name: files, checkpoints, the vocabulary, layers and lengths."""
+"""Checks of the files, checkpoints, vocabulary, layers and lengths that arguments name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ _CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def check_checkpoints(args: argparse.Namespace) -> None:
-    """Check that the folders of checkpoints hold files, which Megatron-LM opens: it would wait for ever at a pipe.
-
-    Raises:
-        OSError: an entry is a pipe, a socket or a device; names it.
-    """
+    """Raise OSError for a pipe, a socket or a device in a checkpoint's folder: Megatron-LM would wait for ever."""
     for name in ("load", "pretrained_checkpoint"):
         folder = getattr(args, name, None)
         if folder is None or not os.path.isdir(folder):
@@ -39,54 +35,32 @@ def check_checkpoints(args: argparse.Namespace) -> None:
 
 
 def check_checkpoint_args(args: argparse.Namespace) -> None:
-    """Refuse ``--use-checkpoint-args`` with what needs the model's arguments before the checkpoint is read.
-
-    Raises:
-        ArgumentError: names the other argument.
-    """
+    """Reject arguments that need the model before ``--use-checkpoint-args`` has read it; raises ArgumentError."""
     if args.use_checkpoint_args and args.prefix_tree_hf is not None:
-        raise ArgumentError("--use-checkpoint-args and --prefix-tree-hf both decide the model; leave one of them out")
+        raise ArgumentError("--use-checkpoint-args and --prefix-tree-hf both decide the model; give only one of them")
     if args.use_checkpoint_args and args.prefix_tree_dry_run:
         raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
 
 
 def check_launched(environment: Mapping[str, str]) -> None:
-    """Check that a launcher started this rank.
-
-    Raises:
-        ArgumentError: it is not set where the ranks meet.
-    """
+    """Check that a launcher started this rank; raises ArgumentError if ``MASTER_ADDR`` is not set."""
     if "MASTER_ADDR" not in environment:
-        raise ArgumentError(
-            "MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets where its ranks meet"
-        )
+        raise ArgumentError("MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets it")
 
 
 def check_extensions(args: argparse.Namespace) -> None:
-    """Check that the extension is installed that Megatron-LM's default for gradients needs.
-
-    Raises:
-        ArgumentError: Apex is missing.
-    """
+    """Raise ArgumentError if Apex is missing, which Megatron-LM's default for gradients needs."""
     if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
         raise ArgumentError(APEX_MISSING)
 
 
 def check_data(args: argparse.Namespace) -> None:
-    """Check that the files of samples exist.
-
-    Raises:
-        SampleError: a file is missing, or a glob matches none.
-    """
+    """Raise SampleError if a file of samples is missing, or a glob matches none."""
     resolve_paths([*(args.prefix_tree_data_path or ()), *(args.prefix_tree_valid_data_path or ())])
 
 
 def check_vocabulary_known(args: argparse.Namespace) -> None:
-    """Check that an argument sets the vocabulary.
-
-    Raises:
-        ArgumentError: none does.
-    """
+    """Raise ArgumentError if no argument sets the vocabulary."""
     if args.use_checkpoint_args:
         return
     names = ("prefix_tree_tokenizer", "prefix_tree_hf", "tokenizer_type", "vocab_size", "padded_vocab_size")
@@ -97,11 +71,7 @@ def check_vocabulary_known(args: argparse.Namespace) -> None:
 
 
 def check_spec_named(spec: Sequence[str]) -> None:
-    """Check that ``--spec`` names a module and something in it, without importing either.
-
-    Raises:
-        ArgumentError: it has another number of words, or no such package is installed.
-    """
+    """Raise ArgumentError unless ``--spec`` is an installed module and a name in it; import neither."""
     words = " ".join(spec)
     if len(spec) != 2:
         raise ArgumentError(f"--spec {words}: give a module and the name of a spec in it; {SPEC_EXAMPLE}")

@@ -1,7 +1,7 @@
 """Check of a command line before Megatron-LM is imported, which takes seconds on an idle machine.
 
-It finds what the arguments of ``--prefix-tree`` and the few of Megatron-LM's that the rules read decide. Whatever it
-lets pass, and every other argument, is checked again when Megatron-LM has parsed the command line.
+It checks the arguments of ``--prefix-tree`` and the few of Megatron-LM's that the rules read. Everything that passes,
+and every other argument, is checked again when Megatron-LM has parsed the command line.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ _SWITCHES = (
     "rl_training_cuda_graphs",
     "batch_invariant_mode",
 )
-# Values that leave an argument off, in whatever type Megatron-LM reads it.
+# Values that turn an argument off, in any type that Megatron-LM reads it in.
 _OFF = {"", "0", "0.0", "none", "null", "false"}
 
 
 class _Given(argparse.Action):
-    """An argument that is refused if it is set; a value that may leave it off is for Megatron-LM to read."""
+    """An argument that is rejected if it is set; Megatron-LM reads a value that may turn it off."""
 
     def __call__(
         self,
@@ -125,12 +125,7 @@ class _NotingReader:
 
 
 class EarlyParser(argparse.ArgumentParser):
-    """Parser of the arguments of ``--prefix-tree`` and of those of Megatron-LM that the rules read.
-
-    Args:
-        add_group: function that adds the arguments of ``--prefix-tree`` to a parser.
-        mistakes: taker of values that cannot be read and of arguments that are misspelt.
-    """
+    """Parser of the arguments that the rules read; ``mistakes`` collects unreadable values and misspelt names."""
 
     def __init__(
         self, add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser], mistakes: Mistakes
@@ -172,10 +167,7 @@ class EarlyParser(argparse.ArgumentParser):
 
 
 def check_early(words: Sequence[str]) -> None:
-    """Refuse a command line of ``pretrain_gpt`` or ``pretrain_hybrid`` for what it decides by itself.
-
-    Args:
-        words: command line with ``--prefix-tree``.
+    """Check a command line of ``pretrain_gpt`` or ``pretrain_hybrid`` with ``--prefix-tree``, without Megatron-LM.
 
     Raises:
         ArgumentError: an argument is unknown, cannot be read, is missing, or cannot be used with another.
@@ -207,7 +199,7 @@ def check_early(words: Sequence[str]) -> None:
 
 
 def check_rl_early(words: Sequence[str]) -> None:
-    """Refuse a command line of ``train_rl`` for what it decides by itself; see :func:`check_early`."""
+    """Check a command line of ``train_rl`` without Megatron-LM; see :func:`check_early`."""
     mistakes = Mistakes()
     args = EarlyParser(add_rl_argument_group, mistakes).parse(words)
     mistakes.report()
@@ -231,12 +223,7 @@ def _check_folder(folder: str) -> None:
 
 
 def help_of(script: str, *, rl: bool) -> str:
-    """Return the help of the arguments of ``--prefix-tree``.
-
-    Args:
-        script: name of Megatron-LM's own script, whose help has the other arguments.
-        rl: whether it is the script of the RL loop.
-    """
+    """Return the help of ``--prefix-tree``'s arguments; Megatron-LM's ``script`` itself shows the others."""
     usage = f"%(prog)s <arguments of {script}> {PREFIX} ..."
     parser = argparse.ArgumentParser(usage=usage, add_help=False)
     (add_rl_argument_group if rl else add_argument_group)(parser)

@@ -28,12 +28,10 @@ PREFIX = "--prefix-tree"
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting as an argument.
+    """A setting, by its recipe's key, as an argument.
 
     Attributes:
-        key: canonical key of the setting, which is a recipe's.
-        name: name behind the prefix; by default the last part of the key.
-        metavar: name of the value in the help.
+        name: name after the prefix; by default the last part of the key.
         note: sentence that the help adds for this door.
     """
 
@@ -44,18 +42,17 @@ class Flag:
 
     @property
     def setting(self) -> Setting:
-        """The field that the argument sets."""
         section, _, name = self.key.rpartition(".")
         return find_setting(ScoreConfig, name) if section == "score" else find_setting(Recipe, self.key)
 
     @property
     def dest(self) -> str:
-        """Name of the argument in the parsed namespace."""
+        """Return the name of the argument in the parsed namespace."""
         return f"prefix_tree_{(self.name or self.key.rpartition('.')[2]).replace('-', '_')}"
 
     @property
     def option(self) -> str:
-        """The argument as it is typed; it turns off what is on by default."""
+        """Return the argument as it is typed; it turns off a setting that is on by default."""
         if self.setting.default is not True:
             return option_of(self.dest)
         last = self.key.rpartition(".")[2]
@@ -71,7 +68,7 @@ FOLDING = (
     Flag("deterministic_attention"),
     Flag("fused_head"),
 )
-# What scripts that train on files have in addition.
+# Additional arguments of scripts that train on files.
 FILES = (
     Flag("data.path", "data-path", "FILE", "Standard input is for recipes."),
     Flag("validation.path", "valid-data-path", "FILE"),
@@ -161,7 +158,7 @@ SPELLINGS = dict(_spellings()) | {
 
 @contextmanager
 def readable_arguments() -> Iterator[None]:
-    """End the process with one sentence for what a user can mend; it names settings as this door spells them."""
+    """End the process with one sentence for a mistake of the user; it names settings as this door spells them."""
     with readable_errors(is_of_this_package), spelled(SPELLINGS):
         yield
 
@@ -186,7 +183,7 @@ def add_flags(group: argparse._ArgumentGroup, flags: Sequence[Flag]) -> None:
 
 
 def _help(flag: Flag) -> str:
-    """Return what a section says of a setting, as the help of its argument."""
+    """Return a section's description of a setting, as the help of its argument."""
     setting = flag.setting
     text = f"Turn off: {setting.text}" if setting.default is True else setting.text[:1].upper() + setting.text[1:]
     shown = setting.default if isinstance(setting.default, str | int) and setting.hint is not bool else None
@@ -195,7 +192,7 @@ def _help(flag: Flag) -> str:
 
 
 def _takes(setting: Setting, kind: type) -> bool:
-    """Return whether values of a kind, such as ``list``, are among those of a setting."""
+    """Return whether values of a kind, for example ``list``, are among those of a setting."""
     return any(kind in (part, get_origin(part)) for part in _parts(setting.hint))
 
 
@@ -208,7 +205,7 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 class _Reader:
-    """Reader of a word of the command line, as ``argparse`` takes it: the setting's own type judges it."""
+    """Reader of a word of the command line for ``argparse``: the setting's own type checks it."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -230,14 +227,14 @@ class _Reader:
 
 
 def read_whole_number(word: str) -> int:
-    """Return the number that a word is; raises what ``argparse`` reports."""
+    """Return a word as a number; raises the error that ``argparse`` reports."""
     if not re.fullmatch(r"-?[0-9]{1,10}", word) or abs(int(word)) > MOST:
         raise argparse.ArgumentTypeError(f"{word[:40]!r} is not a number of at most {MOST}")
     return int(word)
 
 
 def read_json_object(word: str) -> dict[str, Any]:
-    """Return the object that a word is in JSON; raises what ``argparse`` reports."""
+    """Return the object that a word is in JSON; raises the error that ``argparse`` reports."""
     try:
         found = json_of(word)
     except json.JSONDecodeError:

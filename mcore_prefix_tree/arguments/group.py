@@ -14,7 +14,7 @@ from mcore_prefix_tree.arguments.flags import FILES, FOLDING, PREFIX, SCORING, a
 
 
 class _Enable(argparse.Action):
-    """``--prefix-tree``, which also sets what folding always needs, for Megatron to validate the arguments with."""
+    """``--prefix-tree``, which also sets the arguments that folding always needs before Megatron validates them."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         title="prefix-tree",
         description="Fold samples that begin with the same tokens and compute every unique token once. "
         "--global-batch-size, --train-samples and the schedules count samples as they are before folding. "
-        "--micro-batch-size says how many of them are folded into one micro-batch on average: a step always has "
+        "--micro-batch-size sets how many of them are folded into one micro-batch on average: a step always has "
         "global-batch-size / (micro-batch-size * data-parallel-size) micro-batches per rank, and samples that share "
         "their beginning are dealt to the same one. --prefix-tree-dry-run finds the size that fills "
         "--prefix-tree-max-tokens.",
@@ -55,7 +55,7 @@ def add_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="Resume with other samples than the checkpoint was trained on, and begin with the first of them; "
         "otherwise "
-        "they are refused. With the same samples training continues after the last that was trained on.",
+        "they are rejected. With the same samples training continues after the last that was trained on.",
     )
     group.add_argument(
         f"{PREFIX}-dry-run",

@@ -15,12 +15,7 @@ _DESTS = MEGATRON | {flag.key: flag.dest for flag in FLAGS}
 
 
 def read_section(args: argparse.Namespace, section: str) -> dict[str, Any]:
-    """Return the values that the arguments give to the fields of a section; the others keep their defaults.
-
-    Args:
-        args: parsed arguments.
-        section: name of the section, such as ``batch``; empty for the fields of the recipe itself.
-    """
+    """Return the fields of a section, for example ``batch``, that the arguments set; "" is the recipe."""
     values = {}
     for key, dest in _DESTS.items():
         place, _, name = key.rpartition(".")
@@ -50,7 +45,7 @@ def read_score(args: argparse.Namespace) -> ScoreConfig | None:
 
 
 def list_score_options(args: argparse.Namespace) -> list[str]:
-    """Return the options of scoring that are set, but for the file."""
+    """Return the options of scoring that are set, except the file."""
     values = read_section(args, "score")
     return [
         flag.option
@@ -60,12 +55,9 @@ def list_score_options(args: argparse.Namespace) -> list[str]:
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
-    """Return the job that the arguments describe.
+    """Return the job that validated arguments describe.
 
     Its model has the sizes that data and teachers depend on; Megatron-LM builds the model from its own arguments.
-
-    Args:
-        args: arguments that Megatron-LM has validated.
     """
     model = read_section(args, "model") | {
         "hf": None,

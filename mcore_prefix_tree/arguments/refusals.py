@@ -23,16 +23,16 @@ class ArgumentError(ValueError):
     """Arguments that cannot be used with ``--prefix-tree``. The message names them."""
 
 
-# Arguments that cannot be used at all, and why.
+# Arguments that cannot be used at all, and the reason.
 _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (
         "data_path train_data_path data_args_path per_split_data_args_path mock_data",
-        "the data is --prefix-tree-data-path; leave it out",
+        "the data is --prefix-tree-data-path; remove it",
     ),
-    ("valid_data_path", "validation data is --prefix-tree-valid-data-path; leave it out"),
-    ("test_data_path", "there is no test phase; leave it out"),
-    ("sft eod_mask_loss", "losses are masked by the data here; leave it out"),
-    ("fim_data reset_position_ids reset_attention_mask", "it belongs to Megatron's own data; leave it out"),
+    ("valid_data_path", "validation data is --prefix-tree-valid-data-path; remove it"),
+    ("test_data_path", "there is no test phase; remove it"),
+    ("sft eod_mask_loss", "losses are masked by the data here; remove it"),
+    ("fim_data reset_position_ids reset_attention_mask", "it belongs to Megatron's own data; remove it"),
     ("full_validation", "use --eval-iters"),
     ("multiple_validation_sets", "give one --prefix-tree-valid-data-path"),
     ("iterations_to_skip", "Megatron skips by reading its own kind of batch"),
@@ -46,7 +46,7 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("check_for_spiky_loss", "it compares sums, and micro-batches differ in tokens"),
     (
         "log_throughput log_progress",
-        "it counts --seq-length tokens a sample; the log line has logical and physical tokens/s",
+        "it counts --seq-length tokens per sample; the log line has logical and physical tokens/s",
     ),
     ("record_memory_history", "pretrain_gpt.py's own model provider starts it"),
     ("inprocess_restart", "not proven yet; restart with --load"),
@@ -56,18 +56,18 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
         "name the layers with --hybrid-layer-pattern of core_v0.19's pretrain_hybrid.py",
     ),
     ("fp16", "not proven equal yet; use --bf16"),
-    ("ddp_average_in_collective", "a step's divisor is known only after it; leave it out"),
+    ("ddp_average_in_collective", "a step's divisor is known only after it; remove it"),
     # Since core_v0.18 or core_v0.19.
-    ("dataloader_inter_document_masking", "it belongs to Megatron's own data; leave it out"),
+    ("dataloader_inter_document_masking", "it belongs to Megatron's own data; remove it"),
     ("logits_load_dir", "it brings its own loss"),
     ("logits_save_dir", "it would save the logits of unique tokens as those of samples"),
-    ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; leave it out"),
+    ("use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp", "not proven equal yet; remove it"),
 )
 # Names of these arguments.
 UNSUPPORTED = tuple(name for names, _ in _UNSUPPORTED for name in names.split())
 # Arguments that name the files of Megatron-LM's own tokenizers.
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
-# Values of arguments that cannot be used, and why.
+# Values of arguments that cannot be used, and the reason.
 _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
     ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
@@ -82,11 +82,11 @@ def _splits_latents(args: argparse.Namespace) -> bool:
 
 _WRONG_GRADIENT = (
     " with --multi-latent-attention and --tensor-model-parallel-size above 1: of layers that split the down "
-    "projection, Megatron-Core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699); leave it out"
+    "projection, Megatron-Core's own gradient is wrong (NVIDIA/Megatron-LM issue 1699); remove it"
 )
-_SHARDS = "tensor-parallel-num-weight-shards above the tensor-parallel size: not proven equal yet; leave it out"
+_SHARDS = "tensor-parallel-num-weight-shards above the tensor-parallel size: not proven equal yet; remove it"
 
-# What cannot be used together.
+# Arguments that cannot be used together.
 _AT_ODDS: tuple[Rule, ...] = (
     (
         lambda args: args.context_parallel_size > 1,
@@ -123,13 +123,13 @@ _AT_ODDS: tuple[Rule, ...] = (
             and not has_scalar_head(args)
             and getattr(args, "defer_embedding_wgrad_compute", False)
         ),
-        "--defer-embedding-wgrad-compute with the fused head, whose gradient is never there as a whole: leave it "
-        "out, or give --prefix-tree-no-fused-head",
+        "--defer-embedding-wgrad-compute with the fused head, whose complete gradient never exists: remove it, "
+        "or give --prefix-tree-no-fused-head",
     ),
     (
         lambda args: has_scalar_head(args) and getattr(args, "defer_embedding_wgrad_compute", False),
         "--defer-embedding-wgrad-compute with --prefix-tree-objective {prefix_tree_objective}, which has no output "
-        "layer to defer: leave it out",
+        "layer to defer: remove it",
     ),
     (
         lambda args: has_scalar_head(args) and getattr(args, "ckpt_format", "torch_dist") != "torch_dist",
@@ -138,14 +138,14 @@ _AT_ODDS: tuple[Rule, ...] = (
     ),
     (
         lambda args: args.deterministic_mode and not args.prefix_tree_deterministic_attention,
-        "--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out",
+        "--prefix-tree-no-deterministic-attention with --deterministic-mode: give only one of them",
     ),
 )
 # The same, of steps that are made of files.
 AT_ODDS_OF_FILES: tuple[Rule, ...] = (
     (
         lambda args: args.dataloader_type != "external",
-        "--dataloader-type {dataloader_type}: folded micro-batches come from outside; leave it out",
+        "--dataloader-type {dataloader_type}: folded micro-batches come from outside; remove it",
     ),
     (
         lambda args: not args.calculate_per_token_loss,
@@ -155,15 +155,9 @@ AT_ODDS_OF_FILES: tuple[Rule, ...] = (
 
 
 def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: Collection[str] = ()) -> None:
-    """Refuse arguments that folding does not support in any entry point of Megatron-LM.
+    """Raise ArgumentError, one sentence per mistake, for arguments that folding supports in no entry point.
 
-    Args:
-        args: arguments, as :func:`check_arguments` takes them.
-        at_odds: further arguments that cannot be used together, each rule with its sentence.
-        allowed: names of the arguments that this entry point takes.
-
-    Raises:
-        ArgumentError: one sentence for every argument at fault.
+    ``at_odds`` adds rules for this entry point; ``allowed`` names arguments that it takes.
     """
     given = vars(args)
     found = [
@@ -181,10 +175,7 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
-
-    Args:
-        args: arguments parsed by Megatron-LM's parser with :func:`add_argument_group`, validated by it or not yet.
+    """Reject arguments that cannot be used with ``--prefix-tree``, validated by Megatron-LM or not yet.
 
     Raises:
         ArgumentError: see :func:`refuse`.
@@ -215,8 +206,8 @@ def _check_objective(args: argparse.Namespace) -> None:
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if objective.grouped_by is not None and getattr(args, name, None) is not None:
             raise ArgumentError(
-                f"{option_of(name)} with objective.name={section.name}, whose steps take whole "
-                f"{objective.grouped_by}s and would cut some; leave it out"
+                f"{option_of(name)} with objective.name={section.name}, whose steps take complete "
+                f"{objective.grouped_by}s and would cut some; remove it"
             )
     if getattr(args, "pipeline_model_parallel_size", 1) > 1 and section.options.get("scaling") == "dynamic":
         raise ArgumentError(
@@ -232,28 +223,22 @@ def _check_objective(args: argparse.Namespace) -> None:
 
 
 def has_scalar_head(args: argparse.Namespace) -> bool:
-    """Return whether the model of the objective gives a value for each token instead of a distribution.
-
-    Megatron-LM's RL loop brings its own objective, which reads log-probabilities.
-    """
+    """Return whether the model gives a value per token, not a distribution; the RL loop reads log-probabilities."""
     return "prefix_tree_objective" in args and read_objective(args).has_scalar_head
 
 
-# What a job that trains nothing would leave undone, and why.
+# Arguments without effect in a job that does not train, and the reason.
 _ONLY_TRAINING: tuple[tuple[str, str], ...] = (
-    ("save", "nothing is saved; leave it out"),
+    ("save", "nothing is saved; remove it"),
     ("pretrained_checkpoint", "name the checkpoint with --load"),
     ("prefix_tree_valid_data_path", "nothing is evaluated; name all files with --prefix-tree-data-path"),
-    ("prefix_tree_new_data prefix_tree_dry_run skip_train", "nothing is trained; leave it out"),
-    ("rampup_batch_size step_batch_size_schedule", "--global-batch-size samples are planned together; leave it out"),
+    ("prefix_tree_new_data prefix_tree_dry_run skip_train", "nothing is trained; remove it"),
+    ("rampup_batch_size step_batch_size_schedule", "--global-batch-size samples are planned together; remove it"),
 )
 
 
 def check_score(args: argparse.Namespace) -> None:
-    """Check a job of ``--prefix-tree-score`` from its arguments; refuse options that need it in other jobs.
-
-    Args:
-        args: parsed arguments, which :func:`check_arguments` has checked.
+    """Check a job of ``--prefix-tree-score`` after :func:`check_arguments`; reject its options in other jobs.
 
     Raises:
         ArgumentError: the scores are not available, the file cannot be written or exists, or a checkpoint is missing.
@@ -287,17 +272,13 @@ def check_score(args: argparse.Namespace) -> None:
 
 
 def _folders_read(args: argparse.Namespace) -> list[str]:
-    """Return the folders and files besides the data that a scoring job reads."""
+    """Return the folders and files that a scoring job reads in addition to the data."""
     names = ("load", "prefix_tree_score_reference", "prefix_tree_hf", "prefix_tree_tokenizer", *TOKENIZER_FILES)
     return [given for name in names if (given := getattr(args, name, None)) is not None]
 
 
 def check_unused(arguments: Sequence[str]) -> None:
-    """Refuse the group's arguments on a command line without ``--prefix-tree``.
-
-    Raises:
-        ArgumentError: one is given; the message names the first.
-    """
+    """Raise ArgumentError that names an argument of the group on a command line without ``--prefix-tree``."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("--prefix-tree-"):

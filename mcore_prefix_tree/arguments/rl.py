@@ -1,4 +1,4 @@
-"""Arguments that ``train_rl.py`` gains, and those that it refuses when it trains folded."""
+"""Arguments that ``train_rl.py`` gains, and those that it rejects when it trains folded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcore_prefix_tree.arguments.group import add_checkout_argument
 from mcore_prefix_tree.arguments.refusals import ArgumentError, Rule, refuse
 from mcore_prefix_tree.attention.api import check_setting
 
-# Refused where the data are files; here they are the loop's own, or nothing reads them.
+# Rejected if the data are files; here they are the loop's own, or nothing reads them.
 _ALLOWED = {
     "perform_rl_step",
     "data_path",
@@ -32,16 +32,16 @@ _VIRTUAL = (
 _AT_ODDS: tuple[Rule, ...] = (
     (
         lambda args: any(getattr(args, name, None) is not None for name in _VIRTUAL),
-        "virtual pipeline stages: Megatron-LM's log-probabilities take the first model chunk of a rank alone; leave "
-        "them out",
+        "virtual pipeline stages: Megatron-LM's log-probabilities take only the first model chunk of a rank; remove "
+        "them",
     ),
     (
         lambda args: args.rl_training_cuda_graphs,
-        "--rl-training-cuda-graphs: the shape of a tree changes with every micro-batch; leave it out",
+        "--rl-training-cuda-graphs: the shape of a tree changes with every micro-batch; remove it",
     ),
     (
         lambda args: getattr(args, "batch_invariant_mode", False),
-        "--batch-invariant-mode: attention along a tree is computed in other blocks than that of a row; leave it out",
+        "--batch-invariant-mode: attention along a tree is computed in other blocks than that of a row; remove it",
     ),
 )
 
@@ -51,7 +51,7 @@ def add_rl_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group = parser.add_argument_group(
         title="prefix-tree",
         description="Fold trajectories that begin with the same tokens and compute every unique token once. All "
-        "arguments of train_rl.py keep their meaning. --micro-batch-size says how many trajectories are folded into "
+        "arguments of train_rl.py keep their meaning. --micro-batch-size sets how many trajectories are folded into "
         "one micro-batch on average, and how many may share in the passes that compute log-probabilities; "
         "--micro-batch-size times --seq-length bounds the tokens of a micro-batch, as without folding.",
     )
@@ -62,15 +62,7 @@ def add_rl_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def check_rl_arguments(args: argparse.Namespace) -> None:
-    """Refuse what cannot be used with ``--prefix-tree``, from the arguments alone.
-
-    Args:
-        args: arguments parsed by Megatron-LM's parser with :func:`add_rl_argument_group`, validated by it or not yet.
-
-    Raises:
-        ArgumentError: see :func:`refuse`.
-        ValueError: there is no such attention back-end.
-    """
+    """Reject arguments of ``train_rl.py`` that ``--prefix-tree`` cannot have, as :func:`check_arguments` does."""
     if not args.perform_rl_step:
         raise ArgumentError(
             "--prefix-tree needs --perform-rl-step here; -m mcore_prefix_tree.pretrain_gpt trains on files"

@@ -10,7 +10,7 @@ from mcore_prefix_tree.mcore.engine.comparison import Comparison, Gain, Measurem
 
 
 def step_result(recipe: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:
-    """Return what ``json.dump`` writes."""
+    """Return the object that ``json.dump`` writes."""
     cpu_gain = comparison.cpu_gain
     return {
         "kind": "step",

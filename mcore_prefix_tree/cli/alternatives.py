@@ -20,17 +20,15 @@ if TYPE_CHECKING:
 _GAIN = 1.05
 # A larger step is this many times as large, or the smaller number if there are not enough samples.
 _LARGER = (4, 2)
-# Of expanded turns, more logical tokens than these are not folded step by step.
+# Above this number of logical tokens, expanded turns are not folded step by step.
 _MOST_TOKENS = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A setting that folds more.
+    """A setting that folds more, as an ``option`` of the command and as a ``setting`` of a recipe.
 
     Attributes:
-        option: option of the command.
-        setting: the same in a recipe.
         fold_ratio: fold ratio of training steps with it.
         remark: further effect of the setting, or a setting that goes with it.
     """
@@ -42,12 +40,7 @@ class Alternative:
 
 
 def alternatives(samples: Samples, steps: StepsReport | None) -> list[Alternative]:
-    """Return the settings that fold training steps more than the given ones do, by a twentieth or more.
-
-    Args:
-        samples: samples that the command has read.
-        steps: report of their steps; None if the size of a step is not known, and then nothing is returned.
-    """
+    """Return settings that fold training steps more, by a twentieth or more; none if ``steps`` is None."""
     source, found = samples.source, list[Alternative]()
     if steps is None or source is None:
         return found
@@ -124,5 +117,5 @@ def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:
 
 
 def alternatives_json(found: Sequence[Alternative]) -> list[dict[str, Any]]:
-    """Return the same for programs."""
+    """Return the alternatives for programs."""
     return [asdict(one) for one in found]

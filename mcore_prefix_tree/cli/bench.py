@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree bench``: training steps beside unfolded ones."""
+"""``mcore-prefix-tree bench``: training steps compared with unfolded ones."""
 
 from __future__ import annotations
 

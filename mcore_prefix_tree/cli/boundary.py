@@ -1,4 +1,4 @@
-"""The way of errors to the terminal: one sentence and an exit code for what a user can mend, a traceback for a bug."""
+"""Errors on the terminal: one sentence and an exit code for a mistake of the user, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from typer.core import TyperGroup
 from mcore_prefix_tree.utils.errors import USER_ERROR, leave, readable_errors
 from mcore_prefix_tree.utils.stdout import lost_output
 
-# Narrower, tables and help are cut down to nothing.
+# In narrower terminals, tables and help are cut down to nothing.
 _NARROWEST = 40
-# What Typer raises for wrong arguments, of Click or of its own copy of it.
+# Errors that Typer raises for wrong arguments, of Click or of its copy of Click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-# What they say below an error: that GPTModel will give way to HybridModel, and that nvcc is there and a GPU is not.
+# Warnings below an error: that GPTModel will give way to HybridModel, and that nvcc is installed and a GPU is not.
 _CHATTY_LOGGERS = (
     "megatron.core.models.gpt.gpt_model",
     "torch.utils.cpp_extension",
@@ -35,7 +35,7 @@ _CHATTY_LOGGERS = (
 
 
 def quiet_upstream() -> None:
-    """Spare the terminal what megatron-core warns of on every rank: optional packages, torch's names of its calls."""
+    """Hide megatron-core's warnings, repeated on every rank, of optional packages and torch's names of its calls."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # Megatron reads the part that all ranks share in each rank, and gives torch its arguments in an older order.
@@ -46,8 +46,8 @@ def quiet_upstream() -> None:
 
 
 def _plainer(error: UnicodeError) -> tuple[str, int]:
-    """Instead of what an encoding does not have, what it is made of (``...`` for an ellipsis), or a question mark."""
-    assert isinstance(error, UnicodeEncodeError), "it is asked of what is written"
+    """Return a substitute for characters that an encoding lacks (``...`` for an ellipsis), or a question mark."""
+    assert isinstance(error, UnicodeEncodeError), "called only for output"
     parts = unicodedata.normalize("NFKD", error.object[error.start : error.end])
     plain = "".join(part for part in parts if not unicodedata.combining(part))
     return plain.encode("ascii", "replace").decode("ascii"), error.end
@@ -61,7 +61,7 @@ def write_anything() -> None:
 
 
 def _usable_width() -> None:
-    """Leave out what the environment sets to no width that a table fits into, such as ``COLUMNS=0``."""
+    """Unset widths in the environment that no table fits into, for example ``COLUMNS=0``."""
     for name in ("COLUMNS", "TERMINAL_WIDTH"):  # Rich's and Typer's
         width = os.environ.get(name, "")
         if not (re.fullmatch("[0-9]{2,6}", width) and int(width) >= _NARROWEST):
@@ -72,7 +72,6 @@ class Commands(TyperGroup):
     """A group whose every command runs inside :func:`readable_errors` and :func:`lost_output`."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Parse the command line and run the command that it names."""
         write_anything()
         with lost_output():
             return super().main(*args, **options)
@@ -84,7 +83,7 @@ class Commands(TyperGroup):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name; Ctrl-C raises in it, so that it clears up."""
+        """Run the command that the arguments name; Ctrl-C raises in it, so that it cleans up."""
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with readable_errors(), _one_sentence():
@@ -93,7 +92,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Replace the box that Typer draws around what is wrong with arguments."""
+    """Replace the box that Typer draws around errors in arguments."""
     try:
         yield
     except _UsageError as error:

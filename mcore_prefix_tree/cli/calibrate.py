@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree calibrate``: what a token, its score and a visible pair cost on this machine."""
+"""``mcore-prefix-tree calibrate``: the cost of a token, its score and a visible pair on this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def calibrate(
     if not is_main:
         return
     if output is not None:
-        # Whole or not at all: jobs that start now read it.
+        # Complete or not at all: jobs that start now read it.
         with whole_file(output) as unfinished:
             unfinished.write_text(json.dumps({"machine": describe_machine(), **found.to_json()}, indent=2) + "\n")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 48
 _PAGE = "see docs/howto/token-ids.md"
-# Name of each cause and, for those of prompts, kind of the words: title, and the way out.
+# By cause and, for those of prompts, kind of the words: title, and the way out.
 _TITLES: dict[tuple[str, str], tuple[str, str]] = {
     ("retokenised", ""): ("the same text in other tokens", f"train on the token ids that the engine returned; {_PAGE}"),
     ("thinking", ""): (
@@ -21,9 +21,9 @@ _TITLES: dict[tuple[str, str], tuple[str, str]] = {
         f"keep it if the engine saw it; {_PAGE}",
     ),
     ("call ids", ""): ("random tool-call ids", "number the calls of a conversation instead of drawing ids"),
-    ("prompt", "date"): ("another date in the prompt", "give all samples one date, or write it behind what they share"),
-    ("prompt", "id"): ("another id in the prompt", "leave the id out, or write it behind what samples share"),
-    ("prompt", "number"): ("another number in the prompt", "give all samples one, or write it behind what they share"),
+    ("prompt", "date"): ("another date in the prompt", "give all samples one date, or write it after the shared part"),
+    ("prompt", "id"): ("another id in the prompt", "omit the id, or write it after the shared part"),
+    ("prompt", "number"): ("another number in the prompt", "give all samples one, or write it after the shared part"),
     ("prompt", "words"): ("another system prompt", "give all samples the same words"),
     ("prompt", "tools"): ("other tools", "give all samples the same tools, in the same order"),
     ("rewritten", ""): ("history rewritten", f"train on the history that the engine saw; {_PAGE}"),
@@ -47,13 +47,7 @@ def causes_of(samples: Samples) -> Causes:
 
 
 def causes_lines(causes: Causes, fold_ratio: float, *, has_text: bool) -> list[str]:
-    """Return lines about the causes; none for samples that part nowhere.
-
-    Args:
-        causes: causes of all samples.
-        fold_ratio: fold ratio of all samples as they are.
-        has_text: whether texts were compared.
-    """
+    """Return lines about the causes, none if samples do not diverge; ``has_text`` if texts were compared."""
     if not causes.causes:
         if not causes.branches:
             return []
@@ -83,13 +77,13 @@ def _words(cause: Cause) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return text on one line, without what could move the cursor, cut to a few words."""
+    """Return text on one line, without characters that could move the cursor, cut to a few words."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return f'"{plain[:_SHOWN].rstrip()}…"' if len(plain) > _SHOWN else f'"{plain}"'
 
 
 def causes_json(causes: Causes) -> dict[str, Any]:
-    """Return the same for programs."""
+    """Return the causes for programs."""
     return {"complete": causes.is_complete, "found": [_json(cause) for cause in causes.causes]}
 
 

@@ -1,4 +1,4 @@
-"""Display of a training run: a line a step, on a terminal a progress bar below it; tables."""
+"""Display of a training run: one line per step, on a terminal a progress bar below it; tables."""
 
 from __future__ import annotations
 
@@ -32,12 +32,7 @@ _QUIET_S = 30.0
 
 
 class ConsoleReporter:
-    """Reports a run to a console; see ``mcore_prefix_tree.mcore.loop.trainer.Reporter``.
-
-    Args:
-        console: console to print to.
-        keeps: whether to keep the reports of steps, in ``steps`` and ``evaluations``.
-    """
+    """Reports a run to a console, as a ``Reporter``; ``keeps`` is whether to keep the reports of steps."""
 
     def __init__(self, console: Console, *, keeps: bool = False) -> None:
         self._console, self._keeps = console, keeps
@@ -48,16 +43,16 @@ class ConsoleReporter:
         self._told = time.monotonic()
 
     def message(self, text: str) -> None:
-        """One line, as it is."""
+        """Print one line unchanged."""
         say_line(self._console, text)
 
     def reading(self, done: int, total: int) -> None:
-        """A bar of bytes on a terminal, a line now and then elsewhere."""
+        """Show a bar of bytes on a terminal, a line now and then elsewhere."""
         of = f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
         self._advance("reading data", done, total, of, DownloadColumn())
 
     def comparing(self, what: str, done: int, total: int) -> None:
-        """A bar of runs on a terminal, a line now and then elsewhere."""
+        """Show a bar of runs on a terminal, a line now and then elsewhere."""
         self._advance(what, done, total, f"{done:,} of {total:,}", MofNCompleteColumn())
 
     def _advance(self, what: str, done: int, total: int, of: str, counter: ProgressColumn) -> None:
@@ -74,12 +69,10 @@ class ConsoleReporter:
             self.message(f"{what}: {of}")
 
     def verified(self, report: VerifyReport) -> None:
-        """The table of errors."""
         self._end_bar()
         print_verified(self._console, report)
 
     def started(self, first: int, last: int) -> None:
-        """Open the progress bar on a terminal."""
         self._end_bar()
         if first > last:
             self.message(f"nothing to train: train_iters={last} are done")
@@ -96,7 +89,6 @@ class ConsoleReporter:
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
-        """A line, above the bar where there is one."""
         if self._keeps:
             self.steps.append(report)
         parts = [f"step {report.iteration}", f"loss {report.loss:.6f}"]
@@ -109,7 +101,6 @@ class ConsoleReporter:
             self._progress.update(self._task, completed=report.iteration)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """A line, like a step's."""
         if self._keeps:
             self.evaluations.append(evaluation)
         samples = f"{evaluation.samples:,} samples in {numbers.seconds(evaluation.seconds)}"
@@ -119,22 +110,21 @@ class ConsoleReporter:
         )
 
     def _lines(self, parts: Sequence[str], metrics: Mapping[str, float]) -> None:
-        """Print the same of every step on a line of 80 columns, and what its objective reports below it."""
+        """Print the fixed parts of a step on lines of 80 columns, and the objective's metrics below."""
         for line in (*wrapped(parts), *wrapped(_named(metrics), begins="  ")):
             self.message(line)
 
     def compared(self, comparison: Comparison) -> None:
-        """The closing table."""
         self.close()
         print_comparison(self._console, comparison)
 
     def finished(self, checkpoint: str | None) -> None:
-        """Print where the checkpoint is, last of all."""
+        """Print the path of the checkpoint, last of all."""
         self.close()
         self.message("nothing is saved: checkpoint.save is not set" if checkpoint is None else f"saved: {checkpoint}")
 
     def close(self) -> None:
-        """Leave the terminal as it was; for the end of a run and for Ctrl-C."""
+        """Restore the terminal, at the end of a run and after Ctrl-C."""
         self._end_bar()
 
     def _end_bar(self) -> None:
@@ -148,7 +138,7 @@ def _named(metrics: Mapping[str, float]) -> list[str]:
 
 
 def print_verified(console: Console, report: VerifyReport) -> None:
-    """Print errors, their limits, and what was compared."""
+    """Print errors, their limits, and the parts that were compared."""
     say(console, f"verify: folded against {report.reference}")
     compared = numbers.plural(report.samples, "sample"), numbers.plural(report.parameters, "parameter tensor")
     tokens = f"{report.logical_tokens:,} -> {report.physical_tokens:,} tokens"

@@ -29,7 +29,7 @@ _WORDS_WIDTH = 48
 def summary(
     counts: Mapping[str, int | float], expected: ExpectedSpeedup | None, more: Sequence[tuple[str, str, str]]
 ) -> Table:
-    """Return the counts, one a row, and what folding gains by them; ``more`` rows go below the fold ratio."""
+    """Return the counts, one per row, and the gain of folding; ``more`` rows go below the fold ratio."""
     of_parts = [counts["fold_ratio"], counts["pair_ratio"], counts["predictor_ratio"]]
     if expected is None:
         between = f"{numbers.ratio(min(of_parts))}-{numbers.ratio(max(of_parts))}"
@@ -57,9 +57,9 @@ def summary(
 
 
 def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -> Drawing:
-    """Draw one tree, cut down to its largest branches; every cut shows what it leaves out.
+    """Draw one tree, cut down to its largest branches; every cut shows how much it omits.
 
-    A line begins with its first words, or with token ids without a tokenizer or where the tokenizer lacks some of them.
+    A line begins with its first words, or with token ids if no tokenizer knows all of them.
     """
     grouped = chains(layout)
     root = int(grouped.segment_of_node[tree.root])
@@ -94,14 +94,14 @@ def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -
 
 
 def _choose(grouped: Chains, root: int) -> set[int]:
-    """The segments to draw: from the root, always the largest next, within the limits above."""
+    """Return the segments to draw: from the root, always the largest next, within the limits above."""
     drawn: set[int] = set()
     candidates = [(0, root, 1)]
     while candidates and len(drawn) < MAX_LINES:
         _, segment, level = heapq.heappop(candidates)
         drawn.add(segment)
         if level < MAX_LEVELS:
-            # Several branches of one token, such as what samples end with, say nothing one by one.
+            # Several branches of one token, for example the ends of samples, are not informative one by one.
             children = grouped.children[segment]
             longer = [child for child in children if grouped.physical_tokens[child] > 1]
             if len(children) - len(longer) > 1:
@@ -113,6 +113,7 @@ def _choose(grouped: Chains, root: int) -> set[int]:
 
 
 def _first_words(token_ids: npt.NDArray[np.int32], tokenizer: ChatTokenizer | None) -> str:
+    """Return the first words of int32 ``[n]``, or its ids."""
     ids = token_ids[:_WORDS_TOKENS].tolist()
     if tokenizer is None or max(ids, default=0) >= tokenizer.vocab_size:
         text = " ".join(map(str, ids))

@@ -19,7 +19,7 @@ def export(
 ) -> None:
     """Write the last checkpoint in checkpoint.save with the names, types, configuration and tokenizer of model.hf.
 
-    With model.lora, write the adapter alone, in PEFT's format.
+    With model.lora, write only the adapter, in PEFT's format.
 
     Any parallel layout reads the checkpoint; under torchrun for several ranks.
     """

@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree inspect``: what folding is worth on given data, and what its trees look like."""
+"""``mcore-prefix-tree inspect``: the gain of folding on given data, and its largest trees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
     plot: Plot = None,
 ) -> None:
-    """Fold samples and show what folding saves: tokens, ratios and the largest trees."""
+    """Fold samples and show the savings: tokens, ratios and the largest trees."""
     import numpy as np
 
     from mcore_prefix_tree.layout import fold
@@ -75,7 +75,7 @@ def inspect(
     from mcore_prefix_tree.cli.drawing import draw_tree, summary
     from mcore_prefix_tree.cli.terminal import say, say_line
 
-    # Which vocabulary plain tokens are of, only the caller knows: their text is shown if a tokenizer is named.
+    # Only the caller knows which vocabulary plain tokens belong to: their text is shown if a tokenizer is named.
     console = Console()
     width = console.width - (2 if console.options.ascii_only else 0)  # an ellipsis becomes three dots
     for tree in largest:

@@ -1,4 +1,4 @@
-"""Table of what an installation lacks of all that this package relies on upstream."""
+"""Table of the upstream names that this package relies on and an installation lacks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from mcore_prefix_tree.cli.boundary import quiet_upstream
 
 
 def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
-    """Print how many upstream names each room lacks, and every name that is missing or different.
+    """Print the upstream names that each room lacks or finds different; return whether nothing is missing.
 
-    Args:
-        megatron_lm_path: checkout of Megatron-LM to check beside its own megatron-core; None checks the megatron-core
-            that is installed, alone.
-        as_json: whether to print one JSON object instead.
-
-    Returns:
-        Whether nothing is missing.
+    ``megatron_lm_path`` is a checkout to check with its own megatron-core; None checks only the installed
+    megatron-core.
 
     Raises:
         ValueError: the path holds no Megatron-LM, or its ``pretrain()`` has an unknown form.
-        ImportError: the seam, without which there is nothing else to check, lacks something.
+        ImportError: the seam, without which nothing else can be checked, lacks something.
     """
     quiet_upstream()
     if megatron_lm_path is not None:

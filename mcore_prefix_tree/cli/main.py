@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree``: the list of commands. One module a command; each imports what is heavy when it runs."""
+"""``mcore-prefix-tree``: the list of commands. One module per command; heavy imports wait until it runs."""
 
 from __future__ import annotations
 

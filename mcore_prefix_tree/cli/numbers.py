@@ -8,7 +8,7 @@ _THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
 
 
 def count(number: float) -> str:
-    """Return a whole number with commas: ``13,218``."""
+    """Return an integer with commas: ``13,218``."""
     return f"{number:,.0f}"
 
 
@@ -18,7 +18,7 @@ def ratio(number: float) -> str:
 
 
 def share(number: float) -> str:
-    """Return a part of a whole in percent: ``12.4%``."""
+    """Return a share in percent: ``12.4%``."""
     return f"{number:.1%}"
 
 
@@ -51,7 +51,7 @@ def seconds(number: float) -> str:
 
 
 def size(number: int | None) -> str:
-    """Return bytes of memory: ``951 MiB``; None is not known."""
+    """Return bytes of memory: ``951 MiB``; None is unknown."""
     return "not known" if number is None else f"{number / 2**20:,.0f} MiB"
 
 

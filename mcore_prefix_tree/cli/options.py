@@ -1,4 +1,4 @@
-"""Options that several commands share, as the fields of a dataclass; and what is checked of them."""
+"""Options that several commands share, as the fields of a dataclass; and their checks."""
 
 from __future__ import annotations
 
@@ -52,11 +52,7 @@ SEEDS = 2**63 - 1
 def check_output_option(
     option: str, path: str | Path | None, inputs: Iterable[str | Path], *, make_folder: bool = False
 ) -> None:
-    """Check that an output can be written and is none of a command's inputs, before there is anything to write.
-
-    Raises:
-        ValueError: see :func:`mcore_prefix_tree.data.write.check_output`; names the option.
-    """
+    """Raise ValueError, which names the option, if an output cannot be written or is one of the inputs."""
     from mcore_prefix_tree.data.write import check_output
 
     if path is None:
@@ -83,13 +79,9 @@ def load_job(
     hf: str | None = None,
     outputs: Iterable[Callable[[list[str]], object]] = (),
 ) -> Recipe:
-    """Return the recipe of a command, before anything heavy is imported.
+    """Load a command's recipe before heavy imports; raise ValueError for all mistakes of it, its files and the outputs.
 
-    Args:
-        outputs: checks of the command's outputs, which receive all files and folders that it reads.
-
-    Raises:
-        ValueError: names all mistakes of the recipe, its files and the outputs.
+    ``outputs`` are checks of the outputs, which receive all files and folders that the command reads.
     """
     from mcore_prefix_tree.settings import load_recipe
     from mcore_prefix_tree.settings.command_checks import Task, check_metrics, list_checks
@@ -140,7 +132,7 @@ def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..
             with spelled(getattr(options, "spellings", {})):
                 command(options, **given)
 
-        # What Typer reads.
+        # The signature that Typer reads.
         with_options.__signature__ = signature(command).replace(parameters=[*shared, *own])  # type: ignore[attr-defined]
         with_options.__annotations__ = {one.name: one.annotation for one in [*shared, *own]}
         return with_options

@@ -1,4 +1,4 @@
-"""Pictures beside the numbers of a command, as PNG or SVG; matplotlib draws them, which is an extra."""
+"""Pictures of a command's numbers, as PNG or SVG; matplotlib draws them, which is an extra."""
 
 from __future__ import annotations
 
@@ -25,12 +25,7 @@ Plot = Annotated[
 
 
 def check_picture(path: str | None, inputs: Iterable[str]) -> None:
-    """Check the name of a picture, that it can be written, and that matplotlib is installed, before the work.
-
-    Raises:
-        ValueError: the name ends in something else, or cannot be written.
-        ImportError: matplotlib is missing.
-    """
+    """Raise ValueError unless a picture can be written as PNG or SVG, ImportError without matplotlib."""
     if path is None:
         return
     if not path.lower().endswith((".png", ".svg")):
@@ -41,7 +36,7 @@ def check_picture(path: str | None, inputs: Iterable[str]) -> None:
 
 
 _COLUMNS = 3
-# Panels of a training run beside loss, speed and fold ratio: the axis, and the objective's metrics with their legends.
+# Panels of a run next to loss, speed and fold ratio: the axis, and the objective's metrics with their legends.
 _METRICS: tuple[tuple[str, dict[str, str]], ...] = (
     ("reward", {"reward": "mean of the rollouts", "reward_chosen": "chosen", "reward_rejected": "rejected"}),
     ("KL divergence", {"kl": "from the reference", "kl_old": "from the old policy"}),
@@ -51,7 +46,7 @@ _METRICS: tuple[tuple[str, dict[str, str]], ...] = (
 
 @contextmanager
 def _picture(path: str, panels: int, width: float = 6.0) -> Iterator[Any]:
-    """Give the axes of panels, three in a row, and write them to a file if all goes well."""
+    """Yield the axes of panels, three per row, and write them to a file if no error occurs."""
     import matplotlib
 
     matplotlib.use("Agg")  # there may be no display
@@ -93,7 +88,7 @@ def draw_forest(layout: FlatLayout, path: str) -> None:
 
 
 def draw_ranks(report: PlanReport, unit: str, path: str) -> None:
-    """Draw a bar for each rank, stacked from its micro-batches, with the mean and the lower bound."""
+    """Draw a bar per rank, stacked from its micro-batches, with the mean and the lower bound."""
     ranks = range(len(report.ranks))
     with _picture(path, 1, width=min(16.0, 4.0 + 0.25 * len(report.ranks))) as (axes,):
         below = [0.0] * len(report.ranks)
@@ -109,7 +104,7 @@ def draw_ranks(report: PlanReport, unit: str, path: str) -> None:
 
 
 def draw_steps(steps: Sequence[StepReport], evaluations: Sequence[Evaluation], path: str) -> None:
-    """Draw loss, speed and fold ratio over the steps of a run, and what an objective of rewards reports of them."""
+    """Draw loss, speed and fold ratio over the steps of a run, and the metrics of an objective of rewards."""
     at = [one.iteration for one in steps]
     reported = [panel for panel in _METRICS if any(name in one.metrics for one in steps for name in panel[1])]
     with _picture(path, 3 + len(reported), width=5.0) as (losses, speed, ratios, *others):

@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree plan``: how a step's samples would be dealt to micro-batches and ranks, and at what cost."""
+"""``mcore-prefix-tree plan``: the micro-batches and ranks of a step's samples, and their cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.sample import Sample
 
 _RANKS_SHOWN = 16
-# Of 80 columns, beside those of numbers.
+# Of 80 columns, next to those of numbers.
 _SIZES_WIDTH = 27
 _MICRO_BATCHES = 2**16
 
@@ -60,7 +60,7 @@ def plan(
 ) -> None:
     """Plan all samples as one step and show the ranks: tokens, predicted cost, balance and repeated context.
 
-    Where the size of a step is known, show what training steps fold to as well. A recipe gives the cost of its model;
+    If the size of a step is known, show the fold ratio of training steps as well. A recipe gives the cost of its model;
     without one a token costs 1.
     """
     from mcore_prefix_tree.layout import Padding
@@ -212,7 +212,7 @@ def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit
 
 
 def _some(sizes: Iterable[str]) -> str:
-    """Return sizes, the first of them if they would not fit on a line."""
+    """Return sizes, or the first of them if they would not fit on a line."""
     listed = list(sizes)
     shown = " ".join(listed)
     if len(shown) <= _SIZES_WIDTH:
@@ -222,10 +222,10 @@ def _some(sizes: Iterable[str]) -> str:
 
 
 def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
-    """Return rows that say how to give idle ranks work; a smaller budget gives them none."""
+    """Return rows that advise how to give idle ranks work; a smaller budget gives them none."""
     if not idle:
         return []
-    return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples a step")]
+    return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples per step")]
 
 
 def _empty_rows(empty: int, count: int) -> list[tuple[str, str, str]]:

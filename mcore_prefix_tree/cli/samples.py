@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TokenizerOnDemand:
-    """Loads a tokenizer when the first chat message comes: files of tokens need none, and some are slow to load."""
+    """Loads a tokenizer at the first chat message: files of tokens need none, and some are slow to load."""
 
     def __init__(self, name: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.name = name
@@ -39,7 +39,6 @@ class TokenizerOnDemand:
         self.conversations = 0  # encoded so far
 
     def load(self) -> ChatTokenizer:
-        """Return the tokenizer, loading it the first time."""
         from mcore_prefix_tree.data import load_tokenizer
 
         if self.loaded is None:
@@ -48,28 +47,22 @@ class TokenizerOnDemand:
 
     @property
     def vocab_size(self) -> int:
-        """Number of the tokenizer's tokens."""
         return self.load().vocab_size
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return self.load().decode(tokens)
 
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
-        """See ``ChatTokenizer``."""
         self.conversations += 1
         return self.load().encode_turns(messages, tools)
 
     def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
-        """See ``ChatTokenizer``."""
         return self.load().encode_completion(prompt, completion, ended=ended)
 
     def encode_text(self, text: str) -> list[int]:
-        """See ``ChatTokenizer``."""
         return self.load().encode_text(text)
 
     def vocabulary(self) -> Vocabulary:
-        """See ``ChatTokenizer``."""
         return self.load().vocabulary()
 
 
@@ -99,7 +92,7 @@ _SPELLINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """Samples to read, and how training takes them. An option wins over the recipe."""
+    """Samples to read, and their treatment in training. An option wins over the recipe."""
 
     files: Annotated[
         list[str],
@@ -139,23 +132,23 @@ class SampleOptions:
         str | None,
         typer.Option(
             metavar="JSON",
-            help="Variables of a Hugging Face tokenizer's chat template, such as '{\"enable_thinking\": false}'. "
-            "strftime_now, a date such as 2026-11-20, sets the template's clock.",
+            help="Variables of a Hugging Face tokenizer's chat template, for example '{\"enable_thinking\": false}'. "
+            "strftime_now, a date (for example 2026-11-20), sets the template's clock.",
         ),
     ] = None
     fields: Annotated[
         str | None,
         typer.Option(
             metavar="JSON",
-            help='The files\' names of our fields, such as \'{"group": "task_id", "tokens": "input_ids"}\'.',
+            help='The files\' names of our fields, for example \'{"group": "task_id", "tokens": "input_ids"}\'.',
         ),
     ] = None
     expand_turns: Annotated[
-        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
+        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its complete history as prefix.")
     ] = False
     on_error: Annotated[
         OnError | None,
-        typer.Option(help="raise: stop at the first bad sample (default). skip: leave bad samples out and count them."),
+        typer.Option(help="raise: stop at the first bad sample (default). skip: skip bad samples and count them."),
     ] = None
     share: Annotated[
         Share | None,
@@ -168,12 +161,12 @@ class SampleOptions:
 
     @property
     def spellings(self) -> dict[str, str]:
-        """The options by the keys of the settings that they set; a recipe has the keys themselves."""
+        """Return the options by the keys of the settings that they set; a recipe has the keys themselves."""
         return {} if self.model is not None else _SPELLINGS
 
     @property
     def inputs(self) -> list[str]:
-        """Files, globs and folders that are read, of which no output may replace a file."""
+        """Return the files, globs and folders that are read, of which no output may replace a file."""
         named = [*self.files, *([] if self.tokenizer is None else [self.tokenizer])]
         if self.model is None:
             return named
@@ -184,7 +177,6 @@ class SampleOptions:
 
     @cached_property
     def data(self) -> DataConfig:
-        """Settings for reading the files."""
         from mcore_prefix_tree.settings.sections import DataConfig
 
         given = {
@@ -212,7 +204,7 @@ class SampleOptions:
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """The recipe, with the options in place of its own settings."""
+        """Return the recipe, with the options in place of its settings."""
         if self._file is None:
             return None
         batch = {"share": self.share, "min_shared_tokens": self.min_shared_tokens}
@@ -245,14 +237,13 @@ class SampleOptions:
                 ) from None
             typer.echo("megatron-core is not installed, so the model's settings are checked only by train", err=True)
         else:
-            # Rejects what Megatron would not train.
+            # Rejects settings that Megatron would not train.
             config = transformer_config(recipe.model, recipe.parallel, on_gpu=False)
             recipe = replace(recipe, model=described(recipe.model, config))
         return recipe
 
     @property
     def sharing(self) -> Sharing:
-        """Common prefixes that are shared."""
         if self.recipe is not None:
             return self.recipe.batch.sharing
         from mcore_prefix_tree.trie import Sharing
@@ -260,10 +251,9 @@ class SampleOptions:
         return Sharing(share=self.share or "all", min_shared_tokens=self.min_shared_tokens or 0)
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
-        """Read the files; report on standard error what was skipped, if anything.
+        """Read the files; report skipped samples on standard error.
 
-        Args:
-            limits: largest number of tokens of a sample, by the name of the setting.
+        ``limits`` are the largest numbers of tokens of a sample, by the name of the setting.
 
         Raises:
             SampleError: bad data; names file, line and field.
@@ -278,7 +268,7 @@ class SampleOptions:
         name = DEFAULT_TOKENIZER if data.tokenizer is None else data.tokenizer
         tokenizer = TokenizerOnDemand(name, data.chat_template_kwargs)
         if data.tokenizer is not None:
-            tokenizer.load()  # a wrong name is an error whatever the files hold
+            tokenizer.load()  # a wrong name is an error for any files
         skipped = Skipped()
         with naming_memory(lambda: "the samples do not fit; give fewer files"):
             options = LineOptions(
@@ -294,11 +284,7 @@ class SampleOptions:
 
 
 def order_of(source: Source, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
-    """Return the order in which a source takes samples, with steps no larger than all of them.
-
-    Raises:
-        SampleError, ValueError: see :meth:`Source.of_lines`.
-    """
+    """Return a source's order, with steps no larger than all samples; raises as :meth:`Source.of_lines`."""
     if source.grouped_by is None:
         source = replace(source, step=min(source.step, sum(map(len, lines))))
     return source.of_lines(lines)
@@ -315,16 +301,15 @@ class Samples:
 
     @cached_property
     def all(self) -> list[Sample]:
-        """All samples, in the order of the files."""
         return [sample for line in self.lines for sample in line]
 
     @cached_property
     def work(self) -> ModelWork | None:
-        """The FLOPs of the recipe's model; None without a recipe.
+        """Return the FLOPs of the recipe's model; None without a recipe.
 
         Raises:
-            ValueError: neither the recipe nor a tokenizer gives a vocabulary size, or a setting of the model has a
-                value that cannot be counted with.
+            ValueError: neither the recipe nor a tokenizer gives a vocabulary size, or FLOPs cannot be counted with a
+                setting of the model.
         """
         from mcore_prefix_tree.plan import ModelWork
 
@@ -344,7 +329,7 @@ class Samples:
 
     @cached_property
     def objective(self) -> Objective | None:
-        """The recipe's objective; None without a recipe."""
+        """Return the recipe's objective; None without a recipe."""
         if self.options.recipe is None:
             return None
         from mcore_prefix_tree.settings.bind_objective import objective_of
@@ -353,11 +338,7 @@ class Samples:
 
     @cached_property
     def source(self) -> Source | None:
-        """The way in which training takes the samples; None if nothing says how large a step is.
-
-        Raises:
-            RecipeError: see :func:`~mcore_prefix_tree.settings.sample_source.source_of`.
-        """
+        """Return the source of training's samples, None for an unknown step size; raises as ``source_of``."""
         from mcore_prefix_tree.data import LineOptions, Ranks
         from mcore_prefix_tree.data.source import Source
         from mcore_prefix_tree.settings import Recipe
@@ -379,18 +360,18 @@ class Samples:
 
     @cached_property
     def order(self) -> SampleOrder | None:
-        """The order in which training takes the samples; None if nothing says how large a step is.
+        """Return the order in which training takes the samples; None if the size of a step is not known.
 
-        A step takes no sample twice, also where one of training is larger than the files.
+        A step takes no sample twice, also if one of training is larger than the files.
 
         Raises:
-            SampleError, RecipeError: training with the recipe refuses the groups or their number.
+            SampleError, RecipeError: training with the recipe rejects the groups or their number.
         """
         return None if self.source is None else order_of(self.source, self.lines)
 
     @property
     def turns(self) -> list[int]:
-        """Tokens of each assistant turn with its history, of conversations that are one sample each; else nothing."""
+        """Return tokens of each assistant turn with its history, if conversations are one sample each; else none."""
         import numpy as np
 
         if self.options.data.expand_turns or self.tokenizer.conversations < len(self.all):

@@ -20,7 +20,7 @@ def score(
         typer.Option(
             parser=local,
             metavar="FILE",
-            help="File to write, one sample a line in the data's order: JSON Lines (.jsonl, .json, also .gz), "
+            help="File to write, one sample per line in the data's order: JSON Lines (.jsonl, .json, also .gz), "
             ".parquet, .arrow or .feather. An existing file is replaced once all samples are scored.",
         ),
     ],
@@ -46,8 +46,8 @@ def score(
     checkpoint.save is the folder of a run, in the recipe or given here; it is only read. With checkpoint.save=null the
     weights of model.hf score.
 
-    The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null where none
-    was asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
+    The lines can be trained on: old_logprobs, ref_logprobs and entropy have a number for each token, null if none was
+    asked for. The recipe of a critic writes values, of a reward model reward. Under torchrun for several ranks.
     """
     from mcore_prefix_tree.settings.command_checks import Task
 

@@ -31,7 +31,7 @@ def _row(name: str, ratio: Spread, where: str) -> tuple[str, str, str]:
 
 
 def steps_json(steps: StepsReport | None, order: SampleOrder | None) -> dict[str, Any] | None:
-    """Return the same for programs."""
+    """Return the fold ratios of steps for programs."""
     if steps is None or order is None:
         return None
     size = {"groups_per_step" if order.by_line else "global_batch_size": order.step}
@@ -58,7 +58,7 @@ def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
     if len(turns) > len(samples.all) and samples.options.sharing == SHARE_ALL:
         now = sum(map(len, samples.all)) / physical_tokens
         lines.append(
-            f"If you train a sample per assistant turn, give --expand-turns: {len(turns):,} samples of "
+            f"If you train one sample per assistant turn, give --expand-turns: {len(turns):,} samples of "
             f"{sum(turns):,} logical tokens in the same {physical_tokens:,} physical ones, a fold ratio of "
             f"{numbers.ratio(sum(turns) / physical_tokens)} instead of {numbers.ratio(now)}."
         )

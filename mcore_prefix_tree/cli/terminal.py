@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# What fits everywhere: also into a log, whose reader's terminal nobody knows.
+# A width that fits everywhere: also into a log, whose reader's terminal is unknown.
 WIDTH = 80
 _SEPARATOR, _INDENT = " | ", "  "
 
@@ -25,12 +25,7 @@ def wrapped(parts: Iterable[str], *, begins: str = "") -> list[str]:
 
 
 def grid(headings: Sequence[str], *, left: Sequence[int] = (0,)) -> Table:
-    """Return a table without lines, whose cells stay on one line; text that does not fit ends in an ellipsis.
-
-    Args:
-        headings: headings of the columns.
-        left: columns that begin on the left; numbers end on the right.
-    """
+    """Return a table without lines, whose long cells end in an ellipsis; columns ``left`` are left-aligned."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right", no_wrap=True, overflow="ellipsis")
@@ -38,7 +33,7 @@ def grid(headings: Sequence[str], *, left: Sequence[int] = (0,)) -> Table:
 
 
 def rows(lines: Iterable[tuple[str, str, str]]) -> Table:
-    """Return names, values and remarks as a table; a long remark goes on below itself."""
+    """Return names, values and remarks as a table; a long remark continues below itself."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -49,10 +44,10 @@ def rows(lines: Iterable[tuple[str, str, str]]) -> Table:
 
 
 def say(console: Console, text: str, *, style: str | None = None) -> None:
-    """Print a sentence, broken between words where the terminal ends."""
+    """Print a sentence, broken between words at the terminal's width."""
     console.print(text, style=style, markup=False, highlight=False)
 
 
 def say_line(console: Console, text: str, *, style: str | None = None) -> None:
-    """Print a line as it is, however long: it may hold a path, to be copied or searched for."""
+    """Print a line unchanged, however long: it may hold a path, to be copied or searched for."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

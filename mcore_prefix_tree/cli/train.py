@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree train``: a recipe to its end."""
+"""``mcore-prefix-tree train``: run a recipe to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree verify``: what is installed, or folded against unfolded on a recipe's first batch."""
+"""``mcore-prefix-tree verify``: check the installation, or folded against unfolded on a recipe's first batch."""
 
 from __future__ import annotations
 

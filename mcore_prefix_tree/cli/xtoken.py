@@ -53,8 +53,8 @@ def build_projection(
 ) -> None:
     """Build a projection by writing the tokens of each vocabulary in the other's.
 
-    An interrupted build goes on where it was: OUTPUT.parts holds what is finished, until all is. The same tokenizers
-    and options give the same bytes.
+    An interrupted build continues from its last finished part: OUTPUT.parts holds finished parts until the build ends.
+    The same tokenizers and options give the same bytes.
     """
     from mcore_prefix_tree.xtoken.projection_build import BuildSettings
     from mcore_prefix_tree.xtoken.projection_file import PartFiles
@@ -80,7 +80,7 @@ def apply_exact_map(
     scale_column: ScaleColumn = False,
     sparse: Sparse = False,
 ) -> None:
-    """Map each token that both vocabularies have to itself alone; other rows stay as they are."""
+    """Map each token that both vocabularies have only to itself; other rows stay as they are."""
     _check_output("--output", output, [*tokenizers.names, projection], sparse=sparse)
     vocabularies = tokenizers.vocabularies()
     read = _read(projection, vocabularies, scale_column=scale_column)
@@ -134,7 +134,7 @@ def _write(path: Path, projection: Projection, vocabularies: Vocabularies, *, sp
     reached = len(np.unique(projection.columns[projection.columns >= 0]))
     typer.echo(
         f"{path}: {np.count_nonzero(mapped):,} of {projection.student_vocab_size:,} student tokens are mapped, "
-        f"{np.count_nonzero(alone):,} of them to one token alone; {reached:,} of {projection.teacher_vocab_size:,} "
+        f"{np.count_nonzero(alone):,} of them to only one token; {reached:,} of {projection.teacher_vocab_size:,} "
         "teacher tokens are reached"
     )
 

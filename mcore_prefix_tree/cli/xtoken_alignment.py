@@ -35,7 +35,7 @@ def inspect_alignment(
     samples: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Samples to show.")] = 1,
     chunks: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Chunks to show of each sample.")] = 40,
     expand_turns: Annotated[
-        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its whole history as prefix.")
+        bool, typer.Option("--expand-turns", help="One sample per assistant turn, its complete history as prefix.")
     ] = False,
     rendering: Annotated[
         Rendering, typer.Option(help="The teacher reads the student's text, or messages in its own chat format.")
@@ -44,7 +44,7 @@ def inspect_alignment(
         Aligner, typer.Option(help="dynamic also aligns text that the tokenizers normalise differently.")
     ] = "bytes",
     on_error: Annotated[
-        OnError, typer.Option(help="raise: end at the first bad sample. skip: leave bad ones out and say so.")
+        OnError, typer.Option(help="raise: end at the first bad sample. skip: skip bad samples and report them.")
     ] = "raise",
 ) -> None:
     """Show which tokens of student and teacher have the same text, in the first samples of some files."""
@@ -75,7 +75,7 @@ def _heading(pair: Pair) -> str:
 
 
 def _summary(pair: Pair, most: int) -> str:
-    """Say how much of a pair is aligned, and by which kinds of chunks."""
+    """Return how much of a pair is aligned, and by which kinds of chunks."""
     import numpy as np
 
     lengths = [np.diff(side)[:, 0] for side in (pair.alignment.student, pair.alignment.teacher)]
@@ -87,7 +87,7 @@ def _summary(pair: Pair, most: int) -> str:
 
 
 def alignment_table(pair: Pair, pairing: Pairing, most: int) -> Table:
-    """Return the first chunks of a pair, one a row."""
+    """Return the first chunks of a pair, one per row."""
     from mcore_prefix_tree.cli.terminal import grid
 
     ranges = list(zip(pair.alignment.student.tolist(), pair.alignment.teacher.tolist(), strict=True))
@@ -106,7 +106,7 @@ def alignment_table(pair: Pair, pairing: Pairing, most: int) -> Table:
 
 
 def _shown(table: TokenBytes, tokens: list[int], spelled: Spelled, start: int, end: int) -> Text:
-    """Return tokens between bars; what cannot be printed is escaped, and special tokens are dim."""
+    """Return tokens between bars; characters that cannot be printed are escaped, and special tokens are dim."""
     from rich.text import Text
 
     parts = [Text("|", style="dim")]

@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree xtoken export-teacher``: a teacher's rows beside the samples that a student learns from."""
+"""``mcore-prefix-tree xtoken export-teacher``: a teacher's rows for the samples that a student learns from."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def export_teacher(
         typer.Option(
             parser=local,
             metavar="FILE",
-            help="A sample a line in the data's order: JSON Lines (.jsonl, .json, or packed with .gz), or a .parquet, "
-            ".arrow or .feather file. An existing file is replaced once all samples are exported.",
+            help="One sample per line in the data's order: JSON Lines (.jsonl, .json, or packed with .gz), or a "
+            ".parquet, .arrow or .feather file. An existing file is replaced once all samples are exported.",
         ),
     ],
     overrides: Annotated[

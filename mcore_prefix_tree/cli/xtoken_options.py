@@ -24,15 +24,14 @@ class Tokenizers:
     student: Annotated[str, typer.Option(parser=local, metavar="NAME", help=f"The student's tokenizer: {_NAMES}")]
     teacher: Annotated[str, typer.Option(parser=local, metavar="NAME", help="The teacher's, named in the same way.")]
     student_chat_template_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="What the student's chat template is given besides.")
+        str | None, typer.Option(metavar="JSON", help="Additional variables of the student's chat template.")
     ] = None
     teacher_chat_template_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="What the teacher's chat template is given besides.")
+        str | None, typer.Option(metavar="JSON", help="Additional variables of the teacher's chat template.")
     ] = None
 
     @property
     def names(self) -> list[str]:
-        """Names or folders of both."""
         return [self.student, self.teacher]
 
     def load(self) -> tuple[ChatTokenizer, ChatTokenizer]:
@@ -49,7 +48,6 @@ class Tokenizers:
         return student, teacher
 
     def vocabularies(self) -> Vocabularies:
-        """Return the bytes of all tokens of both."""
         from mcore_prefix_tree.xtoken.projection_build import Vocabularies
 
         return Vocabularies(*self.load())

@@ -1,7 +1,7 @@
 """NeMo Automodel's calls for rollouts that share a prompt, with every completion token supervised.
 
-Labels hold one target for each position, and the last prompt token has a target in every completion. So each completion
-begins with a copy of that token: one more token for each completion, and its first token is supervised too.
+Labels hold one target per position, and the last prompt token has a target in every completion. So each completion
+begins with a copy of that token: one more token per completion, and its first token is supervised too.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def fold_shared_prefix_rollouts(
 ) -> FoldedRollouts:
     """Fold the completions of a prompt.
 
-    Args:
-        prompt_ids: tokens of the prompt; without any, the first token of each completion is not supervised.
-        completions: tokens of each completion.
-        ignore_idx: label of positions that are not supervised.
+    With an empty prompt, the first token of each completion is not supervised. ``ignore_idx`` labels such positions.
 
     Raises:
         ValueError: no completion is given, or one is empty.
@@ -72,10 +69,7 @@ def fold_shared_prefix_rollouts(
 
 
 def prefix_tree_collate_fn(batch: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Fold any number of groups into one batch; prompts share what they have in common.
-
-    Args:
-        batch: groups with ``prompt_ids`` and ``completions``.
+    """Fold any number of groups with ``prompt_ids`` and ``completions`` into one batch; prompts share common prefixes.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids``, int64 ``[1, T]``, and the tree as ``prefix_tree``. They are

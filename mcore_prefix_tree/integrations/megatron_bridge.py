@@ -1,6 +1,6 @@
 """Savings by folding, in the log of Megatron-Bridge's own training loop; see docs/trainers.md.
 
-``pretrain(config, forward_step, callbacks=[LogFolding()])`` is all that a user adds to :func:`fold_inside`.
+A user adds only ``pretrain(config, forward_step, callbacks=[LogFolding()])`` to :func:`fold_inside`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from mcore_prefix_tree.mcore.packed import FoldReport
 class LogFolding(Callback):  # type: ignore[misc]
     """Adds the report of each training step to the losses that Megatron-Bridge logs.
 
-    They reach whatever its logger writes to. The console shows their means over ``log_interval`` steps.
+    They reach every target of its logger. The console shows their means over ``log_interval`` steps.
     """
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Drop what an evaluation left."""
+        """Drop the counts of an evaluation."""
         _report(context)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Add the report of all data-parallel ranks."""
         report = _report(context)
         assert report is not None
         device = next(context.model[-1].parameters()).device
         report = report.over_ranks(parallel_state.get_data_parallel_group(), device)
-        if context.loss_dict:  # of the last stage, which logs
+        if context.loss_dict:  # only the last stage, which logs
             context.loss_dict |= {
                 name: torch.tensor(float(value), device=device) for name, value in report.to_log().items()
             }

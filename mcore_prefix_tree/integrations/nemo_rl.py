@@ -1,7 +1,7 @@
 """NeMo-RL's Megatron policy worker with a model that folds inside; see docs/trainers.md.
 
 ``Policy(worker_extension_cls_fqn="mcore_prefix_tree.integrations.nemo_rl.FoldingPolicyWorker")`` takes it in place of
-NeMo-RL's own. The worker builds, trains, scores and saves as before: only its model's layer spec differs, and the model
+NeMo-RL's worker, which builds, trains, scores and saves as before: only its model's layer spec differs, and the model
 folds the rows that NeMo-RL packs.
 """
 
@@ -22,14 +22,10 @@ from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 
 
 def _check(config: Any) -> None:
-    """Refuse a policy's configuration that does not pack rows, or asks for what folding does not support.
-
-    Raises:
-        NotImplementedError: a setting is not supported; names it.
-    """
+    """Raise NotImplementedError that names a setting which folding does not support, or that packs no rows."""
     megatron = config["megatron_cfg"]
     asked = {
-        "sequence_packing.enabled=false: rows are folded where they are packed; set it to true": (
+        "sequence_packing.enabled=false: only packed rows are folded; set it to true": (
             not config["sequence_packing"]["enabled"]
         ),
         "megatron_cfg.use_fused_linear_logprobs=true: NeMo-RL does not support it with packed rows either": (
@@ -50,20 +46,12 @@ def _check(config: Any) -> None:
 
 
 class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
-    """The worker without Ray, to derive from.
-
-    Attributes:
-        inside: settings of :func:`fold_inside`.
-    """
+    """The worker without Ray, to derive from; ``inside`` has the settings of :func:`fold_inside`."""
 
     inside: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Build as NeMo-RL does, then let the model fold.
-
-        Raises:
-            NotImplementedError: folding does not support a setting of the policy or the model; names it.
-        """
+        """Build as NeMo-RL does, then let the model fold; raises NotImplementedError that names a setting."""
         _check(config)
         register_allowed_target_prefix("mcore_prefix_tree")  # checkpoints name the layer spec
         super().__init__(config, *args, **kwargs)
@@ -71,17 +59,17 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **others: Any) -> dict[str, Any]:
         """Train as NeMo-RL does; the metrics of each step gain the report of folding."""
-        self._report()  # drops what other passes left
+        self._report()  # drops the counts of other passes
         metrics: dict[str, Any] = super().train(data, loss_fn, eval_mode=eval_mode, **others)
         return metrics if eval_mode else self._with_report(metrics)
 
     def begin_train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin a step that is given its micro-batches one by one."""
+        """Begin a step that gets its micro-batches one by one."""
         self._report()
         return super().begin_train_step(*args, **kwargs)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Finish it; the metrics gain the report of folding."""
+        """Finish the step; the metrics gain the report of folding."""
         return self._with_report(super().finish_train_step())
 
     def _report(self) -> FoldReport | None:
@@ -89,7 +77,7 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
         return report
 
     def _with_report(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add the report of all data-parallel ranks, each with its share, because NeMo-RL adds up what they return."""
+        """Add the report of all data-parallel ranks, each with its share, because NeMo-RL sums their results."""
         report, group = self._report(), parallel_state.get_data_parallel_group()
         assert report is not None
         numbers = report.over_ranks(group, next(self.model.parameters()).device).to_log()
@@ -98,13 +86,13 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
 
     @property
     def megatron_cfg(self) -> Any:
-        """The configuration that NeMo-RL's worker keeps and builds its models from."""
+        """Return the configuration that NeMo-RL's worker keeps and builds its models from."""
         return self._megatron_cfg
 
     @megatron_cfg.setter
     def megatron_cfg(self, config: Any) -> None:
         spec = config.model.transformer_layer_spec
-        if getattr(spec, "func", None) is not provided_spec:  # a checkpoint's is tree-capable already
+        if getattr(spec, "func", None) is not provided_spec:  # the spec of a checkpoint is tree-capable already
             config.model.transformer_layer_spec = partial(provided_spec, spec)
         self._megatron_cfg = config
 

@@ -1,9 +1,10 @@
-"""PrefixGrouper's calls: a prompt once and its completions behind it, in a batch with a row for each group.
+"""PrefixGrouper's calls: a prompt once and its completions after it, in a batch with one row per group.
 
 The attention implementation ``prefix_grouper_attention`` of :func:`register_attention` is tree attention: keys of a
 prompt are not repeated. :meth:`PrefixGrouper.forward` calls an attention function of the caller, with repeated keys.
 
-Legend: b groups, S completions of all groups, s tokens of a row with its padding, N tokens of all rows without padding.
+Legend: b groups, S completions of all groups, s tokens of a row with its padding, N tokens of all rows without padding,
+H heads, D channels of a head.
 """
 
 from __future__ import annotations
@@ -31,16 +32,15 @@ class Group:
 
 
 class PrefixGrouper:
-    """Moves tensors between a prompt and its completions apart, and a row for each group.
+    """Converts between separate prompts and completions, and one row per group.
 
     Args:
-        group_info: numbers of tokens of the prompt and of each completion, for each group; None leaves that to
-            :meth:`init`.
+        group_info: numbers of tokens of the prompt and of each completion, per group; None leaves that to :meth:`init`.
         device: device of the masks.
         padding_mode: ``"right"``, ``"left"``, or a mask ``[b, s]`` of the tokens of each row.
 
     Attributes:
-        group_info: :class:`Group` for each group.
+        group_info: :class:`Group` per group.
         padding_mask: bool ``[b, s]``, tokens of the rows.
         ungrouped_prefix_mask: bool ``[b, longest prompt]``, padded on the left.
         ungrouped_suffix_mask: bool ``[S, longest completion]``, padded on the right.
@@ -62,11 +62,7 @@ class PrefixGrouper:
         device: torch.device | str | None = None,
         padding_mode: str | torch.Tensor = "right",
     ) -> None:
-        """Set the groups; see the class.
-
-        Raises:
-            ValueError: no group is given, a group has no completion, or the mask does not have a group's tokens.
-        """
+        """Set the groups; raises ValueError if one has no completion, or a mask ``[b, s]`` not its tokens."""
         if not group_info or min(map(len, group_info)) < 2:
             raise ValueError(f"group_info={group_info} must have a group, and each its prompt and a completion")
         self.group_info = [Group(prefix_len=prompt, suffix_lens=list(rest)) for prompt, *rest in group_info]
@@ -93,12 +89,9 @@ class PrefixGrouper:
         device: torch.device | str | None = None,
         padding_mode: str | torch.Tensor = "right",
     ) -> PrefixGrouper:
-        """Count the tokens of prompts ``[b, ...]`` and completions ``[S, ...]`` in their masks.
+        """Count the tokens of prompts ``[b, ...]`` and completions ``[S, ...]`` in their masks, padded anywhere.
 
-        Args:
-            prefix_mask, suffix_mask: tokens of each prompt and of each completion, padded anywhere.
-            group_sizes: completions of each group, or of every group.
-            device, padding_mode: see the class.
+        ``group_sizes`` are the completions of each group, or of every group.
 
         Raises:
             ValueError: ``group_sizes`` do not fit the masks.
@@ -117,12 +110,12 @@ class PrefixGrouper:
     def convert_padding(
         x: torch.Tensor, x_mask: torch.Tensor, padding_mode: str | torch.Tensor = "right"
     ) -> torch.Tensor:
-        """Move the tokens ``[rows, s, ...]`` under a mask to where ``padding_mode`` wants them; padding is 0."""
+        """Move the tokens ``[rows, s, ...]`` under a mask ``[rows, s]`` as ``padding_mode`` requires; padding is 0."""
         mask = x_mask.bool().to(x.device)
         return _placed(x[mask], _padding(mask.sum(1), padding_mode))
 
     def metadata(self, device: torch.device) -> TreeMetadata:
-        """Tree of all rows without their padding, a prompt before its completions; made once for each device."""
+        """Return the tree of all rows without their padding, a prompt before its completions; made once per device."""
         if device in self._trees:
             return self._trees[device]
         lengths: list[int] = [0]
@@ -134,18 +127,14 @@ class PrefixGrouper:
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """int64 ``[b, s]``: each completion continues the positions of its prompt; 0 for padding."""
+        """Return int64 ``[b, s]``: each completion continues the positions of its prompt; 0 for padding."""
         tree = self.metadata(self.padding_mask.device)
         return _placed(tree.tree_position_ids.long()[: tree.num_tokens], self.padding_mask)
 
     def concat_input(
         self, prefix: torch.Tensor, prefix_mask: torch.Tensor, suffix: torch.Tensor, suffix_mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return prompts ``[b, ..., *]`` and completions ``[S, ..., *]`` as rows ``[b, s, *]``.
-
-        Raises:
-            ValueError: the masks are not those of the groups.
-        """
+        """Return prompts ``[b, ..., *]`` and completions ``[S, ..., *]`` as rows ``[b, s, *]``; the masks must fit."""
         for name, mask, own in (
             ("prefix_mask", prefix_mask, self.ungrouped_prefix_mask),
             ("suffix_mask", suffix_mask, self.ungrouped_suffix_mask),
@@ -157,12 +146,10 @@ class PrefixGrouper:
     def split_output(
         self, output: torch.Tensor, include_prefix_last: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rows ``[b, s, *]`` as prompts and completions, each with its mask.
+        """Return rows ``[b, s, *]`` as prompts ``[b, ..., *]`` and completions ``[S, ..., *]``, each with its mask.
 
-        Args:
-            output: output of the model.
-            include_prefix_last: number of last positions of a prompt that move to the front of each completion. With 1,
-                a completion has the prediction of its first token too.
+        ``include_prefix_last`` is the number of last positions of a prompt that move to the front of each completion.
+        With 1, a completion has the prediction of its first token too.
 
         Raises:
             ValueError: a prompt is shorter than ``include_prefix_last``.
@@ -191,16 +178,13 @@ class PrefixGrouper:
         self, attn_func: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend by a function of the caller, once for all prompts and once for all completions.
+        """Attend by a function of the caller, for all prompts and for all completions; return ``[b, s, H, D]``.
 
         Args:
             attn_func: function called as ``attn_func(q, k, v, mask, *args, **kwargs)``, with a mask ``[rows, keys]`` of
                 tokens. It is causal, and its last query sees all keys, as in flash attention. It returns
                 ``[rows, queries, H, D]``.
             q, k, v: ``[b, heads, s, D]``.
-
-        Returns:
-            ``[b, s, H, D]``.
         """
         q_prefix, k_prefix, v_prefix, q_suffix, k_suffix, v_suffix = self.ungroup(q, k, v)
         prefix = attn_func(q_prefix, k_prefix, v_prefix, self.prefix_attn_mask.to(q.device), *args, **kwargs)
@@ -210,18 +194,18 @@ class PrefixGrouper:
         return self.group(prefix, suffix)
 
     def batch_repeat_cat(self, prefix: torch.Tensor, suffix: torch.Tensor, cat_dim: int) -> torch.Tensor:
-        """Put what each prompt has before what each of its completions has."""
+        """Put the prompt ``[b, ...]`` before each of its completions ``[S, ...]``, along ``cat_dim``."""
         return torch.cat([prefix.repeat_interleave(self.num_samples.to(prefix.device), dim=0), suffix], dim=cat_dim)
 
     def _rows(self, prefix: torch.Tensor, suffix: torch.Tensor) -> torch.Tensor:
-        """Tokens of prompts and of completions in rows."""
+        """Return tokens of prompts ``[b, ..., *]`` and of completions ``[S, ..., *]`` in rows ``[b, s, *]``."""
         rows = prefix.new_zeros(*self.padding_mask.shape, *prefix.shape[1:])
         device = prefix.device
         rows = rows.index_put(self.grouped_prefix_mask.to(device).nonzero(as_tuple=True), prefix)
         return rows.index_put(self.grouped_suffix_mask.to(device).nonzero(as_tuple=True), suffix)
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts and completions of rows ``[b, s, *]``."""
+        """Return prompts and completions of rows ``[b, s, *]``."""
         prefix = rows[self.grouped_prefix_mask.to(rows.device)]
         suffix = rows[self.grouped_suffix_mask.to(rows.device)]
         return _placed(prefix, self.ungrouped_prefix_mask), _placed(suffix, self.ungrouped_suffix_mask)
@@ -245,7 +229,7 @@ def _attention(
     prefix_grouper_attn_func: object = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Tree attention of the rows; a mask and the name of another attention function change nothing of it."""
+    """Tree attention of the rows, ``[b, H, s, D]`` to ``[b, s, H, D]``; ignores masks and other attention functions."""
     from mcore_prefix_tree.integrations.transformers import attend
 
     mask = prefix_grouper.padding_mask.to(query.device)
@@ -255,13 +239,13 @@ def _attention(
 
 
 def _placed(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Tokens where a mask ``[rows, s]`` is true, row after row; 0 elsewhere."""
+    """Return tokens where a mask ``[rows, s]`` is true, row after row; 0 elsewhere."""
     where = mask.to(tokens.device).nonzero(as_tuple=True)
     return tokens.new_zeros(*mask.shape, *tokens.shape[1:]).index_put(where, tokens)
 
 
 def _padding(lengths: torch.Tensor, mode: str | torch.Tensor) -> torch.Tensor:
-    """Mask ``[rows, s]`` of rows with these lengths."""
+    """Return a mask ``[rows, s]`` of rows with these lengths, int64 ``[rows]``."""
     if isinstance(mode, torch.Tensor):
         mask = mode.bool().to(lengths.device)
         if mask.ndim != 2 or mask.sum(1).tolist() != lengths.tolist():

@@ -1,7 +1,7 @@
 """slime's own model, folding inside, and losses that need no logits; see docs/trainers.md.
 
-``--custom-model-provider-path mcore_prefix_tree.integrations.slime.model_provider`` is all that a user sets. slime
-builds the model, with its own arguments and its own layers; only their spec is made tree-capable.
+A user only sets ``--custom-model-provider-path mcore_prefix_tree.integrations.slime.model_provider``. slime builds the
+model, with its own arguments and its own layers; only their spec is made tree-capable.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def _refuse(asked: dict[str, Any]) -> None:
-    """Raise NotImplementedError with the name of the first setting that is asked for."""
+    """Raise NotImplementedError with the name of the first setting that is set."""
     for setting in (name for name, value in asked.items() if value):
-        raise NotImplementedError(f"folding in slime does not support {setting}; leave it out")
+        raise NotImplementedError(f"folding in slime does not support {setting}; remove it")
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
@@ -51,7 +51,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     critic its head afterwards.
 
     Raises:
-        NotImplementedError: slime's arguments set what folding does not support; names it.
+        NotImplementedError: slime's arguments set an option that folding does not support; names it.
     """
     args = get_args()
     replay = ("use_routing_replay", "use_rollout_routing_replay")
@@ -67,11 +67,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
-    """Return the tree-capable spec of slime's layers, or of the user's own ``--spec``.
-
-    Raises:
-        NotImplementedError: the user's spec builds a model, not layers.
-    """
+    """Return the tree-capable spec of slime's layers, or of ``--spec``; NotImplementedError if that builds a model."""
     if args.spec_to_fold is None:
         with_te = args.transformer_impl == "transformer_engine"
         return with_prefix_tree(get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, vp_stage=vp_stage))
@@ -97,10 +93,10 @@ def _ask_for_logprobs(
 def log_folding(
     args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """Log what folding saved in the last training step, for ``--custom-megatron-before-train-step-hook-path``.
+    """Log the savings of the last training step, for ``--custom-megatron-before-train-step-hook-path``.
 
-    slime calls it before each step. The numbers of all data-parallel ranks go where slime's own go, to the step that
-    they belong to; those of the last step of a run are not logged.
+    slime calls it before each step. The numbers of all data-parallel ranks are logged with slime's own, for the step
+    that they belong to; those of the last step of a run are not logged.
     """
     report = unwrap_model(model[-1]).folding.report(training_only=True)
     if report is None:  # before the first step
@@ -119,7 +115,7 @@ def log_folding(
 
 
 def _responses(column: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Return what a column of the model's answer ``[T]`` holds for each response: predictions of its tokens."""
+    """Return a column of the model's output ``[T]`` per response: predictions of its tokens, ``[n]`` each."""
     spans = zip(accumulate(batch["total_lengths"]), batch["response_lengths"], strict=True)
     return [column[end - length - 1 : end - 1] for end, length in spans]
 
@@ -129,14 +125,10 @@ def policy_loss(
 ) -> Loss:
     """Return slime's ``policy_loss`` and its metrics, for ``--custom-loss-function-path``.
 
-    Args:
-        args: arguments of slime.
-        batch: batch of slime.
-        logprobs: ``[1, T, 2]``, log-probabilities and entropies.
-        mean: slime's ``sum_of_sample_mean``.
+    ``logprobs`` is ``[1, T, 2]``, log-probabilities and entropies; ``mean`` is slime's ``sum_of_sample_mean``.
 
     Raises:
-        NotImplementedError: slime's arguments set what only its own loss does; names it.
+        NotImplementedError: slime's arguments set an option that only its own loss supports; names it.
     """
     _refuse(
         {
@@ -184,11 +176,11 @@ def policy_loss(
 def sft_loss(
     args: Namespace, batch: Batch, logprobs: torch.Tensor, mean: Callable[[torch.Tensor], torch.Tensor]
 ) -> Loss:
-    """Return slime's ``sft_loss``, for ``--custom-loss-function-path``; arguments as for :func:`policy_loss`."""
+    """Return slime's ``sft_loss``, for ``--custom-loss-function-path``; ``logprobs`` is ``[1, T, 2]``."""
     loss = -mean(torch.cat(_responses(logprobs[0, :, 0].float(), batch)))
     return _with_graph(loss, logprobs, batch), {"loss": loss.detach()}
 
 
 def _with_graph(loss: torch.Tensor, logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the loss, with a gradient of 0 for the model where no row has a response."""
+    """Return the loss, a scalar, with a gradient of 0 for the model if no row has a response."""
     return loss if any(batch["response_lengths"]) else loss + 0 * logprobs.sum()

@@ -1,9 +1,9 @@
 """Fold samples into any causal LM of Hugging Face Transformers that lets its attention be exchanged.
 
 Importing this module registers the attention implementation ``prefix_tree`` through Transformers' own interface. The
-tree travels as a keyword argument of the model call, which Transformers gives to each attention layer; no mask is made.
+tree is a keyword argument of the model call, which Transformers passes to each attention layer; no mask is made.
 
-Legend: P padded tokens of a layout, V vocabulary.
+Legend: P padded tokens of a layout, V vocabulary, H and K query and key heads, D and W channels of a key and a value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "prefix_tree"
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MIXERS = (torch.nn.Conv1d, torch.nn.RNNBase)
-# They choose frequencies by the longest position of a batch, so that a sample's angles depend on its neighbours.
+# They choose frequencies by the longest position of a batch, so that a sample's angles depend on other samples.
 _BATCH_ROPES = {"dynamic", "longrope"}
 
 
@@ -51,7 +51,6 @@ def attend(
     """Attend along each token's path, as Transformers calls an attention implementation.
 
     Args:
-        module: attention layer of the model.
         query: ``[1, H, P, D]``.
         key: ``[1, K, P, D]``.
         value: ``[1, K, P, W]``.
@@ -77,9 +76,9 @@ def attend(
             "fold_backbone(model) of mcore_prefix_tree.integrations.trl"
         )
     if attention_mask is not None:
-        raise ValueError(f"{where} does not support attention_mask: the tree tells what each token sees")
+        raise ValueError(f"{where} does not support attention_mask: the tree sets which tokens each token sees")
     if dropout:
-        raise ValueError(f"{where} does not support attention_dropout={dropout}: samples would have to share it; set 0")
+        raise ValueError(f"{where} does not support attention_dropout={dropout}: samples would share the mask; set 0")
     if softcap is not None:
         raise ValueError(f"{where} does not support attn_logit_softcapping={softcap}")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -114,7 +113,7 @@ def attend(
 
 
 def _begin(module: torch.nn.Module, draws: LayerDraws) -> None:
-    """Refuse random draws in an attention layer, and between it and the one before."""
+    """Reject random draws in an attention layer, and between it and the one before."""
     layer = getattr(module, "layer_idx", None)
     part = random_part(module)
     if part is not None:
@@ -124,7 +123,7 @@ def _begin(module: torch.nn.Module, draws: LayerDraws) -> None:
 
 
 def _backend(setting: str, tree: TreeMetadata, case: Case) -> str:
-    """Return the back-end for a kind of layer, chosen and compared with the reference once for each tree."""
+    """Return the back-end for a kind of layer, chosen and compared with the reference once per tree."""
 
     def resolve(tree: TreeMetadata) -> str:
         if setting == AUTO:
@@ -142,7 +141,7 @@ def pass_mask(*, attention_mask: torch.Tensor | None = None, use_vmap: bool = Fa
     """Make no mask, as Transformers calls a mask function; a caller's mask reaches :func:`attend`, which rejects it.
 
     Raises:
-        ValueError: the model adds a mask of its own, such as one for images.
+        ValueError: the model adds its own mask, for example one for images.
     """
     if use_vmap:
         raise ValueError(f"attn_implementation={NAME!r} does not support models that add their own attention masks")
@@ -189,7 +188,7 @@ def model_inputs(model: Any, layout: FlatLayout, *, backend: str = AUTO) -> dict
         backend: key of :data:`~mcore_prefix_tree.attention.BACKENDS`, or ``"auto"``.
 
     Returns:
-        ``input_ids`` and ``position_ids`` ``[1, P]``, and what :func:`attend` reads.
+        ``input_ids`` and ``position_ids``, int64 ``[1, P]``, and the arguments of :func:`attend`.
 
     Raises:
         ValueError: the model cannot be folded, or has another attention implementation.

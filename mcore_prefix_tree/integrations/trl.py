@@ -1,10 +1,10 @@
-"""Fold rows inside the backbone of a Transformers model, for trainers that call it with rows, such as TRL's.
+"""Fold rows inside the backbone of a Transformers model, for trainers that call it with rows, for example TRL's.
 
 ``fold_backbone(model)`` registers two of torch's forward hooks on the backbone, ``model.base_model``. The first
 replaces the rows of a call by their tree, the second copies the hidden states of unique tokens back to the rows. So
-heads, losses and the trainer see what they always see. The tree travels in the arguments of the call.
+heads, losses and the trainer see the same rows as before. The tree is passed in the arguments of the call.
 
-Legend: B, T shape of ``input_ids``; P unique tokens.
+Legend: B, T shape of ``input_ids``; P unique tokens; E experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Model = TypeVar("Model")
 
 _EITHER = f"{NAME}_or_sdpa"
 _SDPA: Any = AttentionInterface()["sdpa"]
-# Arguments that describe rows, whose place the tree takes. Labels pass through a backbone, but only heads read them.
+# Arguments that describe rows, which the tree replaces. Labels pass through a backbone, but only heads read them.
 _OF_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"}
 _OF_ROWS |= {"labels", "shift_labels"}
 _CACHES = ("past_key_values", "cache")
@@ -44,14 +44,9 @@ _REFUSED = {
 
 @dataclass
 class FoldCounts:
-    """Sums over the calls of a backbone.
+    """Sums over the calls of a backbone that neither read nor make a cache; tokens without padding.
 
-    Attributes:
-        calls: number of calls, without those that read or make a cache.
-        left_alone: number of calls among them that the stock model computed, because their rows share too little.
-        rows: number of rows.
-        logical_tokens: number of tokens of all rows, without padding.
-        unique_tokens: number of tokens that the layers computed, without padding.
+    ``left_alone`` counts calls that the stock model computed, because their rows share too little.
     """
 
     calls: int = 0
@@ -62,11 +57,10 @@ class FoldCounts:
 
     @property
     def fold_ratio(self) -> float:
-        """Ratio of logical to unique tokens; 1 for no tokens."""
+        """Return the ratio of logical to unique tokens; 1 for no tokens."""
         return self.logical_tokens / self.unique_tokens if self.unique_tokens else 1.0
 
     def add(self, rows: HostRows, *, folded: bool) -> None:
-        """Count a call."""
         self.calls += 1
         self.left_alone += not folded
         self.rows += len(rows.row)
@@ -74,7 +68,7 @@ class FoldCounts:
         self.unique_tokens += rows.unique_tokens if folded else rows.logical_tokens
 
     def to_log(self) -> dict[str, float]:
-        """Return numbers by name, as loggers take them."""
+        """Return the numbers by name, as loggers take them."""
         return {f"fold/{name}": value for name, value in vars(self).items()} | {"fold/fold_ratio": self.fold_ratio}
 
 
@@ -109,11 +103,7 @@ class Folding:
     def before(
         self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """Replace the arguments of a call, as torch's forward pre-hook.
-
-        Raises:
-            ValueError: folding does not support an argument, or a module that draws random numbers; names it.
-        """
+        """Replace the arguments of a call, as torch's forward pre-hook; raises ValueError for an unsupported one."""
         call = dict(zip(_parameters(backbone.__class__), args, strict=False)) | kwargs
         if _has_cache(backbone, call) or all(call.get(name) is None for name in ("input_ids", "inputs_embeds")):
             return None
@@ -138,11 +128,7 @@ class Folding:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return the output of the rows, as torch's forward hook.
-
-        Raises:
-            ValueError: the backbone drew random numbers.
-        """
+        """Return the output of the rows, as torch's forward hook; raises ValueError after random draws."""
         tree: _Tree | None = kwargs.get("prefix_tree_rows")
         if tree is None:
             return None
@@ -156,13 +142,10 @@ def fold_backbone(model: Model, *, backend: str = AUTO, least_fold_ratio: float 
 
     Args:
         model: causal LM or sequence classifier of Transformers with rotary or learned positions, also in a PEFT model;
-            changed in place. ``model.folding`` counts its calls.
+            changed in place and returned. ``model.folding`` counts its calls.
         backend: key of :data:`~mcore_prefix_tree.attention.BACKENDS`, or ``"auto"``, for calls that are folded. Others
             run with ``"sdpa"``.
-        least_fold_ratio: fold ratio up to which a call goes through the stock model as it is.
-
-    Returns:
-        The same object.
+        least_fold_ratio: fold ratio up to which a call runs through the stock model as it is.
 
     Raises:
         ValueError: the model cannot be folded, or folds already; names the part or the setting.
@@ -184,7 +167,7 @@ def fold_backbone(model: Model, *, backend: str = AUTO, least_fold_ratio: float 
 class LogFolding(TrainerCallback):  # type: ignore[misc]
     """Adds ``fold/fold_ratio`` and the other counts of all ranks' training calls to each log of a trainer's steps.
 
-    They reach ``trainer.state.log_history`` and the callbacks behind this one, such as the one that prints.
+    They reach ``trainer.state.log_history`` and the callbacks after this one, for example the one that prints.
     """
 
     def __init__(self) -> None:
@@ -208,7 +191,6 @@ class LogFolding(TrainerCallback):  # type: ignore[misc]
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add the counts to the log."""
         if self._counts is not None and logs is not None:
             numbers, self._counts = self._counts.to_log(), None
             logs |= numbers
@@ -222,10 +204,10 @@ def read_rows(
     *,
     shifts: bool = True,
 ) -> HostRows:
-    """Read the rows of a call on the host, as Transformers understands them.
+    """Read the rows of a call on the host, as Transformers interprets them.
 
     With a mask, each row of ``input_ids`` is a row without its padding. Without one, rows also end where positions do
-    not go up by 1, as in padding-free batches.
+    not increase by 1, as in padding-free batches.
 
     Args:
         input_ids: ``[B, T]``.
@@ -265,7 +247,7 @@ def read_rows(
 
 
 def _on_host(*tensors: torch.Tensor | None) -> list[Any]:
-    """Return flat int64 arrays, which arrive from a device in one transfer."""
+    """Return flat int64 arrays of tensors of any shape, which arrive from a device in one transfer."""
     parts = [tensor.reshape(-1).long() for tensor in tensors if tensor is not None]
     if all(part.device.type == "cpu" for part in parts):
         return [None if tensor is None else tensor.reshape(-1).long().numpy() for tensor in tensors]
@@ -286,7 +268,7 @@ def _has_cache(backbone: Any, call: dict[str, Any]) -> bool:
 
 
 def _check_call(backbone: Any, call: dict[str, Any]) -> None:
-    """Refuse what folding does not support, by the name of the argument or of the module."""
+    """Reject a call that folding does not support, by the name of the argument or of the module."""
     for name, reason in _REFUSED.items():
         if call.get(name) is not None and call[name] is not False:
             raise ValueError(f"fold_backbone does not support {name}: {reason}")
@@ -305,7 +287,7 @@ def _check_call(backbone: Any, call: dict[str, Any]) -> None:
 
 
 def _check_parallelism() -> None:
-    """Refuse calls whose rows Accelerate splits over ranks."""
+    """Reject calls whose rows Accelerate splits over ranks."""
     state: Any = sys.modules.get("accelerate.state")
     ready = state is not None and state.is_initialized()
     config = getattr(state.AcceleratorState(), "parallelism_config", None) if ready else None
@@ -315,7 +297,7 @@ def _check_parallelism() -> None:
 
 
 def _check_backbone(backbone: Any) -> bool:
-    """Refuse a backbone that cannot be folded, by name; return whether only distances of positions count."""
+    """Reject a backbone that cannot be folded, by name; return whether only distances of positions count."""
     name, config = type(backbone).__name__, backbone.config
     parameters = inspect.signature(type(backbone).forward).parameters
     if "position_ids" not in parameters or all(one.kind != one.VAR_KEYWORD for one in parameters.values()):
@@ -337,12 +319,12 @@ def _check_backbone(backbone: Any) -> bool:
 
 
 def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    """Attend along a tree, or without one as SDPA does. Layers that are recomputed get their call's tree again."""
+    """Attend along a tree, or without one as SDPA does; recomputed layers get the tree of their call again."""
     if kwargs.get("prefix_tree") is not None:
         return attend(module, query, key, value, None, **kwargs)
     if attention_mask is not None and not attention_mask.numel():
         raise ValueError(
-            f"{type(module).__name__} did not receive prefix_tree: its model does not hand arguments to layers"
+            f"{type(module).__name__} did not receive prefix_tree: its model does not pass arguments to its layers"
         )
     return _SDPA(module, query, key, value, attention_mask, **kwargs)
 
@@ -352,7 +334,7 @@ AttentionMaskInterface.register(_EITHER, AttentionMaskInterface()["sdpa"])
 
 
 def _no_mask(device: torch.device) -> torch.Tensor:
-    """Return a mask that Transformers takes as made, because it has four dimensions, and that no attention can read."""
+    """Return a four-dimensional mask that Transformers takes as made, and that no attention can read."""
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 

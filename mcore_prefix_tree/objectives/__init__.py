@@ -1,4 +1,4 @@
-"""Objectives over folded micro-batches, each normalised over the whole step."""
+"""Objectives over folded micro-batches, each normalised over the entire step."""
 
 from mcore_prefix_tree.objectives.cross_tokenizer import BoundCrossTokenizer, CrossTokenizer
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import ChunkRows, TeacherSide

@@ -1,6 +1,6 @@
 """Advantages from rewards, on the host before a step runs: group baselines, turns, whitening.
 
-Legend: S samples, K scored tokens, R rollouts, W rewards (one for every rollout, or one for every turn of it).
+Legend: S samples, K scored tokens, R rollouts, W rewards (one per rollout, or one per turn of it).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ Alone = Literal["error", "zero"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """Inputs of an advantage. The computation, the checks of settings and the dealing of samples to steps all follow
-    from them.
+    """Inputs of an advantage; its computation, its checks and the assignment of samples to steps follow from them.
 
     Attributes:
         reads: field of ``Signals`` that makes it; ``values`` is for GAE, which reads ``reward`` too.
@@ -45,12 +44,7 @@ class AdvantageEstimator:
         return self.baseline is not None
 
     def grouped_by(self, *, penalised: bool) -> GroupedBy | None:
-        """Return which samples have to be in one step.
-
-        Args:
-            penalised: whether a divergence is taken off the rewards: a reward then depends on all tokens of its
-                rollout.
-        """
+        """Return which samples must be in one step; a ``penalised`` reward depends on all tokens of its rollout."""
         if self.compares:
             return "group"
         return "rollout" if penalised and self.reads == "reward" else None
@@ -80,12 +74,11 @@ class Rewards:
     """The rewards of a step, each counted once however many samples its rollout was cut into.
 
     Attributes:
-        setting: setting that needs them, for messages.
         value: float64 ``[W]``.
-        rollout: int64 ``[W]``, rollout that each belongs to.
+        rollout: int64 ``[W]``.
         cu_turns: int64 ``[R + 1]``; rollout r has the rewards ``cu_turns[r]:cu_turns[r + 1]``.
         group: int64 ``[R]``.
-        first_sample: int64 ``[R]``, a sample of each rollout, for messages.
+        first_sample: int64 ``[R]``, a sample of each rollout, for messages, as ``setting`` is.
         of_token: int64 ``[K]``, the first reward that a scored token can have earned.
     """
 
@@ -99,7 +92,7 @@ class Rewards:
 
     @classmethod
     def of(cls, scored: ScoredTokens, *, setting: str, grouped: bool) -> Rewards:
-        """Collect the rewards of a step; ``grouped`` demands a ``group`` of every sample.
+        """Collect the rewards of a step; ``grouped`` requires a ``group`` from every sample.
 
         Raises:
             SampleError: a sample lacks ``reward`` or ``group``; two samples of one rollout do not agree on the reward.
@@ -154,25 +147,20 @@ def reward_advantages(
     alone: Alone = "error",
     penalty: Float64Array | None = None,
 ) -> Float64Array:
-    """Return the advantage of every scored token from the rewards of its rollout.
+    """Return the advantage of every scored token from the rewards of its rollout, float64 ``[K]``.
 
     With one reward per rollout, all its tokens have the advantage that :data:`ADVANTAGES` describes. With one reward
-    per turn, the same is done with all rewards of the group, and a token has the sum of what its own and all later
-    turns then have (the GRPO paper, section 4.1.3, process supervision); a baseline of the others leaves out all turns
-    of the rollout. A group of equal rewards has advantages of exactly 0. A rollout that was cut into several samples
-    (its turns) counts once in the mean and the deviation, and all of them have what it has.
+    per turn, the advantages are computed over all rewards of the group, and a token has the sum over its own and all
+    later turns (the GRPO paper, section 4.1.3, process supervision); a baseline of the others excludes all turns of the
+    rollout. A group of equal rewards has advantages of exactly 0. A rollout that was cut into several samples counts
+    once in the mean and the deviation, and all its samples have the same advantage.
 
     Args:
-        scored: scored tokens of the step.
-        rewards: rewards of the step.
-        estimator: one that reads rewards alone.
+        estimator: estimator that reads only rewards.
         eps: number added to the standard deviation.
         alone: treatment of a group of a single rollout, which has nothing to be compared with: ``error``, or ``zero``
-            for advantages of 0, as where all rewards are equal.
+            for advantages of 0, as if all rewards were equal.
         penalty: float64 ``[K]``, subtracted from the rewards that the tokens earned.
-
-    Returns:
-        float64 ``[K]``.
 
     Raises:
         SampleError: there is a group of a single rollout, and ``alone`` is ``error``.
@@ -194,12 +182,13 @@ def _check_not_alone(scored: ScoredTokens, rewards: Rewards) -> None:
         sample = scored.samples[rewards.first_sample[np.argmax(is_alone)]]
         raise SampleError(
             f"{sample.source}: group {sample.signals.group!r} has only this rollout in the step, and {rewards.setting} "
-            "compares the rollouts of a group; put the whole group in one step, or set alone=zero, advantage=given or "
+            "compares the rollouts of a group; put the entire group in one step, or set alone=zero, advantage=given or "
             "advantage=reward"
         )
 
 
 def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEstimator, eps: float) -> Float64Array:
+    """Return the advantages ``[W]`` of rewards ``[W]`` within their groups."""
     group = rewards.group[rewards.rollout]
     groups = int(rewards.group.max(initial=-1)) + 1
     number, total = (np.bincount(group, weights=weights, minlength=groups) for weights in (None, value))
@@ -213,7 +202,7 @@ def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEs
     np.minimum.at(low, group, value)
     np.maximum.at(high, group, value)
     is_alone = np.bincount(rewards.group, minlength=groups) == 1
-    centred = np.where(((low == high) | is_alone)[group], 0.0, centred)  # not what rounding leaves of it
+    centred = np.where(((low == high) | is_alone)[group], 0.0, centred)  # exactly 0, without rounding errors
     if estimator.deviation == "group":
         variance = np.bincount(group, weights=np.square(from_mean), minlength=groups) / np.maximum(number - 1, 1)
         return _divided(centred, np.sqrt(variance)[group], eps)
@@ -223,15 +212,14 @@ def _within_groups(rewards: Rewards, value: Float64Array, estimator: AdvantageEs
 
 
 def whiten(advantage: Float64Array, *, eps: float) -> Float64Array:
-    """Shift and scale to mean 0 and (unbiased) standard deviation 1 over all scored tokens of the step, as is usual for
-    PPO. Advantages that are all equal become exactly 0."""
+    """Normalise ``[K]`` to mean 0 and (unbiased) standard deviation 1, as usual for PPO; equal values become 0."""
     if len(advantage) < 2 or advantage.min() == advantage.max():
         return np.zeros_like(advantage)
     return _divided(advantage - advantage.mean(), advantage.std(ddof=1), eps)
 
 
 def _divided(centred: Float64Array, deviation: Float64Array | np.floating, eps: float) -> Float64Array:
-    """``centred / (deviation + eps)``, and 0 where that would be 0 / 0: nothing deviates, and eps is 0."""
+    """Return ``[W]`` or ``[K]`` ``centred / (deviation + eps)``; 0 instead of 0 / 0 if nothing deviates."""
     divisor = np.broadcast_to(deviation + eps, centred.shape)
     quotient: Float64Array = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor > 0)
     return quotient

@@ -9,9 +9,9 @@ negative log-likelihood of its scored tokens,
     fixed      kd_weight KD + ce_weight CE
     dynamic    |CE| / |KD| KD + CE, the factor without a gradient
 
-Both are divided by the counts of the whole step, so neither depends on how it is cut into micro-batches.
+Both are divided by the counts of the full step, so neither depends on how it is cut into micro-batches.
 
-Legend: C unique chunks of a micro-batch.
+Legend: C unique chunks of a micro-batch, E scored tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mcore_prefix_tree.xtoken.pairs import Pair
 if TYPE_CHECKING:
     from mcore_prefix_tree.logprob import Edges
 
-# Logits of a block, at most: some temporaries of this size exist at a time.
+# Upper bound on the logits of a block: some temporaries of this size exist at a time.
 _LOGITS = 2**24
 _LEAST_ROWS = 256
 
@@ -82,23 +82,23 @@ class CrossTokenizer(Objective):
             ``h_kl``.
         tail: largest number of tokens without a counterpart that ``gold`` and ``h_kl`` compare.
         theta: temperature of the likelihoods of ``alm``.
-        projection: file of the projection matrix, for ``p_kl``, ``gold``, ``h_kl`` and ``partition_kl``; one for each
+        projection: file of the projection matrix, for ``p_kl``, ``gold``, ``h_kl`` and ``partition_kl``; one per
             teacher.
-        teacher: source of the teacher's rows. ``full`` asks the teachers' models in every step. ``top_k`` reads the
+        teacher: source of the teacher's rows. ``full`` runs the teachers' models in every step. ``top_k`` reads the
             rows that the samples bring (:class:`~mcore_prefix_tree.signals.Teacher`), of one teacher: P-KL compares the
-            tokens that they name, ALM the likelihoods of the tokens, and the other modes need rows of the whole
+            tokens that they name, ALM the likelihoods of the tokens, and the other modes need rows of the full
             vocabulary.
         rendering: text that the teacher reads. ``student`` gives it the text that the student reads; ``own`` encodes
             ``messages`` with the teacher's own chat format, in which the scored text must be the same.
         aligner: name of the aligner: ``bytes`` is exact; ``dynamic`` also aligns text that the two tokenizers write
             differently.
         scaling: rule by which KD and CE are added, see above.
-        kd_weight: weight of KD, where ``scaling`` is fixed.
-        ce_weight: weight of CE, where ``scaling`` is fixed.
+        kd_weight: weight of KD, if ``scaling`` is fixed.
+        ce_weight: weight of CE, if ``scaling`` is fixed.
         teachers: rule that combines several teachers. ``weights`` adds their KD with ``teacher_weights``, ``scores``
             with the softmax of minus each one's cross-entropy on the step, ``lowest_ce`` takes the one with the lowest,
             and ``averaged_logits`` averages the logits of teachers with one vocabulary.
-        teacher_weights: one weight for each teacher; None is 1 each. ``averaged_logits`` divides them by their sum.
+        teacher_weights: one weight per teacher; None is 1 each. ``averaged_logits`` divides them by their sum.
         score_sharpness: factor on the scores.
     """
 
@@ -148,7 +148,6 @@ class CrossTokenizer(Objective):
 
     @property
     def losses(self) -> LossSettings:
-        """The loss of chunks."""
         return LossSettings(
             mode=self.mode,
             temperature=self.temperature,
@@ -173,8 +172,6 @@ class BoundCrossTokenizer(Objective):
     """A distillation from teachers with another tokenizer; raises ValueError if they do not fit the settings.
 
     Attributes:
-        settings: settings of the losses.
-        sides: facts of each teacher.
         sharing: common prefixes that the teachers' layouts share.
         pad_to_multiple_of: number whose multiples these layouts' sizes are padded to.
         block_rows: largest number of predictors of a block; None bounds its logits.
@@ -223,11 +220,7 @@ class BoundCrossTokenizer(Objective):
         return [side.pairing.teacher_tokenizer for side in self.sides]
 
     def targets(self, samples: Sequence[Sample]) -> ChunkTargets:
-        """Pair the samples of a step with every teacher's, and count their chunks.
-
-        Raises:
-            SampleError: text that cannot be aligned; or a sample with a temperature, which this loss does not read.
-        """
+        """Pair a step's samples with every teacher's; raises SampleError for misaligned text or a temperature."""
         refuse_temperatures(samples)
         scored = ScoredTokens.of(samples)
         paired = tuple(
@@ -334,8 +327,7 @@ class BoundCrossTokenizer(Objective):
         Args:
             lessons: each teacher's number, and the factor of the weighted sum of its terms.
             terms: ``[C]``, terms of each lesson.
-            logprob: ``[E]``, log-probabilities of the scored tokens; None where CE is not part of the loss.
-            rows: rows of the micro-batch.
+            logprob: ``[E]``, log-probabilities of the scored tokens; None if CE is not part of the loss.
         """
         loss = terms[0].new_zeros(())
         metrics, bad = {}, []

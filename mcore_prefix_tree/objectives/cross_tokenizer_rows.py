@@ -38,15 +38,7 @@ def kd_metric(number: int, lessons: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherSide:
-    """Facts of a teacher that are known before its model is built.
-
-    Attributes:
-        pairing: pairing of the student's tokenizer and the teacher's.
-        student_size: number of tokens of the student's vocabulary.
-        teacher_size: number of tokens of the teacher's vocabulary.
-        projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
-        endings: finder of outcomes by both vocabularies' bytes; None for losses that read none.
-    """
+    """Facts of a teacher that are known before its model is built; None for inputs that the loss does not read."""
 
     pairing: Pairing
     student_size: int
@@ -62,12 +54,11 @@ class TaughtChunks:
     Attributes:
         layout: layout of the teacher's samples.
         edges: edges whose predictors are the teacher's rows.
-        blocks: blocks of the chunks.
         weight: float64 ``[C]``, weight of each chunk, in the order of the blocks.
         multiplicity: float64 ``[C]``, number of samples that have it.
         first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
         per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
-        known: the teacher's rows, where the samples have them; None where its model is asked.
+        known: the teacher's rows, if the samples have them; None if its model is run.
     """
 
     layout: FlatLayout
@@ -101,11 +92,7 @@ class ChunkRows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkTargets(Targets):
-    """Inputs of the losses of a step.
-
-    Attributes:
-        paired: pairs of samples with each teacher, one pair a sample.
-    """
+    """Inputs of the losses of a step: ``paired`` has, per teacher, one pair per sample."""
 
     paired: tuple[tuple[Pair, ...], ...] = ()
 

@@ -1,10 +1,10 @@
 """Distillation from a teacher of the same vocabulary, once per unique token.
 
-The distribution that predicts a token depends on what leads to it and on nothing else, so all samples that score a
-token with one predictor read the same row of the student, and of the teacher too. The divergence D of that row is
-computed once and weighed by the sum of their weights. A teacher that was asked about each sample by itself may say
-something else of the same path, if only in its last digits: each of its answers then is a row. With p the teacher's
-distribution and q the student's,
+The distribution that predicts a token depends only on the tokens before it, so all samples that score a token with one
+predictor read the same row of the student, and of the teacher too. The divergence D of that row is computed once and
+weighted by the sum of their weights. A teacher that was run on each sample separately may give different answers for
+the same path, if only in the last digits: each distinct answer then is a row. With p the teacher's distribution and q
+the student's,
 
     forward_kl  sum_v p (log p - log q)
     reverse_kl  sum_v q (log q - log p)
@@ -12,8 +12,8 @@ distribution and q the student's,
                                                                               arXiv:2306.13649, eq. 1), b = jsd_beta
 
 ``top_k`` knows the teacher's k likeliest tokens (:class:`~mcore_prefix_tree.signals.Teacher`). v ranges over them and
-one more outcome, "any other token", whose probability both sides have as what is left of 1. By the data-processing
-inequality this D is never above that of the whole vocabulary. With k = V there is no other token, and D is that one.
+one more outcome, "any other token", which has the remaining probability on both sides. By the data-processing
+inequality this D is never above that of the full vocabulary. With k = V there is no other token, and D is that one.
 
 ``full`` reads the teacher's logits of the same predictors, vocabulary-parallel as the student's.
 
@@ -57,7 +57,7 @@ class TeacherRows(LossRows):
         weight: float64 ``[R]``, the weights of all scored tokens that each predicts, added up.
         multiplicity: float64 ``[R]``, number of those tokens.
         first_sample: int64 ``[R]``, the first sample of the micro-batch that scores one, for messages.
-        logprobs: float32 ``[R, k]``, the teacher's log-probabilities; k is 0 if it is asked for its logits instead.
+        logprobs: float32 ``[R, k]``, the teacher's log-probabilities; k is 0 if its logits are read instead.
         edges: edges from the predictors to the teacher's tokens, row by row.
     """
 
@@ -106,11 +106,7 @@ class Distillation(TokenObjective):
         return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Weights of a step, on the host.
-
-        Raises:
-            SampleError: a sample with scored tokens has no teacher, or one of another k.
-        """
+        """Compute the weights of a step, on the host; raises SampleError for a missing teacher, or one of another k."""
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise)
         if self.teacher == "top_k":
@@ -163,7 +159,7 @@ class Distillation(TokenObjective):
     def of_rows(self, teacher: torch.Tensor, student: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
         """Return ``[R]`` divergences of ``top_k``, from both sides' log-probabilities of the same tokens, ``[R, k]``.
 
-        With ``k = vocab_size`` no token is left: what the probabilities lack to 1, or exceed it by, is rounding.
+        With ``k = vocab_size`` there is no other token: the difference of the probabilities' sum from 1 is rounding.
         """
         if teacher.shape[1] != vocab_size:
             teacher, student = _with_rest(teacher), _with_rest(student)
@@ -190,6 +186,7 @@ class Distillation(TokenObjective):
         return of_row
 
     def weighed(self, of_row: torch.Tensor, rows: TeacherRows) -> LossOutput:
+        """Return the loss from divergences ``[R]``."""
         return LossOutput(
             loss=torch.dot(of_row, rows.weight.to(of_row.dtype)),
             metrics={self.divergence: mean_of(of_row, rows.multiplicity)},
@@ -198,7 +195,7 @@ class Distillation(TokenObjective):
 
 
 def _answers(scored: ScoredTokens, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The teacher's tokens and their log-probabilities at each of a micro-batch's scored tokens, ``[K', k]`` each."""
+    """Return the teacher's tokens and their log-probabilities at a micro-batch's scored tokens, ``[K', k]`` each."""
     fields = []
     for name in ("token_ids", "logprobs"):
         parts = [
@@ -213,11 +210,7 @@ def _answers(scored: ScoredTokens, indices: Sequence[int]) -> tuple[np.ndarray, 
 
 
 def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndarray) -> tuple[Int64Array, Int64Array]:
-    """Join the K' scored tokens that read one row.
-
-    Returns:
-        int64 ``[R]``, a token of each row, by ascending predictors; and int64 ``[K']``, the row of each token.
-    """
+    """Return int64 ``[R]``, a scored token of each distinct row, and int64 ``[K']``, the row of each token."""
     _, first, inverse = np.unique(predictor, return_index=True, return_inverse=True)
     same = (token_ids == token_ids[first][inverse]).all(axis=1) & (logprobs == logprobs[first][inverse]).all(axis=1)
     others: dict[tuple[int, bytes, bytes], int] = {}
@@ -232,10 +225,7 @@ def _unique_rows(predictor: Int64Array, token_ids: np.ndarray, logprobs: np.ndar
 
 
 def _with_rest(logprobs: torch.Tensor) -> torch.Tensor:
-    """``[R, k]`` to ``[R, k + 1]``: the last column is the probability that the others lack to 1.
-
-    That is known to the dtype's rounding of 1 and no closer: below it, the rest stays at it and has no gradient.
-    """
+    """Append the remaining probability to ``[R, k]``, at least the dtype's epsilon; no gradient below it."""
     from mcore_prefix_tree.logprob.log1mexp import log1mexp
 
     together = torch.logsumexp(logprobs, dim=1, keepdim=True).clamp(max=-torch.finfo(logprobs.dtype).eps)

@@ -1,4 +1,4 @@
-"""Divergences between two distributions, row by row: of few outcomes, or of a whole vocabulary split over ranks.
+"""Divergences between two distributions, row by row: of few outcomes, or of a full vocabulary split over ranks.
 
 Legend: R rows, C outcomes, V vocabulary, Vl its part on this tensor-parallel rank.
 """
@@ -22,6 +22,7 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, j
 
 
 def _terms(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
+    """Return the terms ``[R, C]`` of the divergences from log-probabilities ``[R, C]``."""
     if kind == "forward_kl":
         return _gap(teacher, student)
     if kind == "reverse_kl":
@@ -31,17 +32,18 @@ def _terms(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_b
 
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``p (log p - log q)`` from log p and log q; 0 where p is 0, which may be of log p = -inf."""
+    """Return ``p (log p - log q)``, ``[R, C]`` like log p and log q; 0 if p is 0, also for log p = -inf."""
     probability = one.exp()
     return probability * (one - other).masked_fill(probability == 0, 0)
 
 
 def _mixture(teacher: torch.Tensor, student: torch.Tensor, jsd_beta: float) -> torch.Tensor:
+    """Return log m ``[R, C]`` of ``jsd`` from log-probabilities ``[R, C]``."""
     return torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
 
 
 def _slope(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
-    """``q dD/dq`` of each outcome, but for a constant times q, which has no effect through a softmax."""
+    """Return ``q dD/dq`` ``[R, C]``, up to a constant times q, which has no effect through a softmax."""
     if kind == "forward_kl":
         return -teacher.exp()
     if kind == "reverse_kl":
@@ -57,20 +59,16 @@ def divergence_gradient_(
     jsd_beta: float = 0.5,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return the divergence of every row; turn the student's logits into the gradient of each row's divergence at them.
+    """Return the divergences ``[R]`` in nats; turn the student's logits into each row's gradient of its divergence.
 
     With ``s_v = q_v dD/dq_v``, the gradient at a logit is ``s_v - q_v sum_u s_u``. No temporary is larger than
-    :data:`ROWS` rows.
+    :data:`ROWS` rows. The result is equal on all ranks of the group.
 
     Args:
         student: ``[R, Vl]`` logits, this rank's columns, in fp32 or wider.
-        teacher: function that returns the teacher's logits, alike, for a slice of at most :data:`ROWS` of these rows.
-        kind: kind of divergence, see ``distill``.
-        jsd_beta: b of ``jsd``.
+        teacher: function that returns the teacher's logits in the same form, for a slice of at most :data:`ROWS` rows.
+        kind: kind of divergence, and ``jsd_beta`` of ``jsd``, see ``distill``.
         group: tensor-parallel group over which the vocabulary is split, None if it is not.
-
-    Returns:
-        Divergences ``[R]`` in nats, equal on all ranks of the group.
     """
     found = student.new_empty(len(student))
     for block in slices(len(student), ROWS):

@@ -14,8 +14,7 @@ from mcore_prefix_tree.signals import SampleError
 def token_rewards(scored: ScoredTokens, setting: str, *, penalty: Float64Array | None = None) -> Float64Array:
     """Return float64 ``[K]``: each sample's or turn's reward at its last scored token, less a penalty per token.
 
-    Raises:
-        SampleError: a sample with scored tokens lacks ``reward``, or is one turn of several.
+    Raises SampleError if a sample with scored tokens lacks ``reward``, or is one turn of several.
     """
     reward = np.zeros(len(scored))
     for index in np.flatnonzero(scored.lens).tolist():
@@ -23,8 +22,8 @@ def token_rewards(scored: ScoredTokens, setting: str, *, penalty: Float64Array |
         sample = scored.samples[index]
         if sample.signals.turn is not None:
             raise SampleError(
-                f"{sample.source}: field 'turn' is set, and {setting} discounts over a whole rollout; give one sample "
-                "for each rollout with all its turns scored (data.expand_turns=false)"
+                f"{sample.source}: field 'turn' is set, and {setting} discounts over complete rollouts; give one "
+                "sample per rollout with all its turns scored (data.expand_turns=false)"
             )
         end = scored.cu_lens[index + 1]
         if np.ndim(value) == 0:
@@ -38,20 +37,12 @@ def token_rewards(scored: ScoredTokens, setting: str, *, penalty: Float64Array |
 def gae(
     scored: ScoredTokens, reward: Float64Array, value: Float64Array, *, gamma: float, lam: float
 ) -> tuple[Float64Array, Float64Array]:
-    """``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t`` (Schulman et al., 2016,
-    arXiv:1506.02438, eq. 16).
+    """Return advantages and returns (advantage + value), float64 ``[K]`` each.
 
-    Time counts scored tokens only: the environment's text between two turns takes none. Nothing follows the last token.
-
-    Args:
-        scored: scored tokens of the step.
-        reward: float64 ``[K]``.
-        value: float64 ``[K]``, the critic's estimate of the state that each token is chosen in.
-        gamma: discount.
-        lam: lambda.
-
-    Returns:
-        Advantages and returns (advantage + value), float64 ``[K]`` each.
+    ``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t`` (Schulman et al., 2016,
+    arXiv:1506.02438, eq. 16). Time counts scored tokens only: the environment's text between two turns takes none.
+    Nothing follows the last token. ``reward`` is float64 ``[K]``, and so is ``value``, the critic's estimate of the
+    state that each token is chosen in.
     """
     following = np.append(value, 0.0)[1:]
     following[scored.cu_lens[1:][scored.lens > 0] - 1] = 0.0

@@ -6,15 +6,15 @@ With ``d = log pi(y) - log ref(y)`` for y drawn from pi (Schulman, "Approximatin
     k2 = d^2 / 2              biased, never negative
     k3 = exp(-d) - 1 + d      unbiased, never negative
 
-What estimates the value well need not have the right gradient. Differentiated as a loss, k1's expected gradient is 0,
+A good estimator of the value need not have the right gradient. Differentiated as a loss, k1's expected gradient is 0,
 k2's is that of KL(pi || ref), and k3's only to first order (Liu et al., "Rethinking KL Regularization in RLHF", 2025).
-Times the importance ratio pi / old, differentiated too, k1 and k3 have the right one, also where the tokens were drawn
+Times the importance ratio pi / old, differentiated too, k1 and k3 have the right one, also if the tokens were drawn
 from an older policy (DeepSeek-V3.2, 2025, section 3.1).
 
-Taken off the rewards, an estimator k is not differentiated: its expected gradient is that of E_pi[k], less
+Subtracted from the rewards, an estimator k is not differentiated: its expected gradient is that of E_pi[k], less
 E_pi[grad k]. For k1 that is the gradient of KL(pi || ref). For k3 it is that of KL(pi || ref) - KL(ref || pi), which
-vanishes to first order where the two are close and may point away from the reference; so may k2's. They are there to
-compare with.
+vanishes to first order if the two are close and may point away from the reference; so may k2's. They exist for
+comparison.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(logprob: torch.Tensor, ref_logprob: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """Elementwise, in nats; differentiable in ``logprob``. k3 is constant once d is below -LOG_RATIO_LIMIT.
+    """Estimate the divergence elementwise, in nats; differentiable in ``logprob``; both tensors have one shape, any.
 
-    (TRL has no such bound, verl cuts the estimate itself at 10.)
+    k3 is constant once d is below -LOG_RATIO_LIMIT. (TRL has no such bound, verl cuts the estimate itself at 10.)
     """
     difference = logprob - ref_logprob
     if estimator == "k1":
@@ -47,12 +47,7 @@ def kl_estimate(logprob: torch.Tensor, ref_logprob: torch.Tensor, estimator: KLE
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KLPenalty:
-    """Penalty taken off the rewards: the divergence of the old policy from the reference, before a step runs.
-
-    Attributes:
-        of_token: float64 ``[K]``, penalty of each token, times its coefficient.
-        metrics: the divergence that people watch, as a sum and its weight.
-    """
+    """Penalty subtracted from the rewards, float64 ``[K]``, and the divergence to report; before a step runs."""
 
     of_token: Float64Array
     metrics: dict[str, tuple[float, float]]

@@ -29,13 +29,13 @@ class KTO(TokenObjective):
 
     With r = sum over the scored tokens of ``mask (log pi - log ref)``, the loss of a sample is
 
-        desirable_weight   (1 - sigma(beta (r - z)))   where ``label`` is true
-        undesirable_weight (1 - sigma(beta (z - r)))   where it is false
+        desirable_weight   (1 - sigma(beta (r - z)))   if ``label`` is true
+        undesirable_weight (1 - sigma(beta (z - r)))   if it is false
 
     and the step's loss is the mean over labelled samples. The reference point z has no gradient: with
     ``reference_point=mismatched`` it is the mean of r, and at least 0, over the step's ``mismatched`` samples (another
-    prompt's completion, scored under both policies before the step), which have no loss of their own; with ``zero`` it
-    is 0 (TRL's ``apo_zero_unpaired``). z is as old as that scoring: a job of many steps on one scored file keeps the
+    prompt's completion, scored under both policies before the step), which have no loss themselves; with ``zero`` it is
+    0 (TRL's ``apo_zero_unpaired``). z is as old as that scoring: a job of many steps on one scored file keeps the
     reference point of the policy that scored it.
 
     Attributes:
@@ -57,11 +57,11 @@ class KTO(TokenObjective):
         return _check_step if self.reference_point == "mismatched" else None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Check samples before the first step; the reference point is of a whole step."""
+        """Check samples before the first step; the reference point depends on all samples of a step."""
         replace(self, reference_point="zero").targets(samples)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Labels and the reference point of a step, on the host.
+        """Compute labels and the reference point of a step, on the host.
 
         Raises:
             SampleError: a sample lacks ``label`` or ``ref_logprobs``, or none of its tokens is scored; with
@@ -86,6 +86,7 @@ class KTO(TokenObjective):
         )
 
     def _reference_point(self, scored: ScoredTokens, counts: Int64Array) -> float:
+        """Return z; ``counts`` is int64 ``[S]``, 0 for mismatched samples."""
         if self.reference_point == "zero" or not len(counts):
             return 0.0
         measuring = np.flatnonzero(counts == 0)

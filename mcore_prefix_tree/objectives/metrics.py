@@ -10,7 +10,7 @@ from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
 from mcore_prefix_tree.utils.lazy_torch import torch
 
-# By name, float64 tensors [2]: a sum and its weight. They are added up as they are, and divided last.
+# By name, float64 tensors [2]: a sum and its weight. They are summed first and divided last.
 Means: TypeAlias = "dict[str, torch.Tensor]"
 
 NO_SAMPLE = 2**62
@@ -24,8 +24,8 @@ class LossOutput:
         loss: scalar, the weighted sum; the step divides it by its divisor.
         metrics: additive means, detached.
         bad_sample: int64 scalar tensor, the first sample of the micro-batch for which the model's output is NaN or
-            infinite, or NO_SAMPLE. Read it once a step: that waits for the device. None for a weighted sum, which looks
-            at no sample by itself.
+            infinite, or NO_SAMPLE. Read it once per step: that waits for the device. None for a weighted sum, which
+            does not read single samples.
     """
 
     loss: torch.Tensor
@@ -34,7 +34,7 @@ class LossOutput:
 
 
 def mean_of(values: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """``[2]``: the weighted sum of values and the sum of the weights; a number weighs all the same."""
+    """Return ``[2]``: the weighted sum of values, of any shape, and the sum of the weights or of one number."""
     values = values.detach().double()
     # A number that was copied from the host would wait for the device.
     weights = weight.double() if isinstance(weight, torch.Tensor) else torch.full_like(values, weight)
@@ -43,7 +43,7 @@ def mean_of(values: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.T
 
 
 def add_means(outputs: Iterable[Mapping[str, torch.Tensor]]) -> Means:
-    """Sum by name; a metric that only some have keeps its own weight."""
+    """Sum ``[2]`` tensors by name; a metric that only some have keeps its own weight."""
     total: Means = {}
     for metrics in outputs:
         for name, pair in metrics.items():
@@ -52,7 +52,7 @@ def add_means(outputs: Iterable[Mapping[str, torch.Tensor]]) -> Means:
 
 
 def first_bad_sample(values: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    """The first sample of ``[K]`` with a value that is not finite, or NO_SAMPLE; does not wait for the device."""
+    """Return the first sample of ``[K]`` with a value that is not finite, or NO_SAMPLE; no device sync."""
     none = torch.full((1,), NO_SAMPLE, dtype=torch.int64, device=values.device)
     return torch.cat([torch.where(torch.isfinite(values.detach()), none, sample), none]).amin()
 
@@ -61,5 +61,5 @@ def not_finite(sample: Sample) -> SampleError:
     """Return the error to raise for a sample whose model output is not finite."""
     return SampleError(
         f"{sample.source}: the model's output for this sample is NaN or infinite; the weights have diverged, or its "
-        "tokens lead outside what the model's dtype can hold"
+        "tokens lead outside the range of the model's dtype"
     )

@@ -1,8 +1,8 @@
-"""The one normaliser: the weight of each scored token, and the divisor of the whole step.
+"""The one normaliser: the weight of each scored token, and the divisor of the entire step.
 
-A step's loss is ``sum over scored tokens of weight * loss / divisor``. The weights are set on the host from the samples
-of the whole step, and the divisor is an integer that every sample adds its own part to. So a micro-batch returns the
-sum of its own tokens and of its own samples' parts, whatever the cut; Megatron-Core adds both up over micro-batches and
+A step's loss is ``sum over scored tokens of weight * loss / divisor``. The weights are set on the host from all samples
+of the step, and the divisor is an integer that every sample adds its part to. So a micro-batch returns the sum of its
+own tokens and of its own samples' parts, however the step is cut; Megatron-Core adds both up over micro-batches and
 data-parallel ranks and divides once, as it does by the number of tokens (``calculate_per_token_loss=True``).
 
 The loss mask multiplies a token's loss; it does not change the divisor, which counts tokens with a mask that is not 0.
@@ -25,12 +25,7 @@ By = Literal["token", "sample", "sample_sum", Unit]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Normalised:
-    """Result of :func:`normalise`.
-
-    Attributes:
-        weight: float64 ``[K]``, weight of each scored token's loss.
-        count: int64 ``[S]``, each sample's part of the step's divisor.
-    """
+    """Weight of each scored token's loss, float64 ``[K]``, and each sample's part of the divisor, int64 ``[S]``."""
 
     weight: Float64Array
     count: Int64Array
@@ -45,18 +40,17 @@ def normalise(scored: ScoredTokens, by: By, *, length: float | None = None) -> N
     """Weigh the scored tokens of a step.
 
     Args:
-        scored: scored tokens of the step.
         by: ``token``: the mean over all tokens (verl's ``token-mean``). ``sample``: the mean over samples of the mean
             over each one's tokens (GRPO; ``seq-mean-token-mean``). ``rollout``: the mean over rollouts of the mean over
-            all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is one
-            by itself. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the mean
-            over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that is
-            given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``; after verl 0.9.1 that divides by its length
-            and not by the number of samples). Samples, rollouts and groups without a scored token do not count.
+            all tokens of each, the same whether its turns are one sample or many; a sample without ``rollout`` is a
+            separate rollout. ``group``: the mean over groups of the mean over all tokens of each. ``sample_sum``: the
+            mean over samples of the sum over each one's tokens (``seq-mean-token-sum``), divided by ``length`` if that
+            is given (Dr. GRPO, TRL's ``dr_grpo``, ``seq-mean-token-sum-norm``; after verl 0.9.1 that divides by its
+            length and not by the number of samples). Samples, rollouts and groups without a scored token do not count.
         length: the constant of ``sample_sum``, usually the longest completion allowed; 1 by default.
 
     Raises:
-        SampleError: ``group`` is asked for, and a sample has none.
+        SampleError: ``by`` is ``group``, and a sample has none.
     """
     lens = scored.lens
     has_tokens = (lens > 0).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The protocols of objectives: a loss, and what it asks of the step around it."""
+"""The protocols of objectives: a loss, and its requirements on the step around it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SecondModels:
     """Teachers that an objective learns from.
 
     Attributes:
-        asked: whether each step asks their models; if not, the samples bring their rows.
-        same_vocabulary: whether the teacher has the student's vocabulary; if not, each has a tokenizer of its own.
+        asked: whether each step runs their models; if not, the samples bring their rows.
+        same_vocabulary: whether the teacher has the student's vocabulary; if not, each has a separate tokenizer.
     """
 
     asked: bool
@@ -36,10 +36,10 @@ class Objective(Protocol):
 
     Attributes:
         has_scalar_head: whether the model ends in a scalar head, whose values the loss reads.
-        watches_entropy: whether to report the entropy, also where the loss does not read it.
+        watches_entropy: whether to report the entropy, also if the loss does not read it.
         improves_policy: whether training starts from a policy that somebody trained before.
         scored_as: field of the samples that ``score`` writes with a model of this objective.
-        remedies: for fields that samples may lack, by name, a way out besides a command that writes them.
+        remedies: for fields that samples may lack, by name, a way out other than a command that writes them.
     """
 
     has_scalar_head: ClassVar[bool] = False
@@ -50,7 +50,7 @@ class Objective(Protocol):
 
     @property
     def output(self) -> Output:
-        """Return what the last pipeline stage computes."""
+        """Return the output of the last pipeline stage."""
         return "values" if self.has_scalar_head else "logprobs"
 
     @property
@@ -60,7 +60,7 @@ class Objective(Protocol):
 
     @property
     def terms(self) -> Terms:
-        """Return what each term of the loss reads."""
+        """Return the group of entries that each term of the loss reads."""
         return "row"
 
     @property
@@ -75,30 +75,27 @@ class Objective(Protocol):
 
     @property
     def renderings(self) -> Sequence[Any]:
-        """Tokenizers in whose chat formats conversations are read besides the model's own."""
+        """Return the tokenizers, other than the model's own, in whose chat formats conversations are read."""
         return ()
 
     @property
     def step_check(self) -> Callable[[int, Sequence[Sample]], None] | None:
-        """Return the check of what only all samples of a step show, by its number; it raises SampleError."""
+        """Return the check, by step number, that only all samples of a step allow; it raises SampleError."""
         return None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Check whole groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
+        """Check all groups, rollouts or pairs before the first step; raises SampleError as :meth:`targets` does."""
         self.targets(samples)
 
     def together(self, samples: Sequence[Sample]) -> list[Hashable] | None:
-        """Return what ``plan_step(together=...)`` takes: the loss of a pair needs both sides in one micro-batch."""
+        """Return the argument of ``plan_step(together=...)``: a pair's loss needs both sides in one micro-batch."""
         return [sample.signals.pair for sample in samples] if self.grouped_by == "pair" else None
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Compute on the host what the losses of a step read besides the model's output.
-
-        Args:
-            samples: samples of the whole step, all micro-batches and ranks.
+        """Compute the losses' inputs other than the model's output, from all samples of a step, on the host.
 
         Raises:
-            SampleError: a sample lacks what the loss reads, or contradicts the others of its group.
+            SampleError: a sample lacks a field that the loss reads, or contradicts the others of its group.
         """
 
     def rows(
@@ -115,7 +112,7 @@ class TokenObjective(Objective, Protocol):
         """Return the weighted sum over a micro-batch.
 
         Args:
-            scores: ``[P]`` log-probabilities or values; ``[E]`` log-probabilities where ``rows`` has edges of its own.
-            entropy: ``[P]``, entropy of the distribution that each token predicts; None where it is not computed.
+            scores: ``[P]`` log-probabilities or values; ``[E]`` log-probabilities if ``rows`` has separate edges.
+            entropy: ``[P]``, entropy of the distribution that each token predicts; None if it is not computed.
             rows: result of :meth:`rows`.
         """

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import AfterValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
-# Of every objective: a misspelt option is an error, and so is an option that is no finite number.
+# Of every objective: a misspelt option is an error, and so is an option that is not a finite number.
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -27,17 +27,12 @@ def one_of(known: Iterable[str]) -> AfterValidator:
 
 
 def refuse_unused(objective: Any, settings: Iterable[tuple[str, bool, str]]) -> None:
-    """Refuse a setting that is set and changes nothing.
+    """Raise ValueError for the first setting that is set without effect.
 
-    Args:
-        objective: a pydantic dataclass.
-        settings: name of each, whether it has an effect beside the others, and which of those would give it one.
-
-    Raises:
-        ValueError: a setting has no effect and is not at its default; the message names the first.
+    ``settings`` are the name of each, whether it has an effect with the others, and which of those would give it one.
     """
     fields = type(objective).__pydantic_fields__
     for name, has_effect, without in settings:
         value = getattr(objective, name)
         if not has_effect and value != fields[name].default:
-            raise ValueError(f"{name}={value} has no effect without {without}; leave it out")
+            raise ValueError(f"{name}={value} has no effect without {without}; remove it")

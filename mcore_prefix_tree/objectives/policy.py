@@ -1,4 +1,4 @@
-"""Policy gradient: a ratio, a surrogate of it, and what is added to that; the papers are settings of one objective.
+"""Policy gradient: a ratio, a surrogate of it, and terms added to that; the papers are settings of one objective.
 
 Per scored token, with the advantage A, the ratio r = pi / old, and ``sg`` for "no gradient":
 
@@ -6,7 +6,7 @@ Per scored token, with the advantage A, the ratio r = pi / old, and ``sg`` for "
 
     clip       -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A)    PPO (Schulman et al., 2017,
                                                                             arXiv:1707.06347), eq. 7
-               and where A < 0 no more than -dual_clip A                    Ye et al., 2020, arXiv:1912.09729
+                          and if A < 0 no more than -dual_clip A                       Ye et al., 2020, arXiv:1912.09729
     cispo      -sg(clip(r, 1 - clip_eps_low, 1 + clip_eps_high)) A log pi   MiniMax-M1, 2025, arXiv:2506.13585
     reinforce  -A log pi                                                    Williams, 1992
 
@@ -45,7 +45,7 @@ from mcore_prefix_tree.utils.lazy_torch import torch
 
 
 def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level) -> torch.Tensor:
-    """``[K]``: log of each token's ratio, cut at +-LOG_RATIO_LIMIT, beyond which it has no gradient."""
+    """Return ``[K]``: log of each token's ratio, cut at +-LOG_RATIO_LIMIT, beyond which it has no gradient."""
     ratio = logprob - old
     if level == "sequence":
         of_sequence = rows.mean_per_sample(ratio.detach())[rows.sample]
@@ -56,7 +56,7 @@ def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level
 def clipped_surrogate(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, dual: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[K]`` losses, and where clipping took the gradient away."""
+    """Return ``[K]`` losses, and bool ``[K]``, whether clipping removed the gradient."""
     plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
     loss, active = torch.maximum(plain, clipped), clipped > plain
     if dual is not None:
@@ -80,24 +80,24 @@ class PolicyGradient(TokenObjective):
         gamma: discount, for ``gae``.
         lam: lambda, for ``gae``.
         surrogate: surrogate of the ratio, see above.
-        ratio_level: whether the ratio is that of a token or of its whole sequence.
+        ratio_level: whether the ratio is that of a token or of its entire sequence.
         clip_eps_low: largest distance below 1 at which the ratio counts.
         clip_eps_high: largest distance above 1 at which the ratio counts.
-        dual_clip: factor of the bound on the loss where A < 0, see above; greater than 1. None sets no bound.
+        dual_clip: factor of the bound on the loss if A < 0, see above; greater than 1. None sets no bound.
         on_policy: whether the tokens were sampled from the very weights that this step starts from and are used once:
             the current log-probabilities stand for the old ones, and samples need none.
         tis_cap: largest importance weight; None disables such weights.
         tis_floor: smallest importance weight.
-        tis_level: whether the importance weight is that of a token or of its whole sequence.
+        tis_level: whether the importance weight is that of a token or of its entire sequence.
         tis_mode: treatment of a weight out of bounds.
-        off_policy_mask: threshold of off-policy sequence masking; None disables it. It reads ``rollout_logprobs``;
-            where no engine gave any, write ``old_logprobs`` there.
+        off_policy_mask: threshold of off-policy sequence masking; None disables it. It reads ``rollout_logprobs``; if
+            no engine reported any, write ``old_logprobs`` there.
         kl_coef: coefficient of the divergence from the reference policy.
         kl_estimator: estimator of the divergence, see :mod:`mcore_prefix_tree.objectives.kl`; None is ``k3`` in the
             loss and ``k1`` in the reward.
         kl_in: place of the divergence: ``loss`` differentiates it; ``reward`` subtracts it, between the old and the
             reference policy, from the rewards.
-        kl_importance: ratio that multiplies the estimator in the loss: that of the ``token``, or that of its whole
+        kl_importance: ratio that multiplies the estimator in the loss: that of the ``token``, or that of its entire
             ``sequence``, exp of the mean of log pi - log old; the ratio is differentiated too, also with on_policy.
         entropy_coef: coefficient of the entropy of the distribution that each token is drawn from.
         normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
@@ -186,11 +186,7 @@ class PolicyGradient(TokenObjective):
         return "sample" if of_sequence else "row"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Advantages, weights and columns of a step, on the host.
-
-        Raises:
-            SampleError: a sample lacks a field that these settings read, or its group has no other rollout.
-        """
+        """Compute advantages, weights and columns of a step, on the host; raises SampleError for a missing field."""
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise, length=self.normalise_length)
         columns = {name: scored.column(name, setting) for name, setting in self._needed().items()}
@@ -203,7 +199,7 @@ class PolicyGradient(TokenObjective):
             "advantage": (float(advantage.sum()), float(len(advantage))),
             "zero_advantage": (float(np.count_nonzero(advantage == 0)), float(len(advantage))),
         }
-        # Once for each rollout, however many samples it was cut into.
+        # Once per rollout, however many samples it was cut into.
         rewards = {
             key: sample.signals
             for key, sample in zip(rollout_keys(samples), samples, strict=True)
@@ -251,15 +247,9 @@ class PolicyGradient(TokenObjective):
         return whiten(advantage, eps=self.advantage_eps) if self.whiten else advantage
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
-        """Return the weighted sum over a micro-batch.
+        """Return the weighted sum over a micro-batch; ``logprob`` is ``[P]``, each token's at its own flat index.
 
-        Args:
-            logprob: ``[P]``, log-probability of each token at its own flat index.
-            entropy: ``[P]``, entropy of the distribution that each token predicts; only needed with ``entropy_coef``.
-            rows: rows of the same micro-batch.
-
-        Raises:
-            ValueError: the entropy is needed and not given.
+        ``entropy`` is ``[P]``, of the distribution that each token predicts; ValueError if ``entropy_coef`` needs it.
         """
         scored = logprob[rows.token]
         dtype = scored.dtype
@@ -313,6 +303,7 @@ class PolicyGradient(TokenObjective):
     def _surrogate(
         self, logprob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, Means]:
+        """Return losses ``[K]`` from log-probabilities and advantages ``[K]``, and the metrics of the ratio."""
         if self.surrogate == "reinforce":
             return -advantage * logprob, {}
         log_of_ratio = log_ratio(logprob, old, rows, self.ratio_level)
@@ -327,8 +318,8 @@ class PolicyGradient(TokenObjective):
         return loss, {
             "ratio": mean_of(ratio),
             "clip_fraction": mean_of(clipped),
-            # k3 of KL(old || pi), from tokens drawn from old: how far the policy has moved. Of each token, also where
-            # the ratio is of a sequence: in that the tokens' moves cancel.
+            # k3 of KL(old || pi), from tokens drawn from old: how far the policy has moved. Per token, also if the
+            # ratio is per sequence: there the tokens' moves cancel.
             "kl_old": mean_of(torch.expm1(of_token) - of_token),
         }
 

@@ -38,7 +38,7 @@ from mcore_prefix_tree.utils.lazy_torch import F, torch
 
 
 def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
-    """int64 ``[Q, 2]``: the chosen and the rejected sample of every pair, in the order in which pairs first appear.
+    """Return int64 ``[Q, 2]``: the chosen and the rejected sample per pair, in the order in which pairs first appear.
 
     Raises:
         SampleError: a sample without ``pair``, without its partner in the step, or a second chosen or rejected one.
@@ -53,7 +53,7 @@ def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
         if own[side] >= 0:
             role = "chosen" if signals.chosen else "rejected"
             raise SampleError(
-                f"{sample.source}: pair {signals.pair!r} has a second {role} sample beside "
+                f"{sample.source}: pair {signals.pair!r} already has a {role} sample, "
                 f"{samples[own[side]].source}; give every pair its own id"
             )
         own[side] = index
@@ -110,7 +110,7 @@ class Preference(TokenObjective):
         refuse_unused(self, [("gamma", is_sigmoid, "link=sigmoid"), ("label_smoothing", is_sigmoid, "link=sigmoid")])
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Pairs and columns of a step, on the host; raises SampleError as :func:`pairs_of` does."""
+        """Compute pairs and columns of a step, on the host; raises SampleError as :func:`pairs_of` does."""
         return pair_targets(samples, "a preference objective", self.reference)
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
@@ -134,6 +134,7 @@ class Preference(TokenObjective):
         )
 
     def _of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """Return the losses ``[Q]`` of pairs from s ``[Q]`` of each side."""
         difference = chosen - rejected
         if self.link == "ipo":
             return (difference - 1 / (2 * self.beta)).square()

@@ -18,7 +18,7 @@ from mcore_prefix_tree.objectives.preference import Preference
 from mcore_prefix_tree.objectives.scalar_head import Critic, RewardModel
 from mcore_prefix_tree.objectives.sft import SupervisedFineTuning
 
-# Each name, the class that it is, and what it sets of that class's fields; the rest are the class's own defaults.
+# Per name: the class, and the fields that differ from the class's defaults.
 OBJECTIVES: dict[str, tuple[type[Objective], Mapping[str, Any]]] = {
     "sft": (SupervisedFineTuning, {}),
     **{name: (PolicyGradient, settings) for name, settings in policy.PRESETS.items()},
@@ -45,13 +45,7 @@ def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
 
 
 def option_faults(name: str, error: ValidationError, setting: str) -> list[str]:
-    """Return a sentence for each option at fault.
-
-    Args:
-        name: name of the objective.
-        error: error raised by :func:`make_objective`.
-        setting: setting that gave the options, for messages.
-    """
+    """Return a sentence per option at fault in an error of :func:`make_objective`; ``setting`` gave the options."""
     faults = []
     for fault in error.errors():
         option = ".".join([setting, *map(str, fault["loc"])])

@@ -41,9 +41,9 @@ class Critic(TokenObjective):
         clip_eps: clipping distance, see above; None does not clip.
         returns: source of the returns: ``given`` by the samples, or ``gae`` from their rewards and old values.
         gamma: discount, for ``gae``.
-        lam: lambda, for ``gae``.
-        kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards, for
-            ``gae``: that of the policy which this critic advises, where it has ``kl_in=reward``.
+        lam: lambda, for ``gae``. kl_coef: coefficient of the divergence from the reference policy that is subtracted
+                kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards,
+                for ``gae``: that of the policy which this critic advises, if it has ``kl_in=reward``.
         kl_estimator: estimator of that divergence, likewise; see :mod:`mcore_prefix_tree.objectives.kl`.
         normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
     """
@@ -110,7 +110,7 @@ class RewardModel(TokenObjective):
     the scores around 0 (Eisenstein et al., 2023, arXiv:2312.09244, eq. 2). The step's loss is the mean over pairs.
 
     Attributes:
-        center_coef: coefficient of the second term, see above; 0 leaves it out.
+        center_coef: coefficient of the second term, see above; 0 omits the term.
     """
 
     center_coef: NonNegativeFloat = 0.0
@@ -119,7 +119,7 @@ class RewardModel(TokenObjective):
     grouped_by: ClassVar[GroupedBy | None] = "pair"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Pairs of a step, on the host; raises SampleError as :func:`pairs_of` does."""
+        """Compute the pairs of a step, on the host; raises SampleError as :func:`pairs_of` does."""
         pairs = pairs_of(samples, "a reward model")
         count = np.zeros(len(samples), dtype=np.int64)
         count[pairs[:, 0]] = 1

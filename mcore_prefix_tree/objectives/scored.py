@@ -1,4 +1,4 @@
-"""The scored tokens of a step's samples as columns, for what the host computes before a step runs.
+"""The scored tokens of a step's samples as columns, for computations on the host before a step runs.
 
 Legend: S samples of the step, K scored tokens of all of them, sample after sample.
 """
@@ -21,11 +21,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class MissingSignalError(SampleError):
-    """A sample lacks what its objective reads. The message names the sample, the field and the setting.
-
-    Attributes:
-        field: name of the field of ``Signals``.
-    """
+    """A sample lacks ``field`` of ``Signals``, which its objective reads; the message names both and the sample."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -43,7 +39,7 @@ class ScoredTokens:
     """Every token with a predictor and a loss mask that is not zero.
 
     Attributes:
-        samples: samples of the whole step, all micro-batches and ranks.
+        samples: samples of the entire step, all micro-batches and ranks.
         position: int64 ``[K]``, index of each token in its own sample.
         sample: int64 ``[K]``, sample that each token belongs to.
         cu_lens: int64 ``[S + 1]``, sample s has the entries ``cu_lens[s]:cu_lens[s + 1]``.
@@ -75,13 +71,13 @@ class ScoredTokens:
 
     @property
     def lens(self) -> Int64Array:
-        """int64 ``[S]``, scored tokens of each sample."""
+        """Return int64 ``[S]``, scored tokens of each sample."""
         return np.diff(self.cu_lens)
 
     @cached_property
     def turn(self) -> Int64Array:
-        """int64 ``[K]``, the turn (unbroken run of scored tokens) of its sample that a token belongs to."""
-        # Whether a run goes on from one sample into the next makes no difference to its number within either.
+        """Return int64 ``[K]``, the turn (unbroken run of scored tokens) of its sample that a token belongs to."""
+        # Whether a run continues from one sample into the next makes no difference to its number within either.
         run = np.cumsum(np.diff(self.position, prepend=0) != 1)
         has_tokens = np.flatnonzero(self.lens)
         first_run = np.zeros(len(self.samples), dtype=np.int64)
@@ -90,10 +86,9 @@ class ScoredTokens:
         return turn
 
     def column(self, name: str, setting: str) -> npt.NDArray[Any]:
-        """``[K]``: a field of ``Signals`` that is a number per token, or one for all tokens of the sample.
+        """Return ``[K]``: a field of ``Signals`` with one number per token, or one for all tokens of the sample.
 
-        Raises:
-            MissingSignalError: a sample with scored tokens lacks it; the message names ``setting``, which needs it.
+        Raises MissingSignalError, which names ``setting``, if a sample with scored tokens lacks it.
         """
         parts = []
         for index in np.flatnonzero(self.lens).tolist():

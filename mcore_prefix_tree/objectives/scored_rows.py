@@ -1,7 +1,7 @@
 """Inputs of a loss of one micro-batch: the scored tokens of its samples, one after another, on the device.
 
-A token that several samples score has an entry for each of them, so whatever is per sample (advantages, ratios, sums
-over a sequence) is exact, and autograd adds up the gradients where the log-probabilities were gathered.
+A token that several samples score has an entry for each of them, so every value per sample (for example an advantage, a
+ratio or a sum over a sequence) is exact, and autograd adds up the gradients where log-probabilities were gathered.
 
 Legend: P padded tokens, K scored tokens, S samples, Q pairs.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FloatColumn = npt.NDArray[np.floating]
 
-# What each term of a loss reads: the edges and the entropy of one predictor, all of a sample, or all of a pair's two.
+# Inputs of each term of a loss: the edges and the entropy of one predictor, all of a sample, or all of a pair's two.
 Terms = Literal["row", "sample", "pair"]
 
 
@@ -58,8 +58,8 @@ class Rows(LossRows):
         weight: float64 ``[K]``, weight of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
         lens: float64 ``[S]``, scored tokens of each sample.
         last: int64 ``[S]``, flat index of each sample's last token.
-        columns: ``[K]`` each, other values that the objective reads of a token, by name.
-        sample_columns: ``[S]`` each, values that it reads of a sample.
+        columns: ``[K]`` each, other values that the objective reads per token, by name.
+        sample_columns: ``[S]`` each, values that it reads per sample.
         pairs: int64 ``[Q, 2]``, the chosen and the rejected sample of each pair.
         read_by_pairs: for a loss of pairs, on the host, int64 ``[K]`` each: a scored token's predictor, and the pair
             that reads it.
@@ -89,7 +89,7 @@ class Rows(LossRows):
         return values.new_zeros(self.num_samples).index_add(0, self.sample, values)
 
     def mean_per_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``[K]`` to ``[S]``, each token weighed by its loss mask; 0 for a sample without scored tokens."""
+        """Average ``[K]`` to ``[S]``, each token weighted by its loss mask; 0 for a sample without scored tokens."""
         weight = self.weight.to(values.dtype)  # within a sample every normaliser keeps the masks' proportions
         total = self.sum_per_sample(weight)
         return self.sum_per_sample(weight * values) / total.masked_fill(total == 0, 1.0)
@@ -97,10 +97,9 @@ class Rows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Targets:
-    """Inputs of a step's losses besides the model's output, made on the host once for all micro-batches.
+    """Inputs of a step's losses other than the model's output, made on the host once for all micro-batches.
 
     Attributes:
-        scored: the step's scored tokens.
         weight: float64 ``[K]``, as in ``Rows``.
         count: int64 ``[S]``, each sample's part of the divisor.
         columns: ``[K]`` each, by name.
@@ -119,7 +118,7 @@ class Targets:
 
     @property
     def divisor(self) -> int:
-        """Return the divisor of the whole step."""
+        """Return the divisor of the entire step."""
         return int(self.count.sum())
 
     def rows(self, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu") -> Rows:
@@ -147,11 +146,7 @@ class Targets:
         )
 
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Find the K' scored tokens of one micro-batch; arguments as in :meth:`rows`.
-
-        Returns:
-            int64 ``[K']`` each: index among the step's scored tokens, its sample's place here, and its flat index.
-        """
+        """Return step index, sample here and flat index, int64 ``[K']`` each, of a micro-batch's scored tokens."""
         assert layout.num_samples == len(indices)
         chosen = np.asarray(indices, dtype=np.int64)
         lens = self.scored.lens[chosen]
@@ -162,6 +157,7 @@ class Targets:
         return entries, local, token
 
     def _local_pairs(self, chosen: Int64Array) -> Int64Array:
+        """Return int64 ``[Q, 2]``, pairs by their places among the samples ``chosen``, int64 ``[S]``."""
         local = np.full(len(self.scored.samples), -1, dtype=np.int64)
         local[chosen] = np.arange(len(chosen))
         here = local[self.pairs]

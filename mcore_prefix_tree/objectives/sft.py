@@ -18,19 +18,13 @@ from mcore_prefix_tree.utils.lazy_torch import torch
 
 
 def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
-    """``- sum_t w_t log p_t`` over a micro-batch, to be divided by the step's number of supervised tokens.
+    """Return the scalar ``- sum_t w_t log p_t`` over a micro-batch, to be divided by the step's supervised tokens.
 
+    ``logprob`` is ``[P]``, at each token's own flat index, and ``loss_weight`` is ``[P]``, ``FlatLayout.loss_weight``.
     The loss is linear in the log-probabilities, so a shared token takes the sum of its samples' masks as its weight and
-    no sample has to be restored. The denominator counts the logical tokens of the whole step, over all micro-batches
+    no sample has to be restored. The denominator counts the logical tokens of the entire step, over all micro-batches
     and data-parallel ranks, that have a predictor and a non-zero mask; Megatron-Core divides by it when
     ``calculate_per_token_loss`` is set.
-
-    Args:
-        logprob: ``[P]`` log-probabilities, at each token's own flat index.
-        loss_weight: ``[P]``, ``FlatLayout.loss_weight``.
-
-    Returns:
-        The sum, a scalar.
     """
     return -torch.dot(logprob, loss_weight.to(logprob.dtype))
 
@@ -66,7 +60,7 @@ class SupervisedFineTuning(TokenObjective):
             self.targets(samples)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Weights of a step, on the host; raises SampleError as :func:`normalise` does."""
+        """Compute the weights of a step, on the host; raises SampleError as :func:`normalise` does."""
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise, length=self.normalise_length)
         return Targets(scored=scored, weight=normalised.weight, count=normalised.count)

@@ -16,9 +16,9 @@ from mcore_prefix_tree.settings.model_section import LoraConfig, LoraTarget
 from mcore_prefix_tree.utils.inputs import check_files_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What PEFT puts before the names of a model's layers, and behind them.
+# PEFT's prefix of the names of a model's layers, and its suffix.
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-# Keys of a configuration that an adapter's function does not depend on, or that are read by themselves.
+# Keys of a configuration that an adapter's function does not depend on, or that are read separately.
 _ASIDE = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -43,7 +43,6 @@ class AdapterFolder:
     """A folder that PEFT's ``save_pretrained`` wrote.
 
     Attributes:
-        path: path of the folder.
         lora: rank, scale and layers of the adapter.
         shapes: shape of each matrix, by the name of its layer's weight in the model's folder and ``A`` or ``B``.
     """
@@ -54,21 +53,17 @@ class AdapterFolder:
 
     @staticmethod
     def read(path: str | Path) -> AdapterFolder:
-        """Read a folder's configuration and the header of its weights, unless they are the ones that were read.
+        """Read a folder's configuration and the header of its weights, unless they are unchanged since the last call.
 
         Raises:
             ValueError: the folder is missing, incomplete or truncated, holds pickles, or its adapter is of another kind
-                than low-rank matrices beside linear layers; names the file.
+                than low-rank matrices on linear layers; names the file.
             OSError: a file cannot be read.
         """
         return _read_folder(path)
 
     def check_fits(self, model: HuggingFaceFolder) -> None:
-        """Check that the folder has both matrices of each layer, in the shapes of the model.
-
-        Raises:
-            ValueError: a matrix does not fit; names the first that is missing, of another shape or too many.
-        """
+        """Raise ValueError, which names the matrix, unless both matrices of each layer have the model's shapes."""
         wanted: dict[str, list[int]] = {}
         for layer in layers_with(model, self.lora):
             rows, columns = model.shapes[f"{layer}.weight"]
@@ -105,21 +100,17 @@ def _read_folder(folder: Path) -> AdapterFolder:
 
 
 def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
-    """Return the names of the layers that get an adapter.
-
-    Raises:
-        ValueError: the model lacks a target, or the target is a layer of experts; names it.
-    """
+    """Return the names of the layers that get an adapter; raises ValueError that names a target that is not one."""
     found = []
     for target in lora.target_modules:
         layers = [name.removesuffix(".weight") for name in model.files if name.endswith(f".{target}.weight")]
         plain = [name for name in layers if re.fullmatch(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+", name)]
         if not layers:
-            raise ValueError(f"{model.path} has no layer '{target}'; leave it out of model.lora.target_modules")
+            raise ValueError(f"{model.path} has no layer '{target}'; remove it from model.lora.target_modules")
         if layers != plain:
             other = next(name for name in layers if name not in plain)
             raise ValueError(
-                f"{model.path} has '{other}': adapters of experts are not supported; leave '{target}' out of "
+                f"{model.path} has '{other}': adapters of experts are not supported; remove '{target}' from "
                 "model.lora.target_modules"
             )
         found += plain
@@ -127,11 +118,7 @@ def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
 
 
 def with_adapter(content: Any) -> tuple[Any, list[str]]:
-    """Return a recipe's content, not validated yet, with what ``model.adapter`` gives, and what contradicts it.
-
-    Raises:
-        ValueError, OSError: see :meth:`AdapterFolder.read`.
-    """
+    """Return a recipe's content with the settings of ``model.adapter``, and the contradictions; raises as ``read``."""
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("adapter") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):
@@ -141,7 +128,7 @@ def with_adapter(content: Any) -> tuple[Any, list[str]]:
         return content, []
     decided = {"r": lora.r, "lora_alpha": lora.lora_alpha, "target_modules": lora.target_modules}
     faults = [
-        f"model.lora.{key}={options[key]}, but {Path(path) / CONFIG} has {value}; leave it out"
+        f"model.lora.{key}={options[key]}, but {Path(path) / CONFIG} has {value}; unset it"
         for key, value in decided.items()
         if options.get(key, value) != value
     ]

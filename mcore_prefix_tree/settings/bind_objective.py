@@ -11,19 +11,12 @@ from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objecti
 from mcore_prefix_tree.settings.bind_xtoken import bind
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
 
-# For settings that are not yet an objective: functions that read the rest, from the settings and the recipe.
+# For settings that are not yet an objective: functions that complete it from the settings and the recipe.
 BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe], Objective]] = {CrossTokenizer: bind}
 
 
 def settings_of(given: ObjectiveConfig) -> Objective:
-    """Return the objective that a recipe names, by its options alone.
-
-    Args:
-        given: objective section of the recipe.
-
-    Raises:
-        RecipeError: the objective or an option is unknown, or an option is out of range.
-    """
+    """Return the objective of a section's name and options; raises RecipeError if one is unknown or out of range."""
     name, options = given.name, given.options
     try:
         return make_objective(name, options)
@@ -34,16 +27,7 @@ def settings_of(given: ObjectiveConfig) -> Objective:
 
 
 def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_head: bool) -> None:
-    """Check that a job names the teachers that its objective reads, and no others.
-
-    Args:
-        objective: objective that :func:`settings_of` returned.
-        given: objective section of the job's recipe.
-        fused_head: whether the student has the fused head.
-
-    Raises:
-        RecipeError: the named teachers do not fit the objective; names all that is wrong.
-    """
+    """Raise RecipeError, which names every mistake, unless a job names the teachers that its objective reads."""
     teachers, needed = given.teacher_recipes, objective.second_models
     asked, across = needed is not None and needed.asked, needed is not None and not needed.same_vocabulary
     full = "objective.options.teacher: full"
@@ -55,40 +39,31 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
         )
     elif asked and not teachers:
         faults.append(
-            f"{full} asks a second model in every step; name its recipe with objective.teacher_recipe, or put the "
+            f"{full} runs a second model in every step; name its recipe with objective.teacher_recipe, or put the "
             "teacher's likeliest tokens into the data and set top_k"
         )
     if needed is not None and not fused_head:
         setting = "objective.name=xtoken" if across else full
         faults.append(
-            f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; leave it "
-            "out"
+            f"fused_head=false keeps all logits of the student, and {setting} would keep the teacher's too; unset it"
         )
     if teachers and needed is None:
         faults.append(
             f"objective.teacher_recipe={', '.join(teachers)}: only objective.name=distill with "
-            "objective.options.teacher=full, and xtoken, ask a second model; leave it out"
+            "objective.options.teacher=full, and xtoken, run a second model; unset it"
         )
     elif len(teachers) > 1 and not across:
         faults.append(f"objective.teacher_recipe names {len(teachers)} recipes, but distill has one teacher")
     if given.teacher_tensor_model_parallel_size and not asked:
         faults.append(
-            "objective.teacher_tensor_model_parallel_size applies only to teachers that are asked in every step; leave "
-            "it out"
+            "objective.teacher_tensor_model_parallel_size applies only to teachers that run in every step; unset it"
         )
     if faults:
         raise RecipeError("; ".join(faults))
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """Return the objective that a recipe names, with what it reads before any model is built.
-
-    Args:
-        recipe: recipe of the job.
-
-    Raises:
-        RecipeError: a tokenizer, a projection or a teacher's recipe does not fit.
-    """
+    """Return a recipe's objective; raises RecipeError if a tokenizer, projection or teacher's recipe does not fit."""
     objective = settings_of(recipe.objective)
     bind_settings = BINDINGS.get(type(objective))
     return objective if bind_settings is None else bind_settings(objective, recipe)

@@ -17,11 +17,9 @@ from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
 def bind(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
-    """Return the objective of a recipe's settings.
+    """Return the objective of the settings in a recipe's ``objective.options``.
 
-    Args:
-        settings: settings in ``objective.options``.
-        recipe: recipe of the job, which names the tokenizers of the student and, in their recipes, of the teachers.
+    The recipe names the tokenizers of the student and, in the teachers' recipes, of the teachers.
 
     Raises:
         RecipeError: a tokenizer or a projection is missing, or does not fit.
@@ -50,11 +48,9 @@ def bind(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
 def pairing_of(
     settings: CrossTokenizer, data: DataConfig, path: str, teacher_data: DataConfig, teacher_model: ModelConfig
 ) -> Pairing:
-    """Return what pairs a recipe's samples with one teacher's.
+    """Return the pairing of a recipe's samples with one teacher's.
 
     Args:
-        settings: settings in ``objective.options``.
-        data: data section that names the student's tokenizer.
         path: path of the teacher's recipe.
         teacher_data: data section of that recipe, which names the teacher's tokenizer.
         teacher_model: model section of that recipe, which may have learned positions.
@@ -131,5 +127,5 @@ def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide]) -> No
         if settings.top_k is not None and settings.top_k > side.teacher_size:
             raise RecipeError(
                 f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
-                "leave it out to compare all"
+                "unset it to compare all"
             )

@@ -161,6 +161,6 @@ def check_metrics(path: str | None, inputs: Collection[str]) -> None:
 
 def _check_package(name: str, value: str | None) -> None:
     spec = None if value is None else find_spec(name)
-    # A folder of that name, such as W&B's logs, is no package.
+    # A folder of that name, for example W&B's logs, is no package.
     if value is not None and (spec is None or spec.origin is None):
-        raise ImportError(f"log.{name}={value} needs {name}: {install_command(name)}, or leave it out")
+        raise ImportError(f"log.{name}={value} needs {name}: {install_command(name)}, or unset it")

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: what a recipe takes from one, and which folders are rejected.
+"""Hugging Face model folders: the settings that a recipe takes from one, and the folders that are rejected.
 
 Only JSON and the headers of safetensors files are read here, in milliseconds; nothing that a folder holds is executed.
 A safetensors file begins with the length of its header in 8 bytes, little-endian, and the header, JSON
@@ -85,10 +85,9 @@ class HuggingFaceFolder:
     """A folder of a causal language model, or of one that ends in a scalar head.
 
     Attributes:
-        path: path of the folder.
         config: content of ``config.json``.
         files: file name of each weight.
-        dtypes: type of each weight as safetensors names it, such as ``BF16``.
+        dtypes: type of each weight as safetensors names it, for example ``BF16``.
         shapes: shape of each weight.
         has_chat_template: whether the folder holds a tokenizer with a chat template.
     """
@@ -102,7 +101,7 @@ class HuggingFaceFolder:
 
     @staticmethod
     def read(path: str | Path) -> HuggingFaceFolder:
-        """Read a folder's configuration and the headers of its weights, unless they are the ones that were read.
+        """Read a folder's configuration and the headers of its weights, unless they are unchanged since the last call.
 
         Raises:
             ValueError: the folder is missing, incomplete or truncated, holds code, pickles or quantized weights, or its
@@ -113,14 +112,14 @@ class HuggingFaceFolder:
 
     @property
     def architecture(self) -> str:
-        """Name of the language model's class in transformers, whatever head this one ends in."""
+        """Return the name of the language model's class in transformers, for any head that this one ends in."""
         return str(self.config["architectures"][0]).removesuffix(_CLASSIFIER).removesuffix(_LANGUAGE_MODEL) + (
             _LANGUAGE_MODEL
         )
 
     @property
     def classifier(self) -> str:
-        """Name of the class with a scalar head."""
+        """Return the name of the class with a scalar head."""
         return self.architecture.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER
 
     @property
@@ -150,11 +149,7 @@ class HuggingFaceFolder:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Keys of a recipe's model that the configuration decides.
-
-        Raises:
-            ValueError: the configuration lacks a key.
-        """
+        """Return the keys of a recipe's model that the configuration decides; raises ValueError if it lacks one."""
         for name in SIZES.values():
             if name not in self.config:
                 raise ValueError(f"{self.path / CONFIG} lacks '{name}'")
@@ -198,11 +193,7 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
 
 
 def with_folder(content: Any) -> tuple[Any, list[str]]:
-    """Return a recipe's content, not validated yet, with what ``model.hf`` gives, and what contradicts it.
-
-    Raises:
-        ValueError, OSError: see :meth:`HuggingFaceFolder.read`.
-    """
+    """Return a recipe's content with the settings of ``model.hf``, and the contradictions; raises as ``read``."""
     model = content.get("model") if isinstance(content, dict) else None
     path = model.get("hf") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str):
@@ -212,7 +203,7 @@ def with_folder(content: Any) -> tuple[Any, list[str]]:
     if folder.sizes.keys() | _OF_CHECKPOINTS <= model.keys():
         model, faults = _as_given(model, folder)
     kept, decided = _split(model)
-    faults += [f"model.{key} is set, but model.hf={path} decides it; leave one of them out" for key in decided]
+    faults += [f"model.{key} is set, but model.hf={path} decides it; set only one of them" for key in decided]
     filled, data = {**content, "model": kept | folder.sizes}, content.get("data")
     if isinstance(data, dict):
         filled["data"] = {"tokenizer": path} | data if folder.has_chat_template else data
@@ -222,7 +213,7 @@ def with_folder(content: Any) -> tuple[Any, list[str]]:
 
 
 def _split(model: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
-    """Return the settings that a recipe may have beside a folder, and the keys of those that the folder decides."""
+    """Return the settings that a recipe may have with a folder, and the keys of those that the folder decides."""
     kept = {key: value for key, value in model.items() if key in ("transformer", "lora") or _is_of_run(str(key))}
     decided = [str(key) for key in model if key not in kept]
     further = model.get("transformer")
@@ -237,8 +228,7 @@ def _is_of_run(key: str) -> bool:
 
 
 def _as_given(model: Mapping[str, Any], folder: HuggingFaceFolder) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys that stay with a recipe, of one that a checkpoint wrote with what its folder decided, and what is
-    not the folder's."""
+    """Return the keys of a checkpoint's recipe that its folder did not decide, and those that contradict the folder."""
     other = {key: size for key, size in folder.sizes.items() if model[key] != size}
     faults = [f"model.{key}={model[key]}, but {folder.path / CONFIG} has {size}" for key, size in other.items()]
     return _split({key: value for key, value in model.items() if key in _OF_RECIPE})[0], faults
@@ -266,7 +256,7 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
     for name, content in contents.items():
         if _RUNS_CODE in content:
             raise ValueError(
-                f"{folder / name} has '{_RUNS_CODE}': this model comes with code of its own, which is never run; use a "
+                f"{folder / name} has '{_RUNS_CODE}': this model comes with its own code, which is never run; use a "
                 "version of the model that transformers itself implements"
             )
     config = contents[CONFIG]
@@ -308,7 +298,7 @@ def _placed_weights(folder: Path) -> dict[str, str] | None:
         pickles = sorted(one.name for one in folder.iterdir() if one.suffix in PICKLES)
         why = (
             f"its weights are pickles ({pickles[0]}), which can run code when they are opened; convert them to "
-            "safetensors with save_pretrained, on a machine where that does not matter"
+            "safetensors with save_pretrained, on a machine that may run untrusted code"
             if pickles
             else f"it has neither {SINGLE} nor {INDEX}"
         )
@@ -318,16 +308,12 @@ def _placed_weights(folder: Path) -> dict[str, str] | None:
         raise ValueError(f"{folder / INDEX} has no 'weight_map'")
     for name, file in placed.items():
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{folder / INDEX} places '{name}' in {file!r}, which is not a safetensors file beside it")
+            raise ValueError(f"{folder / INDEX} places '{name}' in {file!r}, which is no safetensors file next to it")
     return placed
 
 
 def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
-    """Return type and shape of each tensor in a safetensors file whose length agrees with its header.
-
-    Raises:
-        ValueError: the file is missing, or is something else or only a part of one; names it.
-    """
+    """Return type and shape of each tensor in a complete safetensors file; raises ValueError, which names any other."""
     if not file.is_file():
         raise ValueError(f"{file} is missing; download the folder again")
     size = file.stat().st_size
@@ -348,12 +334,7 @@ def tensors_in(file: Path) -> dict[str, tuple[str, Sequence[int]]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Raises:
-        ValueError: the file holds something else; names it.
-        OSError: the file cannot be read.
-    """
+    """Return a JSON file's object; raises ValueError, which names the file, for other content, or OSError."""
     try:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The keys of a recipe: the fields that they name, and hints for keys that there are not."""
+"""The keys of a recipe: the fields that they name, and hints for unknown keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Setting:
 
 @cache
 def find_setting(section: type, key: str) -> Setting:
-    """Return the field that a key names, such as ``batch.max_tokens`` of a recipe."""
+    """Return the field that a key names, for example ``batch.max_tokens`` of a recipe."""
     *sections, name = key.split(".")
     for part in sections:
         section = get_type_hints(section)[part]

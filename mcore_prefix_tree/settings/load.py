@@ -38,7 +38,7 @@ _Scanner: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one i
 # How names of data end; JSON is YAML too.
 _SAMPLES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet", ".arrow", ".feather")
 _UNREADABLE = (OmegaConfBaseException, YAMLError, OSError, RecursionError, TypeError, ValueError)
-# What a command checks of a recipe, see check.py.
+# The checks that a command adds to a recipe, see command_checks.py.
 Checks = Callable[[Recipe], Iterable[Check]]
 
 
@@ -76,7 +76,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
 def _fill_in(
     setting: str, fill: Callable[[Any], tuple[Any, list[str]]], content: Any
 ) -> tuple[Any, list[str], list[str]]:
-    """Return the content with what a folder decides, what contradicts it, and why the folder cannot be read."""
+    """Return the content with a folder's settings, the contradictions, and why the folder cannot be read."""
     try:
         content, faults = fill(content)
     except (OSError, ValueError) as error:
@@ -85,14 +85,14 @@ def _fill_in(
 
 
 def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]:
-    """Return a recipe without its invalid keys, of which ``unread`` are reported already, and what is wrong with it."""
+    """Return a recipe without its invalid keys, of which ``unread`` are reported already, and the mistakes."""
     try:
         return TypeAdapter(Recipe).validate_python(content), []
     except PydanticError as error:
         sentences = []
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"] if part not in ("str", "list[str]")) or "the recipe"
-            if fault["type"] == AT_ODDS or key in unread:  # rules are asked of what is valid
+            if fault["type"] == AT_ODDS or key in unread:  # rules apply to valid keys
                 continue
             value = "" if fault["type"] in ("missing", NOT_LOCAL) else f" (given {_short(_repr(fault['input']))})"
             if fault["type"] == "unexpected_keyword_argument":
@@ -124,7 +124,7 @@ def _check_adapter(model: ModelConfig) -> None:
 
 
 def _parse(path: str, overrides: Sequence[str]) -> tuple[dict[Any, Any], list[str], set[str]]:
-    """Return the content of a recipe, sentences about what cannot be read, and the keys that are unknown for that."""
+    """Return a recipe's content, sentences about parts that cannot be read, and the keys unknown for that reason."""
     merged = _read_file(path)
     changes: list[DictConfig] = []
     faults = collect_faults(partial(_override, merged, override, changes) for override in overrides)
@@ -154,7 +154,7 @@ def _read_file(path: str) -> DictConfig:
 
 
 def _resolve(path: str, merged: DictConfig, faults: list[str], unread: set[str]) -> Any:
-    """Return plain values, with null in place of those that name what there is not."""
+    """Return plain values, with null in place of references to unknown names."""
     try:
         return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -168,7 +168,7 @@ def _resolve(path: str, merged: DictConfig, faults: list[str], unread: set[str])
 
 
 def _notice_doubled(overrides: Sequence[str]) -> None:
-    """Warn of a key that is set twice, on the first rank: the last value counts, as a script may want that adds one."""
+    """Warn on the first rank of a key that is set twice: the last value counts, as a script that adds one may want."""
     given: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -214,12 +214,7 @@ def _override(recipe: DictConfig, override: str, changes: list[DictConfig]) -> N
 
 
 def _check_scalars(text: str) -> None:
-    """Reject what YAML or OmegaConf would read as something else than its writer means.
-
-    Raises:
-        ValueError: a scalar would be misread; names the line and the scalar.
-        YAMLError: the text is not YAML.
-    """
+    """Reject scalars that YAML or OmegaConf would misread, by their line; raises ValueError, YAMLError for no YAML."""
     for token in yaml.scan(text, Loader=_Scanner):
         where = f"line {token.start_mark.line + 1}"
         if isinstance(token, yaml.TagToken):
@@ -251,7 +246,7 @@ def _repr(value: object) -> str:
 
 
 def _fault_of(path: str, error: Exception) -> str:
-    """Return what is wrong with a file or folder that is no recipe, and the way out."""
+    """Return why a file or folder is no recipe, and the way out."""
     if isinstance(error, IsADirectoryError):
         is_model = os.path.isfile(os.path.join(path, "config.json"))
         return f"is a folder; {'name a recipe, and this folder with --hf' if is_model else 'name a YAML file in it'}"

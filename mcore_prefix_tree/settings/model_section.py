@@ -50,7 +50,7 @@ class YarnConfig(Section):
 def _no_dropout(rate: float) -> float:
     if rate:
         raise PydanticCustomError(
-            "dropout", "samples that share a token would share its mask, which none of them alone would draw; set 0"
+            "dropout", "samples that share a token would share its mask, which separate samples would not; set 0"
         )
     return rate
 
@@ -79,11 +79,11 @@ class ModelConfig(Section):
     """A GPT, as megatron-core builds it.
 
     Attributes:
-        hf: folder of a Hugging Face model, which Megatron-Bridge builds; of the keys below only ``dtype``,
-            ``transformer_impl`` and, in ``transformer``, how it is computed are set beside it. Training starts from its
-            weights, unless ``checkpoint.pretrained_checkpoint`` is set, and ``data.tokenizer`` is its tokenizer by
-            default if that has a chat template. None for a model of the sizes given here.
-        lora: adapters on the layers of ``hf``, which alone are trained, saved and exported; None trains all weights.
+        hf: folder of a Hugging Face model, which Megatron-Bridge builds; of the keys below, only ``dtype``,
+            ``transformer_impl`` and, in ``transformer``, those of the computation can be set with it. Training starts
+            from its weights, unless ``checkpoint.pretrained_checkpoint`` is set, and ``data.tokenizer`` is its
+            tokenizer by default if that has a chat template. None for a model of the sizes given here.
+        lora: adapters on the layers of ``hf``; only they are trained, saved and exported. None trains all weights.
         adapter: folder that PEFT wrote, whose adapters training starts from; it decides ``lora``.
         vocab_size: vocabulary size before padding to a multiple of the tensor-parallel size; None takes the
             tokenizer's.
@@ -150,14 +150,14 @@ class ModelConfig(Section):
         if self._has_plain_heads and (self.position_embedding_type == "yarn") != (self.yarn is not None):
             raise ValueError(
                 "model.position_embedding_type=yarn and model.yarn, which has its settings, come together; set "
-                "model.yarn.rotary_scaling_factor and model.yarn.original_max_position_embeddings, or leave both out"
+                "model.yarn.rotary_scaling_factor and model.yarn.original_max_position_embeddings, or unset both"
             )
 
     def _check_yarn_channels(self) -> None:
         if self._has_plain_heads and self.yarn is not None and (self.rotary_percent != 1 or self.rope_scaling):
             raise ValueError(
-                "model.position_embedding_type=yarn turns all channels of a head and scales them in its own way: leave "
-                "model.rotary_percent and model.rope_scaling out"
+                "model.position_embedding_type=yarn turns all channels of a head and scales them in its own way: unset "
+                "model.rotary_percent and model.rope_scaling"
             )
 
     def _check_rotary(self) -> None:
@@ -177,7 +177,7 @@ class ModelConfig(Section):
             if self._has_latents and getattr(self, name) is not None:
                 raise ValueError(
                     f"model.{name} has no meaning with model.transformer.multi_latent_attention: its heads are "
-                    "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; leave it out"
+                    "model.num_attention_heads, of qk_head_dim, qk_pos_emb_head_dim and v_head_dim; unset it"
                 )
 
     def _check_kind_of_latents(self) -> None:
@@ -186,15 +186,15 @@ class ModelConfig(Section):
         others = (self.position_embedding_type != "rope", self.rope_scaling, self.yarn is not None)
         if any(others) or self.transformer.get("rope_type", "yarn") not in ("rope", "yarn"):
             raise ValueError(
-                "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, "
-                "model.yarn and model.position_embedding_type out and set model.transformer.rope_type, to rope or yarn"
+                "model.transformer.multi_latent_attention has separate rotary embeddings: unset model.rope_scaling, "
+                "model.yarn and model.position_embedding_type, and set model.transformer.rope_type, to rope or yarn"
             )
 
     def _check_yarn_of_latents(self) -> None:
         if self._has_latents and self.transformer.get("rope_type", "yarn") == "yarn" and self.rotary_percent != 1:
             raise ValueError(
-                "model.rotary_percent: YaRN turns all channels that have a position, which is what "
-                "model.transformer.rope_type is by default; leave it out, or set model.transformer.rope_type=rope"
+                "model.rotary_percent: YaRN, the default of model.transformer.rope_type, turns all channels that have "
+                "a position; unset it, or set model.transformer.rope_type=rope"
             )
 
     def _check_rotary_of_latents(self) -> None:

@@ -1,4 +1,4 @@
-"""A recipe's samples: how its lines become some, and the order in which steps take them."""
+"""A recipe's samples: their conversion from lines, and the order in which steps take them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ def source_of(
     limits: Mapping[str, int] | None = None,
     options: LineOptions | None = None,
 ) -> Source:
-    """Return where a recipe's samples come from.
+    """Return the source of a recipe's samples.
 
     Args:
-        recipe: recipe of the job.
         objective: objective of the recipe; None reads no group, rollout or pair.
-        ranks: ranks that read the samples.
-        every_sample: whether an epoch leaves no sample out.
+        every_sample: whether an epoch takes every sample.
         names: names of the files' fields; those of ``data.fields`` by default.
         limits: further limits of a sample's tokens, by the name of their setting.
-        options: settings that the samples of a line depend on, where they are known already; by default the tokenizer
-            is loaded for them.
+        options: settings that the samples of a line depend on, if they are known already; by default the tokenizer is
+            loaded for them.
 
     Raises:
         RecipeError: the vocabulary is too small for the tokenizer.
@@ -60,8 +58,8 @@ def check_units(objective: Objective, batch: BatchConfig, section: ObjectiveConf
     """Check that an objective, which a section names, has the groups that steps are counted in."""
     if objective.grouped_by is None and batch.groups_per_step is not None:
         raise RecipeError(
-            f"batch.groups_per_step={batch.groups_per_step}: objective.name={section.name} as it is set takes each "
-            "sample by itself; set batch.global_batch_size instead"
+            f"batch.groups_per_step={batch.groups_per_step}: objective.name={section.name} with its options takes each "
+            "sample separately; set batch.global_batch_size instead"
         )
 
 
@@ -93,6 +91,6 @@ def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:
                 "tokenizer of that model"
             )
         raise RecipeError(
-            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or leave it out"
+            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or unset it"
         )
     return size or tokenizer_size or 0

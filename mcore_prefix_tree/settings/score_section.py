@@ -25,7 +25,7 @@ class ScoreConfig:
         reference: folder of the checkpoints of a reference model with the same architecture; adds ``ref_logprobs``.
         all_tokens: whether to score every token, not only those of the loss mask.
         entropy: whether to write the entropies too.
-        teacher_top_k: number of likeliest tokens to write of each prediction instead, for ``distill`` to read.
+        teacher_top_k: number of likeliest tokens to write per prediction instead, for ``distill`` to read.
     """
 
     output: Annotated[str, LocalPath]
@@ -43,16 +43,7 @@ class ScoreConfig:
         return not self.all_tokens and objective.scored_as != "reward"
 
     def check(self, objective: type[Objective], *, setting: str, vocab_size: int | None) -> None:
-        """Check that the model supports these settings.
-
-        Args:
-            objective: objective that trains the model.
-            setting: setting that names the objective, for messages.
-            vocab_size: size of the vocabulary before padding; None if it is not known yet.
-
-        Raises:
-            ValueError: the model does not support them.
-        """
+        """Raise ValueError if the model does not support these settings; ``vocab_size`` is None if unknown."""
         k = self.teacher_top_k
         if k is not None and objective.scored_as != POLICY:
             raise ValueError(f"score.teacher_top_k requires a vocabulary, and {setting} has none")

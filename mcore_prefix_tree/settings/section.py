@@ -13,9 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.utils.errors import sentence_of
 
-# The type of an error about several keys together, of which none has a wrong value by itself.
+# The type of an error about several keys together, each of which has a valid value.
 AT_ODDS = "at_odds"
-# A check raises what it finds wrong, and returns nothing that counts.
+# A check raises an error for a mistake; its return value is ignored.
 Check = Callable[[], object]
 
 

@@ -1,6 +1,6 @@
-"""The keys of a recipe: what each is for, its default, and which values it takes.
+"""The keys of a recipe: the purpose, default and values of each.
 
-Field names are Megatron's where Megatron has one.
+Field names are Megatron's if Megatron has one.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class DataConfig(Section):
     Attributes:
         path: a JSONL, Parquet (``.parquet``) or Arrow file (``.arrow``, ``.feather``), a glob, a saved Hugging Face
             data set, ``hf://`` name, ``-`` for JSONL on standard input, or a list of these.
-        fields: the files' names of our fields, such as ``{group: task_id}``; null leaves a field of ours unread.
+        fields: the files' names of our fields, for example ``{group: task_id}``; null leaves a field of ours unread.
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
             messages. None if all records have ``tokens``.
-        chat_template_kwargs: further variables of such a folder's chat template, such as ``{enable_thinking: false}``;
-            with ``strftime_now``, a date as ``2026-11-20``, its clock shows that date.
-        expand_turns: whether to make one sample per assistant turn, with its whole history as prefix.
+        chat_template_kwargs: further variables of such a folder's chat template, for example
+            ``{enable_thinking: false}``; with ``strftime_now``, a date as ``2026-11-20``, its clock shows that date.
+        expand_turns: whether to make one sample per assistant turn, with its complete history as prefix.
         order: ``shuffled`` draws lines, or rows, in a new order each epoch; the turns of one stay together. ``folded``
-            deals samples that begin with the same tokens to the same step, and deals anew each epoch; steps fold
-            better and depend more on what they hold, see docs/planning.md. ``file`` keeps the order of the files.
-        on_error: ``raise`` ends before training at the first bad line. ``skip`` leaves out and counts the lines that
-            cannot be used and the samples that are too long, and nothing else.
+            assigns samples that begin with the same tokens to the same step, anew each epoch; steps fold better and
+            depend more on their samples, see docs/planning.md. ``file`` keeps the order of the files.
+        on_error: ``raise`` ends before training at the first bad line. ``skip`` skips and counts the lines that cannot
+            be used and the samples that are too long, and nothing else.
         streaming: whether to hold no samples, and read and encode a line or row when a step needs it, for files larger
-            than memory. The files are gone through once at the start, all ranks together. Plain files only.
+            than memory. The files are scanned once at the start, all ranks together. Plain files only.
         num_workers: number of processes of each rank that read and encode ahead, under ``streaming``; 0 for none.
     """
 
@@ -86,7 +86,7 @@ class ParallelConfig(Section):
 
     Attributes:
         expert_model_parallel_size: number of tensor- and data-parallel ranks that share the experts of a layer: each
-            has some of them, whole. 1 gives all experts to each, cut as other layers are.
+            has some of them, uncut. 1 gives all experts to each, cut as other layers are.
     """
 
     tensor_model_parallel_size: PositiveInt = 1
@@ -110,8 +110,7 @@ class ParallelConfig(Section):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Return what a rank's micro-batches come in multiples of: interleaved stages take them in groups of the
-        pipeline."""
+        """Return the number that divides a rank's micro-batches: interleaved stages take them in groups."""
         return 1 if self.virtual_pipeline_model_parallel_size is None else self.pipeline_model_parallel_size
 
     def padded_vocab_size(self, size: int) -> int:
@@ -131,17 +130,17 @@ class BatchConfig(Section):
 
     Attributes:
         global_batch_size: number of logical samples per step, over all ranks. An objective that compares samples with
-            each other, or counts several as one, takes whole groups (prompts), rollouts or pairs: all must have the
+            each other, or counts several as one, takes complete groups (prompts), rollouts or pairs: all must have the
             same size then, and this is a multiple of it.
-        groups_per_step: number of whole groups, rollouts or pairs that a step takes, in place of ``global_batch_size``,
-            over all ranks, whatever their sizes. Rollouts that become a sample a turn (``data.expand_turns``) usually
-            need it.
+        groups_per_step: number of complete groups, rollouts or pairs that a step takes, in place of
+            ``global_batch_size``, over all ranks, of any sizes. Rollouts that become one sample per turn
+            (``data.expand_turns``) usually need it.
         max_tokens: number of physical tokens that a micro-batch may hold, before padding.
-        share: ``all`` shares every common prefix; ``prompt`` what samples have in common before their first scored
-            token, so that each completion is computed by itself. Either is exact.
+        share: ``all`` shares every common prefix; ``prompt`` only tokens before the first scored one, so that each
+            completion is computed separately. Either is exact.
         min_shared_tokens: number of tokens below which a common prefix is not shared.
-        length_buckets: the only sizes that micro-batches are padded to, for what is compiled or captured once a size;
-            the largest holds ``max_tokens``. None pads to what the parallel layout needs and no further.
+        length_buckets: the only sizes that micro-batches are padded to, for code that is compiled or captured once per
+            size; the largest holds ``max_tokens``. None pads only as far as the parallel layout needs.
         calibration: file of ``mcore-prefix-tree calibrate``: ranks are balanced by seconds measured rather than by
             FLOPs counted.
     """
@@ -167,7 +166,7 @@ class BatchConfig(Section):
         return Sharing(share=self.share, min_shared_tokens=self.min_shared_tokens)
 
     def padding(self, multiple: int) -> Padding:
-        """Return what the sizes of micro-batches are rounded up to, a multiple of a number; raises RecipeError."""
+        """Return the sizes that micro-batches are padded to, each a multiple of a number; raises RecipeError."""
         try:
             padding = Padding(multiple=multiple, buckets=tuple(self.length_buckets or ()))
             padding.check_holds(self.max_tokens)
@@ -177,7 +176,7 @@ class BatchConfig(Section):
 
     @property
     def per_step(self) -> int:
-        """Samples of a step, or its groups, rollouts or pairs."""
+        """Return the number of samples per step, or of its groups, rollouts or pairs."""
         size = self.groups_per_step or self.global_batch_size
         assert size is not None
         return size
@@ -194,15 +193,15 @@ class ObjectiveConfig(Section):
     """Objective that the samples are trained with.
 
     Attributes:
-        name: name in ``mcore_prefix_tree.objectives.OBJECTIVES``, such as ``sft``, ``grpo`` or ``dpo``. With ``critic``
-            and ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
+        name: name in ``mcore_prefix_tree.objectives.OBJECTIVES``, for example ``sft``, ``grpo`` or ``dpo``. With
+            ``critic`` and ``reward_model`` the model ends in a scalar head instead of the vocabulary's.
         options: options of its class there, for example ``{kl_coef: 0.01}``.
         teacher_recipe: recipe of the model that ``distill`` with ``teacher: full`` learns from. Read are its ``model``,
             of the same vocabulary, its ``checkpoint.save``, which holds the weights, and its ``attention_backend``.
             ``xtoken`` also reads its ``data.tokenizer``, and may have a list of teachers. A Hugging Face folder can
             take a recipe's place. Without its ``checkpoint.save`` the weights are those of its ``model.hf``.
-        teacher_tensor_model_parallel_size: number of ranks that a teacher is cut over. 1 leaves it whole on each rank,
-            a multiple of the student's cuts it over several replicas of the student; None is the student's.
+        teacher_tensor_model_parallel_size: number of ranks that a teacher is cut over. 1 keeps it uncut on each rank, a
+            multiple of the student's cuts it over several replicas of the student; None is the student's.
     """
 
     name: str = "sft"
@@ -212,13 +211,13 @@ class ObjectiveConfig(Section):
 
     @property
     def teacher_recipes(self) -> list[str]:
-        """The recipes of all teachers."""
+        """Return the recipes of all teachers."""
         return [given] if isinstance(given := self.teacher_recipe, str) else given or []
 
     @property
     def kind(self) -> type[Objective]:
-        """Class of the objective; of a name that is unknown, which ``objective_of`` rejects, the supervised one."""
-        from mcore_prefix_tree.objectives import OBJECTIVES  # torch, which few who read a recipe need
+        """Return the class of the objective; the supervised one for an unknown name, which ``objective_of`` rejects."""
+        from mcore_prefix_tree.objectives import OBJECTIVES  # torch, which few readers of a recipe need
 
         return OBJECTIVES.get(self.name, OBJECTIVES["sft"])[0]
 
@@ -264,11 +263,11 @@ class CheckpointConfig(Section):
     Attributes:
         save: folder of the checkpoints; None saves nothing.
         save_interval: number of steps between checkpoints; the last step always saves.
-        keep_last: number of checkpoints that stay in ``save``; older ones are removed once a new one is whole. None
+        keep_last: number of checkpoints that stay in ``save``; older ones are removed once a new one is complete. None
             keeps all.
         pretrained_checkpoint: folder of another run, of Megatron-LM too, whose last checkpoint's weights a run starts
-            from; its optimizer and data are left alone. A critic or reward model may start from a language model, and
-            a critic from a reward model: a scalar head that the checkpoint does not have starts anew.
+            from; its optimizer and data are not read. A critic or reward model may start from a language model, and a
+            critic from a reward model: a scalar head that the checkpoint does not have starts anew.
         export_hf: folder that the weights of the last step are written to, in the format of ``model.hf``, which it
             needs, or with ``model.lora`` in PEFT's; it must not exist. None exports nothing.
     """
@@ -282,21 +281,20 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe(Section):
-    """A whole job.
+    """A complete job.
 
     Attributes:
         train_iters: number of steps.
         seed: seed of the weights and of the order of the samples.
         attention_backend: name in ``mcore_prefix_tree.attention.BACKENDS``, or ``auto``: the fastest measured on a tree
-            like that of the first step, kept for the whole run.
+            like that of the first step, kept for the entire run.
         deterministic_attention: whether attention gives the same bits twice. False lets back-ends take a faster
             backward that adds up in any order, and admits those that have no other.
-        fused_head: whether to score the supervised tokens a chunk of logits at a time. False keeps the logits of all
-            tokens.
-        head_chunk_rows: maximum number of predictors of a chunk. None takes 256 on a CPU and 2,048 on a GPU, or more
-            where a rank's part of the vocabulary is small. Where samples (of ``gspo``, ``kto``) or pairs score more
-            positions than that, a larger number saves time and costs memory: see docs/head.md.
-        device: ``auto`` takes the GPU where there is one; ``cpu`` runs megatron-core under emulation.
+        fused_head: whether to score the supervised tokens in chunks of logits. False keeps the logits of all tokens.
+        head_chunk_rows: maximum number of predictors of a chunk. None takes 256 on a CPU and 2,048 on a GPU, or more if
+            a rank's part of the vocabulary is small. If samples (of ``gspo``, ``kto``) or pairs score more positions
+            than that, a larger number saves time and costs memory: see docs/head.md.
+        device: ``auto`` takes the GPU if there is one; ``cpu`` runs megatron-core under emulation.
         distributed_timeout_minutes: minutes that ranks wait for each other before the job ends; None takes torch's and
             Megatron's defaults, 10 minutes on GPUs for all ranks together and 30 for parts of them.
         compare: whether to end with the speed of the last batch folded and unfolded, by the loss of ``verify``. The
@@ -333,12 +331,12 @@ class Recipe(Section):
 
     def _check_export(self) -> None:
         if self.checkpoint.export_hf is not None and self.model.hf is None:
-            raise ValueError("checkpoint.export_hf writes the format of model.hf, which is not set; leave it out")
+            raise ValueError("checkpoint.export_hf writes the format of model.hf, which is not set; unset export_hf")
 
     def _check_head(self) -> None:
         if self.head_chunk_rows is not None and (not self.fused_head or self.objective.has_scalar_head):
             why = "fused_head=false" if not self.fused_head else f"objective.name={self.objective.name}"
-            raise ValueError(f"head_chunk_rows requires the fused head, which {why} disables; leave it out")
+            raise ValueError(f"head_chunk_rows requires the fused head, which {why} disables; unset it")
 
     def _check_lora(self) -> None:
         if self.model.lora is None:
@@ -350,13 +348,13 @@ class Recipe(Section):
             why = "starts from model.hf; export the checkpoint and name that folder there instead of "
             why += "checkpoint.pretrained_checkpoint"
         elif self.objective.has_scalar_head:
-            why = f"trains no scalar head, which objective.name={self.objective.name} needs; leave it out"
+            why = f"trains no scalar head, which objective.name={self.objective.name} needs; unset it"
         if why is not None:
             raise ValueError(f"model.lora {why}")
 
     @property
     def inputs(self) -> list[str]:
-        """Files, globs and folders that the recipe names; ``teacher.list_inputs`` adds those of its teachers."""
+        """Return the files, globs and folders that the recipe names, without those of its teachers' recipes."""
         projections = self.objective.options.get("projection")
         named = (
             self.data.path,
@@ -375,9 +373,5 @@ class Recipe(Section):
 
     @property
     def padding(self) -> Padding:
-        """Return what the sizes of micro-batches are rounded up to.
-
-        Raises:
-            RecipeError: the length buckets do not fit the parallel layout or the budget.
-        """
+        """Return the padding of micro-batches; raises RecipeError if buckets do not fit the layout or the budget."""
         return self.batch.padding(self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1)

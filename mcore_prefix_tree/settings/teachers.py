@@ -20,13 +20,10 @@ from mcore_prefix_tree.settings.sections import (
 
 
 def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
-    """Return the teachers of a job: each path that it names, and the recipe that it stands for.
+    """Return the teachers of a job: each path that it names, and its recipe.
 
     A Hugging Face folder stands for its weights and its own tokenizer, with the student's precision, layers and
     attention back-end.
-
-    Args:
-        student: recipe of the job.
 
     Raises:
         RecipeError: see :func:`load_recipe` and :meth:`HuggingFaceFolder.read`.
@@ -73,11 +70,7 @@ def _model_of(path: str, student: ModelConfig) -> ModelConfig:
 
 
 def check_stage(ranks: int, objective: ObjectiveConfig) -> None:
-    """Check that the ranks of a pipeline stage can hold the teachers.
-
-    Raises:
-        RecipeError: the teachers' tensor-parallel size does not divide the number of ranks.
-    """
+    """Raise RecipeError if the teachers' tensor-parallel size does not divide the ranks of a pipeline stage."""
     size = objective.teacher_tensor_model_parallel_size or 1
     if ranks % size:
         raise RecipeError(
@@ -87,22 +80,14 @@ def check_stage(ranks: int, objective: ObjectiveConfig) -> None:
 
 
 def parallel_of_teachers(objective: ObjectiveConfig, parallel: ParallelConfig) -> ParallelConfig:
-    """Return the parallel layout of a job's teachers.
-
-    Args:
-        objective: objective section of the job's recipe.
-        parallel: parallel layout of the student.
-
-    Raises:
-        RecipeError: the teachers' tensor-parallel size is neither 1 nor a multiple of the student's.
-    """
+    """Return the teachers' layout; raises RecipeError if its size is neither 1 nor a multiple of the student's."""
     given, own = objective.teacher_tensor_model_parallel_size, parallel.tensor_model_parallel_size
     if given is None or given == own:
         return parallel
     if given != 1 and given % own:
         raise RecipeError(
-            f"objective.teacher_tensor_model_parallel_size={given} is neither 1, which leaves teachers whole on each "
-            f"rank, nor a multiple of parallel.tensor_model_parallel_size={own}; change it, or leave it out to cut "
+            f"objective.teacher_tensor_model_parallel_size={given} is neither 1, which keeps teachers uncut on each "
+            f"rank, nor a multiple of parallel.tensor_model_parallel_size={own}; change it, or unset it to cut "
             "teachers as their student"
         )
     return replace(parallel, tensor_model_parallel_size=given, sequence_parallel=False)

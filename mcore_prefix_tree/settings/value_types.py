@@ -17,7 +17,7 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _no_boolean(value: object) -> object:
-    """To Python a boolean is a number, to whoever writes ``train_iters: true`` it is a slip."""
+    """Reject a boolean, which Python takes for a number: ``train_iters: true`` is a slip."""
     if isinstance(value, bool):
         raise PydanticCustomError("not_a_number", "input should be a number, not a boolean")
     return value
@@ -32,7 +32,7 @@ def _names(value: dict[str, str | None]) -> dict[str, str | None]:
 
 
 def local(value: str | list[str] | None) -> str | list[str] | None:
-    """Return :func:`local_path` of a path, or of each; raises what pydantic reports."""
+    """Return :func:`local_path` of a path, or of each; raises the error that pydantic reports."""
     try:
         return [local_path(one) for one in value] if isinstance(value, list) else value and local_path(value)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Byte-boundary alignment: a chunk ends wherever a student's token and a teacher's token end at the same byte.
 
-Legend: n student tokens, m teacher tokens, C chunks.
+Legend: n student tokens, m teacher tokens, C chunks, N selected tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ from mcore_prefix_tree.xtoken.token_bytes import BoolArray, Int64Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Alignment:
-    """Chunks of two token sequences: runs of tokens with the same text on both sides, in order.
-
-    Attributes:
-        student: int64 ``[C, 2]``, first token and end (exclusive) of each chunk, at least one token.
-        teacher: int64 ``[C, 2]``, the same in the teacher's sequence.
-    """
+    """Chunks of equal text in order: int64 ``[C, 2]``, first token and end (exclusive), on each side; none is empty."""
 
     student: Int64Array
     teacher: Int64Array
@@ -42,20 +37,18 @@ def align_ends(
     student_has_text: BoolArray,
     teacher_has_text: BoolArray,
 ) -> Alignment:
-    """Align two sequences by where their tokens end in one common text.
+    """Align two sequences by the ends of their tokens in one common text.
 
-    The result is prefix-causal: chunks that end inside a prefix of both sequences depend on that prefix alone. A token
-    of no bytes, such as SentencePiece's leading mark, belongs to the chunk of the token behind it. A chunk that another
-    token interrupts, such as a control token inside a word, is left out.
+    The result is prefix-causal: chunks that end inside a prefix of both sequences depend only on that prefix. A token
+    without bytes, for example SentencePiece's leading mark, belongs to the chunk of the token after it. A chunk that
+    another token interrupts, for example a control token inside a word, is omitted. Time and memory are linear in
+    tokens and bytes.
 
-    Args:
+    student_ends: int64 ``[n]``, byte at which each token ends; never falls.
         student_ends: int64 ``[n]``, byte at which each token ends; never falls.
         teacher_ends: int64 ``[m]``, likewise in the same text.
         student_has_text: bool ``[n]``, mask of the tokens that may belong to a chunk.
         teacher_has_text: bool ``[m]``, likewise.
-
-    Returns:
-        The chunks, as ranges of tokens. Time and memory are linear in tokens and bytes.
     """
     sides = [_TextTokens.of(student_ends, student_has_text), _TextTokens.of(teacher_ends, teacher_has_text)]
     ends_there = np.zeros(1 + max(int(side.borders.max(initial=0)) for side in sides), dtype=np.bool_)
@@ -68,11 +61,11 @@ def align_ends(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _TextTokens:
-    """The tokens of one side that have text, and where each run of them ends.
+    """The tokens of one side that have text, and the ends of their runs.
 
     Attributes:
-        index: int64, the tokens.
-        ends: int64, byte at which each token ends, or at which the next one with a byte does.
+        index: int64 ``[N]``, the tokens.
+        ends: int64 ``[N]``, byte at which each token ends, or at which the next one with a byte does.
         borders: int64, the different ends, ascending.
     """
 
@@ -82,10 +75,11 @@ class _TextTokens:
 
     @classmethod
     def of(cls, ends: Int64Array, has_text: BoolArray) -> _TextTokens:
+        """Select tokens from int64 ``[n]`` ends and bool ``[n]``, whether each has text."""
         index = np.flatnonzero(has_text)
         before = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[index] if len(ends) else ends
         has_bytes = ends[index] > before
-        # The next token with a byte; those behind the last one are in no chunk.
+        # The next token with a byte; those after the last one are in no chunk.
         following: Int64Array = np.cumsum(has_bytes) - has_bytes
         borders = ends[index][has_bytes]
         inside = following < len(borders)
@@ -110,7 +104,7 @@ def merged_ranges(alignments: list[Alignment]) -> Alignment:
 
 
 def first_difference(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> int | None:
-    """Return the first byte at which two texts differ, or one of them ends; None for equal texts."""
+    """Return the first byte at which two texts (uint8, 1-d) differ, or one of them ends; None for equal texts."""
     common = min(len(one), len(other))
     differs = one[:common] != other[:common]
     if differs.any():

@@ -22,7 +22,7 @@ class Side:
         rows: int64 ``[A]``, flat indices of the predictors, chunk after chunk.
         tokens: int32 ``[A]``, the token that each of them predicts in the chunk's text.
         starts: int64 ``[C + 1]``; chunk c has ``rows[starts[c]:starts[c + 1]]``, at least one.
-        realised: float64 ``[A]``, log-probability of each of ``tokens``, where it is known beforehand; otherwise None.
+        realised: float64 ``[A]``, log-probability of each of ``tokens``, if it is known beforehand; otherwise None.
     """
 
     rows: Int64Array
@@ -39,8 +39,6 @@ class Chunks:
     tokens) are one chunk with the sum of their weights.
 
     Attributes:
-        student: predictors in the student's layout.
-        teacher: predictors in the teacher's layout.
         weight: float64 ``[C]``, the weights of the samples that share a chunk, added up.
         multiplicity: float64 ``[C]``, number of samples that share it.
         first_sample: int64 ``[C]``, the first sample of the micro-batch that has it, for messages.

@@ -1,7 +1,7 @@
 """The dynamic-programming aligner: for text that two tokenizers normalise differently.
 
-Byte alignment is exact and prefix-causal, this one is neither: what follows a prefix can change how the prefix is
-aligned, so chunks of folded samples no longer are the chunks of each sample's beginning. Use it for compatibility.
+Byte alignment is exact and prefix-causal, this one is neither: the text after a prefix can change the alignment of the
+prefix, so chunks of folded samples no longer are the chunks of each sample's beginning. Use it for compatibility.
 
 Legend: n student tokens, m teacher tokens, C chunks.
 """
@@ -31,7 +31,7 @@ _MANY_TO_ONE = _ONE_TO_MANY + LONGEST_RUN - 1
 
 @dataclass(frozen=True)
 class Step:
-    """One move of the best path: student tokens ``[s_start, s_end)`` beside teacher tokens ``[t_start, t_end)``.
+    """One move of the best path: student tokens ``[s_start, s_end)`` aligned with teacher tokens ``[t_start, t_end)``.
 
     A gap has no token on one side. ``is_equal`` is whether both sides have the same text.
     """
@@ -44,18 +44,12 @@ class Step:
 
 
 def best_path(student: Sequence[str], teacher: Sequence[str]) -> tuple[list[Step], float]:
-    """Align two token sequences by the highest total score.
+    """Return the moves that align n and m texts with the highest total score, from the first token on, and the score.
 
-    Two tokens beside each other score 3 if they are equal and -3 if not, a token beside nothing -1.5, and one token
-    beside k = 2..4 tokens whose joined text it equals 1.5 k. Of equal scores the first in this order is taken: token
-    beside token, student's gap, teacher's gap, one student token, one teacher token (each with the smallest k).
-
-    Args:
-        student: n texts.
-        teacher: m texts.
-
-    Returns:
-        The moves from the first token on, and the score. Time is O(n m), memory n m bytes.
+    Two tokens aligned with each other score 3 if they are equal and -3 if not, a token in a gap -1.5, and one token
+    aligned with k = 2..4 tokens whose joined text it equals 1.5 k. Among equal scores the first in this order is taken:
+    token with token, student's gap, teacher's gap, one student token, one teacher token (each with the smallest k).
+    Time is O(n m), memory n m bytes.
     """
     moves, score = _fill(_numbered(student, teacher), len(student), len(teacher))
     steps = []
@@ -95,13 +89,10 @@ def _numbered(student: Sequence[str], teacher: Sequence[str]) -> tuple[Numbers, 
 
 
 def _fill(numbers: tuple[Numbers, Numbers], n: int, m: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Return the best move into each cell, ``[n + 1, m + 1]``, and the score of the last one in units.
-
-    A cell needs cells of earlier anti-diagonals alone, so that each of these is computed at once.
-    """
+    """Return the best move into each cell, ``[n + 1, m + 1]``, and the score of the last one in units."""
     student, teacher = numbers
     moves = np.zeros((n + 1, m + 1), dtype=np.uint8)
-    # Scores by anti-diagonal, indexed by i + LONGEST_RUN, so that what is outside is impossible.
+    # Scores by anti-diagonal, indexed by i + LONGEST_RUN, so that every move from outside is impossible.
     recent = [np.full(n + 1 + LONGEST_RUN, _IMPOSSIBLE, dtype=np.int32) for _ in range(LONGEST_RUN + 1)]
     scores = np.full(n + 1 + LONGEST_RUN, _IMPOSSIBLE, dtype=np.int32)
     scores[LONGEST_RUN] = 0
@@ -131,14 +122,10 @@ def _fill(numbers: tuple[Numbers, Numbers], n: int, m: int) -> tuple[npt.NDArray
 
 
 def align_dynamic(student: Sequence[bytes], teacher: Sequence[bytes]) -> Alignment:
-    """Align two token sequences whose texts may be normalised differently.
+    """Align the bytes of n and of m tokens whose texts may be normalised differently.
 
     Texts are compared in Unicode's compatibility decomposition (NFKD). Runs of moves that do not fit become one chunk
     if their joined texts are equal; otherwise they are in no chunk.
-
-    Args:
-        student: the bytes of n tokens.
-        teacher: the bytes of m tokens.
     """
     texts = [[_normal(token) for token in side] for side in (student, teacher)]
     steps, _ = best_path(texts[0], texts[1])

@@ -1,7 +1,7 @@
 """Rows of a teacher that the samples bring with them, in place of the teacher's model.
 
-Rows of one path may differ: a teacher that was asked in two batches can differ in its last digits. So samples are
-folded by the content of their rows, too: a path is shared as far as the teacher's tokens and all rows on it are equal.
+Rows of one path may differ: a teacher that was run in two batches can differ in its last digits. So samples are also
+folded by the content of their rows: a path is shared as far as the teacher's tokens and all rows on it are equal.
 
 Legend: m teacher tokens of a sample, M of all samples of a micro-batch, L labels, A different rows, k tokens of a row.
 """
@@ -26,11 +26,7 @@ EXPORT = "`mcore-prefix-tree xtoken export-teacher` writes them"
 
 
 def rows_of(pair: Pair, table: TokenBytes) -> Teacher | None:
-    """Return a sample's rows, None for a sample without chunks.
-
-    Args:
-        pair: pair of the sample.
-        table: bytes of the teacher's vocabulary.
+    """Return a sample's rows, None for a sample without chunks; ``table`` has the bytes of the teacher's vocabulary.
 
     Raises:
         SampleError: rows are missing, or belong to another tokenizer or another text; the message names the sample.
@@ -41,7 +37,7 @@ def rows_of(pair: Pair, table: TokenBytes) -> Teacher | None:
     if teacher is None:
         raise SampleError(f"{source}: field 'teacher' is missing, whose rows teacher=top_k reads; {EXPORT}")
     if teacher.tokens is None or teacher.realised is None:
-        raise SampleError(f"{source}: field 'teacher' has rows for the sample's own tokens alone; {EXPORT}")
+        raise SampleError(f"{source}: field 'teacher' has rows only for the sample's own tokens; {EXPORT}")
     if teacher.tokenizer != table.hash:
         raise SampleError(
             f"{source}: field 'teacher' was exported with another tokenizer (hash {str(teacher.tokenizer)[:12]}) than "
@@ -78,12 +74,11 @@ class Labelled:
     """The teacher's samples of a micro-batch with labels in place of tokens.
 
     A label stands for a token, its log-probability and the row that predicts the next token. Layouts of the labelled
-    samples so share what has equal rows, and their flat indices name rows.
+    samples so share paths with equal rows, and their flat indices name rows.
 
     Attributes:
-        samples: samples of labels.
         token: int64 ``[L]``, the token that each label stands for.
-        realised: float64 ``[L]``, its log-probability; NaN where it is in no chunk.
+        realised: float64 ``[L]``, its log-probability; NaN if it is in no chunk.
         row: int64 ``[L]``, index of the row that predicts the next token; -1 for none.
         token_ids: int32 ``[A, k]``, token ids of the different rows.
         logprobs: ``[A, k]``, their log-probabilities.

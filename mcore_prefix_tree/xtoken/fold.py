@@ -21,14 +21,13 @@ _INT64_MAX = int(np.iinfo(np.int64).max)
 def fold_chunks(student: FlatLayout, teacher: FlatLayout, pairs: Sequence[Pair], *, keyed_by_tokens: bool) -> Chunks:
     """Find the unique chunks of a micro-batch.
 
-    A loss that adds up ``weight * term`` over them equals the loss that adds up the terms of every pair by itself: a
+    A loss that adds up ``weight * term`` over them equals the loss that adds up the terms of every pair separately: a
     chunk's predictors see the same tokens in every sample that shares them. They are in order of their last predictor
     in the student's layout, so their order does not depend on that of the pairs.
 
     Args:
         student: layout of ``[pair.student for pair in pairs]``, in this order.
         teacher: layout of ``[pair.teacher for pair in pairs]``.
-        pairs: pairs whose chunks are folded.
         keyed_by_tokens: whether the loss reads which tokens follow; otherwise chunks with the same predictors are one,
             with the tokens of its first sample.
 
@@ -96,7 +95,7 @@ class _Occurrences:
         )
 
     def side(self, layout: FlatLayout, chosen: Int64Array) -> Side:
-        """Return the predictors of some chunks."""
+        """Return the predictors of chosen chunks, int64 indices ``[C]``."""
         lengths = self.lengths[chosen]
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
         behind = np.repeat(self.places[chosen] + 1 - lengths, lengths) + np.arange(starts[-1])
@@ -109,11 +108,7 @@ class _Occurrences:
 
 
 def unique_rows(columns: list[Int64Array]) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Group rows of equal columns, in order of the first column, then the second, and so on.
-
-    Returns:
-        The first row of each group, the group of each row, and the number of rows of each group.
-    """
+    """Group rows of equal columns ``[K]`` in lexicographic order: first row, each row's group, size of each."""
     code = columns[0]
     for column in columns[1:]:
         size = int(column.max(initial=0)) + 1

@@ -1,4 +1,4 @@
-"""Names of the losses of chunks, what each reads, and their settings; nothing here needs torch."""
+"""Names of the losses of chunks, their inputs and their settings; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ Mode = Literal["p_kl", "gold", "h_kl", "partition_kl", "alm", "uld"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """Inputs of a loss, and the settings that it has.
+    """Inputs and settings of a loss.
 
     Attributes:
-        projection: whether the loss reads the projection matrix.
-        tokens: whether the loss reads which tokens a chunk has, besides its predictors: chunks that differ in them are
-            different.
+        tokens: whether chunks are different if only their tokens differ, and not their predictors.
         token_bytes: whether the loss reads the exact bytes of both vocabularies.
         temperature: whether logits are divided by a temperature, and terms multiplied by its square.
-        reverse: whether the loss has a reverse form.
-        whole: whether the loss reads every log-probability of the teacher, so that rows of its likeliest tokens do not
-            do.
+        whole: whether the loss reads every log-probability of the teacher, and not only those of its likeliest tokens.
     """
 
     projection: bool = False
@@ -43,17 +39,7 @@ MODES: dict[Mode, Reads] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Name of a loss, and its numbers.
-
-    Attributes:
-        mode: mode of the loss.
-        temperature: temperature of both models' logits, for modes that have one.
-        top_k: number of columns of the teacher's vocabulary that P-KL compares; None takes all.
-        reverse: whether to take the KL of the student's distribution from the teacher's.
-        tail: largest number of uncommon tokens that gold and H-KL compare.
-        theta: temperature of ALM's likelihoods.
-        exported: whether the teacher's logits are rows of its likeliest tokens, -inf elsewhere.
-    """
+    """A loss and its numbers, as in ``CrossTokenizer``; ``exported`` if the teacher's logits are exported rows."""
 
     mode: Mode = "p_kl"
     temperature: float = 1.0
@@ -65,7 +51,6 @@ class LossSettings:
 
     @property
     def reads(self) -> Reads:
-        """Return the inputs of the loss."""
         return MODES[self.mode]
 
     @property

@@ -29,7 +29,6 @@ class Pair:
     """One sample for both models.
 
     Attributes:
-        student: sample in the student's tokens.
         teacher: sample in the teacher's tokens, with the student's merge key; its loss mask is 1 for the tokens of
             chunks.
         alignment: valid chunks: all student tokens are scored, and both sides have a token with a predictor.
@@ -58,12 +57,9 @@ class Pairing:
     ) -> None:
         """Read both vocabularies.
 
-        Args:
-            student: the student's tokenizer.
-            teacher: the teacher's tokenizer.
-            aligner: name of the aligner: ``bytes`` is exact and prefix-causal; ``dynamic`` also aligns text that the
-                tokenizers normalise differently, and leaves out what it cannot align.
-            teacher_limits: largest number of the teacher's tokens, by the name of the setting.
+        ``aligner`` ``bytes`` is exact and prefix-causal; ``dynamic`` also aligns text that the tokenizers normalise
+        differently, and omits text that it cannot align. ``teacher_limits`` are limits of the teacher's tokens, by
+        setting.
 
         Raises:
             ValueError: a tokenizer does not give its bytes; or ``aligner`` is neither.
@@ -94,8 +90,8 @@ class Pairing:
     def pair(self, student: Sample, teacher: Sample) -> Pair:
         """Align a conversation that each side has encoded with its own chat format.
 
-        Text between scored tokens may differ; the k-th run of scored tokens must have the same text on both sides.
-        Where both end with their tokenizer's end of turn, these two tokens are a chunk as well.
+        Text between scored tokens may differ; the k-th run of scored tokens must have the same text on both sides. If
+        both end with their tokenizer's end of turn, these two tokens are a chunk as well.
 
         Raises:
             SampleError: the runs differ; the message names the sample and the first token that does.
@@ -118,8 +114,8 @@ class Pairing:
         """Encode the text of a student's sample with the teacher's tokenizer.
 
         The teacher reads the text of the student's tokens: the text between special tokens is encoded anew, a special
-        token becomes the teacher's of the same name, or of the same role (begin of text, end of turn), and is left out
-        where the teacher has none.
+        token becomes the teacher's of the same name, or of the same role (begin of text, end of turn), and is omitted
+        if the teacher has neither.
 
         Raises:
             SampleError: the text is not UTF-8, or the teacher's tokenizer changes it; the message names the sample and
@@ -212,12 +208,12 @@ class _Side:
 
     @cached_property
     def ends(self) -> Int64Array:
-        """int64 ``[n]``, end of each token in the text of the selected ones."""
+        """Return int64 ``[n]``, end of each token in the text of the selected ones."""
         return np.cumsum(self.lengths)
 
     @cached_property
     def runs(self) -> Int64Array:
-        """int64 ``[R, 2]``, first token and end of each maximal run of selected tokens."""
+        """Return int64 ``[R, 2]``, first token and end of each maximal run of selected tokens."""
         edges = np.flatnonzero(np.diff(self.selected.astype(np.int8), prepend=0, append=0))
         return edges.reshape(-1, 2)
 
@@ -250,7 +246,7 @@ def _check_texts(student: _Side, teacher: _Side, way_out: str) -> None:
 
 
 def _align_run(student: _Side, teacher: _Side, s_run: list[int], t_run: list[int]) -> Alignment:
-    """Align one run dynamically; a chunk that a token without text interrupts is left out."""
+    """Align one run dynamically; a chunk that a token without text interrupts is omitted."""
     index, texts = [], []
     for side, (start, end) in ((student, s_run), (teacher, t_run)):
         tokens = start + np.flatnonzero(side.has_text[start:end])
@@ -268,6 +264,7 @@ def _align_run(student: _Side, teacher: _Side, s_run: list[int], t_run: list[int
 
 
 def _single(tokens: Int64Array) -> Int64Array:
+    """Return ranges ``[C, 2]`` of single tokens ``[C]``."""
     return np.stack([tokens, tokens + 1], axis=1)
 
 
@@ -275,6 +272,6 @@ def _sums(values: npt.NDArray[np.float64] | BoolArray, ranges: Int64Array) -> np
     """Sum ``values [n]`` over each range of ``ranges [C, 2]``; the ranges are in order and do not overlap."""
     if not len(ranges):
         return np.zeros(0)
-    # Every second sum is of what lies between two ranges.
+    # Every second sum covers the values between two ranges.
     sums: npt.NDArray[np.float64] = np.add.reduceat(np.append(values.astype(np.float64), 0.0), ranges.reshape(-1))
     return sums[::2]

@@ -1,6 +1,6 @@
 """Projection matrices: the weights of a student's token in the teacher's vocabulary.
 
-Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, k entries of a row, E entries in all.
+Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, k entries of a row, E entries of the matrix.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ class Projection:
     """A sparse matrix W from the student's vocabulary (rows) to the teacher's (columns).
 
     Attributes:
-        columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 where a row has fewer.
+        columns: int32 ``[V_s, k]``, ids of the teacher's vocabulary by descending weight; -1 if a row has fewer.
         weights: float32 ``[V_s, k]``, 0 where ``columns`` is -1; a row that is not empty adds up to 1.
-        teacher_vocab_size: V_t.
         student_hash: hash that identifies the student's tokenizer.
         teacher_hash: hash that identifies the teacher's tokenizer.
     """
@@ -34,7 +33,7 @@ class Projection:
 
     @property
     def student_vocab_size(self) -> int:
-        """V_s."""
+        """Return V_s."""
         return len(self.columns)
 
 
@@ -49,19 +48,10 @@ def from_entries(
     student_hash: str = "",
     teacher_hash: str = "",
 ) -> Projection:
-    """Add up the entries of a matrix and keep the ``top_k`` of each row, which then add up to 1.
+    """Add up a matrix's entries and keep the ``top_k`` of each row, scaled to add up to 1; the lower id of equal ones.
 
-    Of equal weights the lower id is kept.
-
-    Args:
-        rows: ``[E]``, the student's tokens, in any order.
-        columns: ``[E]``, the teacher's tokens.
-        weights: float64 ``[E]``, at least 0; entries of one place are added.
-        student_vocab_size: V_s.
-        teacher_vocab_size: V_t.
-        top_k: k.
-        student_hash: hash of the student's tokenizer, see :class:`Projection`.
-        teacher_hash: hash of the teacher's tokenizer, see :class:`Projection`.
+    ``rows`` are the student's tokens ``[E]``, in any order, ``columns`` the teacher's ``[E]``, ``weights`` float64
+    ``[E]``, at least 0; entries of one place are added.
     """
     place, group = np.unique(rows.astype(np.int64) * teacher_vocab_size + columns, return_inverse=True)
     total = np.bincount(group, weights=weights, minlength=len(place)).astype(np.float64)
@@ -85,11 +75,7 @@ def from_entries(
 
 
 def trim(projection: Projection, top_k: int) -> Projection:
-    """Keep the ``top_k`` heaviest entries of each row, and let them add up to 1.
-
-    Raises:
-        ValueError: ``top_k`` is less than 1.
-    """
+    """Keep the ``top_k`` heaviest entries per row, scaled to add up to 1; raises ValueError if it is less than 1."""
     if top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1")
     return replace(
@@ -100,13 +86,7 @@ def trim(projection: Projection, top_k: int) -> Projection:
 
 
 def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tokens: IntArray) -> Projection:
-    """Give tokens that mean the same the whole weight of their rows.
-
-    Args:
-        projection: projection to change.
-        student_tokens: ``[E]``, different ids.
-        teacher_tokens: ``[E]``, teacher's token that each of them equals.
-    """
+    """Give each student's token ``[E]`` the full weight of its row to the teacher's token ``[E]`` that it equals."""
     columns, weights = projection.columns.copy(), projection.weights.copy()
     columns[student_tokens], weights[student_tokens] = -1, 0.0
     columns[student_tokens, 0], weights[student_tokens, 0] = teacher_tokens, 1.0
@@ -120,6 +100,7 @@ def entries(projection: Projection) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 
 
 def _normalised(values: FloatArray) -> npt.NDArray[np.float32]:
+    """Scale rows of ``[V_s, k]`` to add up to 1; rows of zeros stay."""
     total = values.sum(axis=1, keepdims=True)
     normalised: npt.NDArray[np.float32] = (values / np.where(total > 0, total, 1.0)).astype(np.float32)
     return normalised

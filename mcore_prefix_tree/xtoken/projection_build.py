@@ -20,9 +20,9 @@ from mcore_prefix_tree.xtoken.projection import FloatArray, Projection, from_ent
 from mcore_prefix_tree.xtoken.reencode import TextEncoder
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
 
-# Weights of the tokens that write another: 0.9, then each a tenth of the one before.
+# Weights of the tokens that write another: 0.9, then a tenth of the previous weight each.
 _FIRST, _DECAY = 0.9, 0.1
-# Similarity of names: so much by characters, the rest by words; and what a mapping by name weighs.
+# Similarity of names: this much by characters, the rest by words; and the weight of a mapping by name.
 _BY_CHARACTERS, _BY_NAME = 0.6, 0.8
 _PART = 4096
 
@@ -61,7 +61,7 @@ class Entries:
 
 
 class Parts(Protocol):
-    """Keeps finished parts, so that a build that was interrupted goes on."""
+    """Keeps finished parts, so that an interrupted build continues."""
 
     def load(self, name: str) -> Entries | None:
         """Return a part, or None if it is not finished."""
@@ -92,12 +92,11 @@ class Vocabularies:
     ) -> Projection:
         """Build the projection; the same bits each time.
 
-        A student's token is written in the teacher's tokens, the i-th of which gets a weight proportional to
-        0.9 * 0.1**i; then the teacher's in the student's, and both add up. Special tokens are mapped by the similarity
-        of their names. A token whose bytes are a part of a character has no text; only the exact map finds it.
+        A student's token is written in the teacher's tokens, the i-th of which gets a weight proportional to 0.9 *
+        0.1**i; then the teacher's in the student's, and both add up. Special tokens are mapped by the similarity of
+        their names. A token whose bytes are a part of a character has no text; only the exact map finds it.
 
         Args:
-            settings: settings of the build.
             parts: store of finished parts.
             progress: function that receives the tokens done and their total.
         """
@@ -128,10 +127,10 @@ class Vocabularies:
         )
 
     def exact_map(self, projection: Projection) -> Projection:
-        """Give each student's token that the teacher's vocabulary has as well the whole weight of its row.
+        """Give each student's token that the teacher's vocabulary has as well the full weight of its row.
 
         The two have the same bytes, or are special tokens of the same name, or of the same role (begin of text, end of
-        turn). Where several of the teacher's tokens have the same bytes, it is the one that its tokenizer writes.
+        turn). If several of the teacher's tokens have the same bytes, it is the one that its tokenizer writes.
 
         Raises:
             ValueError: the projection belongs to other vocabularies.
@@ -223,16 +222,10 @@ def shares(count: int) -> list[float]:
 def similar_names(
     student: Mapping[int, str], teacher: Mapping[int, str], least: float, top_k: int
 ) -> list[tuple[int, int, float]]:
-    """Map special tokens to those of similar names: token, token, and similarity from 0 to 1.
+    """Map special tokens (names by id) to those of similar names: token, token, and similarity from ``least`` to 1.
 
     The similarity is 0.6 times difflib's ratio of the characters plus 0.4 times the share of common words of more than
-    two letters.
-
-    Args:
-        student: names of the student's special tokens by id.
-        teacher: names of the teacher's special tokens by id.
-        least: least similarity of a mapping.
-        top_k: largest number of mappings of a student's token; of equal similarity, the lower ids.
+    two letters. A student's token has ``top_k`` mappings at most; among equal similarities, the lower ids.
     """
     of_token: dict[int, list[tuple[int, int, float]]] = {token: [] for token in student}
     words = {token: _words(name) for token, name in student.items()}

@@ -1,6 +1,6 @@
 """Files of projections: ours in safetensors, and NeMo-RL's of ``torch.save`` for exchange.
 
-Nothing in a file is executed: safetensors holds arrays, and ``torch.load`` reads tensors and plain values alone.
+Nothing in a file is executed: safetensors holds arrays, and ``torch.load`` reads only tensors and plain values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_torch_file(path: str | Path) -> bool:
 
 
 def check_form(path: str | Path, *, sparse: bool) -> None:
-    """Raise ValueError if the sparse form is asked for in a file of another format than NeMo-RL's."""
+    """Raise ValueError if the sparse form is requested for a file of another format than NeMo-RL's."""
     if sparse and not is_torch_file(path):
         raise ValueError(f"{path}: the sparse form is NeMo-RL's; give a name that ends in .pt")
 
@@ -45,15 +45,10 @@ def write_projection(
     student_name: str = "",
     teacher_name: str = "",
 ) -> None:
-    """Write a projection; the file appears whole or not at all, and has the same bytes each time.
+    """Write a projection; the file appears complete or not at all, and has the same bytes each time.
 
-    Args:
-        path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
-        projection: projection to write.
-        sparse: whether to write the dictionary of entries instead of the arrays, of NeMo-RL's two forms. It holds no
-            hashes.
-        student_name: name of the student's tokenizer, for people.
-        teacher_name: name of the teacher's tokenizer.
+    A name that ends in ``.pt`` or ``.pth`` sets NeMo-RL's format, any other safetensors. ``sparse`` writes NeMo-RL's
+    dictionary of entries instead of its arrays, without hashes. The tokenizers' names are for people.
 
     Raises:
         ValueError: ``sparse`` with a name of another format.
@@ -80,16 +75,10 @@ def write_projection(
 def read_projection(
     path: str | Path, *, student: TokenBytes, teacher: TokenBytes, scale_column: bool = False
 ) -> Projection:
-    """Read a projection of two vocabularies.
+    """Read a projection of two vocabularies, from NeMo-RL's format (``.pt``, ``.pth``) or safetensors.
 
-    Rows of NeMo-RL's files are sorted, and add up to 1 afterwards.
-
-    Args:
-        path: ``.pt`` or ``.pth`` for NeMo-RL's format, otherwise safetensors.
-        student: the student's vocabulary.
-        teacher: the teacher's.
-        scale_column: whether to keep what NeMo-RL's scale trick has put into the last column, a sixth of each row for
-            an arbitrary token.
+    Rows of NeMo-RL's files are sorted, and add up to 1 afterwards. ``scale_column`` keeps the entries of its scale
+    trick in the last column, a sixth of each row for an arbitrary token.
 
     Raises:
         ValueError: the file is damaged, is no projection, or was built for another tokenizer; the message names it.
@@ -143,7 +132,7 @@ def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[st
             if not isinstance(about, dict):
                 raise ValueError("its description is not an object")
             return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
-    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types that a file may have, such as BF16
+    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types, for example BF16
         raise _damaged(path, error) from None
 
 
@@ -189,7 +178,7 @@ def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *
             "student_hash": projection.student_hash,
             "teacher_hash": projection.teacher_hash,
         }
-    # In a file, the archive's folder would be named after it, which is unfinished and has a name of its own.
+    # In a file, the archive's folder would be named after it, which is unfinished and has a temporary name.
     stream = io.BytesIO()
     torch.save(content, stream)
     return stream.getvalue()
@@ -259,11 +248,7 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
 
 
 def _check_tensor(path: str | Path, name: str, tensor: Any) -> None:
-    """Refuse a value that is no tensor of numbers with an element for each index.
-
-    Raises:
-        ValueError: names it, and says what it is.
-    """
+    """Reject a value that is no tensor of numbers with one element per index; raises ValueError that describes it."""
     import torch
 
     found = None
@@ -292,18 +277,13 @@ def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class PartFiles:
-    """Finished parts of a build, one file each, in a folder; see :class:`projection_build.Parts`.
-
-    Attributes:
-        folder: folder of the parts; it is made and removed as needed.
-        key: key of the build; parts of another build are not used.
-    """
+    """Finished parts of build ``key``, one file each, in ``folder``, which is made and removed as needed."""
 
     folder: Path
     key: str
 
     def load(self, name: str) -> Entries | None:
-        """Read a part; None unless it is whole and belongs to this build, so that it is built again."""
+        """Read a part; None unless it is complete and belongs to this build, so that it is built again."""
         try:
             arrays, about = _read_arrays(self._path(name))
         except (FileNotFoundError, ValueError):
@@ -313,14 +293,13 @@ class PartFiles:
         return Entries(rows=arrays["rows"], columns=arrays["columns"], weights=arrays["weights"])
 
     def save(self, name: str, part: Entries) -> None:
-        """Write a part."""
         self.folder.mkdir(exist_ok=True)
         arrays: dict[str, npt.NDArray[Any]] = {"rows": part.rows, "columns": part.columns, "weights": part.weights}
         with whole_file(self._path(name)) as unfinished:
             unfinished.write_bytes(_safetensors_bytes(arrays, {"key": self.key}))
 
     def remove(self) -> None:
-        """Remove all parts, and the folder unless something else is in it."""
+        """Remove all parts, and the folder if it is then empty."""
         if self.folder.is_dir():
             for path in self.folder.glob("*.part"):
                 path.unlink()

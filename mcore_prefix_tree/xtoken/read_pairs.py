@@ -1,4 +1,4 @@
-"""Pairs from data files, a record at a time."""
+"""Pairs from data files, one record at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.choices import OnError, Rendering
 from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
 
-# Whose chat format the teacher reads: its own, or the student's in its own tokens.
+# The chat format that the teacher reads: its own, or the student's in its own tokens.
 
 
 class PairReader:
@@ -29,11 +29,9 @@ class PairReader:
         """Set the conversion of records to pairs.
 
         Args:
-            pairing: both tokenizers.
             rendering: text that the teacher reads: ``student`` gives it the text that the student reads; ``own``
                 encodes ``messages`` with each side's own chat format. Records of ``tokens`` are in the student's tokens
                 and always take the first way.
-            expand_turns: whether to make a sample of every assistant turn.
             student_limits: largest number of the student's tokens, by the name of the setting.
 
         Raises:
@@ -79,15 +77,9 @@ def iter_pairs(
 ) -> Iterator[list[Pair]]:
     """Yield the pairs of one record after another; see :func:`mcore_prefix_tree.data.iter_sample_groups`.
 
-    Args:
-        paths: files and globs.
-        reader: reader that turns records into pairs.
-        on_error: treatment of bad records: ``raise`` ends at the first one, ``skip`` leaves them out.
-        skipped: counter of what is left out.
-
     Raises:
         SampleError: see :meth:`PairReader.of_record`; or the files are empty.
-        ValueError: ``on_error`` is neither.
+        ValueError: ``on_error`` is neither ``raise`` nor ``skip``.
     """
     check_on_error(on_error)
     left_out = Skipped() if skipped is None else skipped

@@ -11,14 +11,14 @@ from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.xtoken.token_bytes import Spelled, TokenBytes
 
-# Texts behind which a tokenizer does not put its dummy space, tried in order.
+# Texts after which a tokenizer does not put its dummy space, tried in order.
 _CONTEXTS = ("\n", ":", "0")
 # Turns of one conversation repeat their history.
 _TEXTS_KEPT = 4096
 
 
 class TextEncoder:
-    """Encodes text by itself, and text that continues another."""
+    """Encodes separate text, and text that continues another."""
 
     def __init__(self, tokenizer: ChatTokenizer, table: TokenBytes) -> None:
         """Take a tokenizer and ``table``, the bytes of its tokens."""
@@ -34,10 +34,7 @@ class TextEncoder:
         return self._tokenizer.encode_text(text)
 
     def behind(self, text: str) -> list[int] | None:
-        """Return the token ids of a text that continues another, so that no dummy space is put in front of it.
-
-        None if the tokenizer joins the text with whatever is in front of it.
-        """
+        """Return a continuation's token ids, without a dummy space; None if they depend on the text before."""
         if not self._has_dummy:
             return self._tokenizer.encode_text(text)
         for context, before in self._contexts:
@@ -61,15 +58,7 @@ class Reencoder:
         self._encode_text = lru_cache(maxsize=_TEXTS_KEPT)(self._encoded)
 
     def encode(self, sample: Sample, spelled: Spelled) -> tuple[npt.NDArray[np.int32], list[tuple[int, int]]]:
-        """Return the teacher's tokens of a student's sample.
-
-        Args:
-            sample: sample in the student's tokens.
-            spelled: text of the sample.
-
-        Returns:
-            Token ids, int32 ``[m]``, and the index of each special token that both have, in the student's and in the
-            teacher's tokens.
+        """Return the teacher's tokens of a student's sample, int32 ``[m]``, and index pairs of common special tokens.
 
         Raises:
             SampleError: some text is not UTF-8, or nothing is left; the message names the sample and the token.

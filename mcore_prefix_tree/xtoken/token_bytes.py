@@ -32,7 +32,7 @@ class Spelled:
 
     Attributes:
         data: uint8, the bytes of all tokens, one after another.
-        ends: int64 ``[n]``; token t ends in front of byte ``ends[t]``, and begins where the one before it ends.
+        ends: int64 ``[n]``; token t ends before byte ``ends[t]``, and begins at the end of the previous token.
         is_special: bool ``[n]``, tokens that stand for no text.
     """
 
@@ -42,7 +42,7 @@ class Spelled:
 
     @cached_property
     def starts(self) -> Int64Array:
-        """int64 ``[n]``, the byte with which each token begins."""
+        """Return int64 ``[n]``, the byte with which each token begins."""
         return np.concatenate([np.zeros(1, dtype=np.int64), self.ends[:-1]]) if len(self.ends) else self.ends
 
     def text(self, start: int, end: int) -> bytes:
@@ -57,15 +57,11 @@ class TokenBytes:
     """Bytes that each token stands for.
 
     Attributes:
-        name: name of the tokenizer, for messages.
         data: uint8, the bytes of all tokens in the order of their ids.
         starts: int64 ``[V + 1]``; token i has ``data[starts[i]:starts[i + 1]]``.
         is_special: bool ``[V]``, tokens that stand for no text.
-        special_names: names of special tokens, by id.
-        dummy_space: place where the tokenizer puts a space that is not in the text.
-        bos: id of the token that begins a text; None without one.
-        eos: id of the token that ends a turn; None without one.
-        merges: merges of the tokenizer, see :class:`~mcore_prefix_tree.data.vocabulary.Vocabulary`.
+        dummy_space: position at which the tokenizer puts a space that is not in the text.
+        bos, eos: ids of the tokens that begin a text and end a turn; None without one.
     """
 
     name: str
@@ -80,15 +76,12 @@ class TokenBytes:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Return V."""
         return len(self.is_special)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the bytes of all tokens, the names of the special ones and the merges, in hexadecimal.
-
-        It identifies the tokenizer: equal on every machine, and for every way to load the same files.
-        """
+        """Return the SHA-256 of all bytes, special names and merges, in hexadecimal, equal wherever the files load."""
         digest = hashlib.sha256(b"mcore-prefix-tree vocabulary 1\n")
         digest.update(self.starts.astype("<i8").tobytes())
         digest.update(self.data.tobytes())
@@ -105,11 +98,9 @@ class TokenBytes:
     def spell(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> Spelled:
         """Return the text of a token sequence, without the spaces that the tokenizer has put in front of texts.
 
-        A token's bytes depend on itself and on the token before it, so sequences that begin with the same tokens have
-        texts that begin with the same bytes.
-
-        Args:
-            tokens: ``[n]``, ids below V, from the beginning of a sequence on.
+        A token's bytes depend only on itself and on the token before it, so sequences that begin with the same tokens
+        have texts that begin with the same bytes. ``tokens`` are ids ``[n]`` below V, from the beginning of a sequence
+        on.
 
         Raises:
             ValueError: a token is not in the vocabulary.
@@ -135,7 +126,7 @@ class TokenBytes:
         )
 
     def _dummies(self, first: Int64Array, lengths: Int64Array, is_special: BoolArray) -> Int64Array:
-        """Return 1 for each token whose first byte is a space that is not in the text."""
+        """Return int64 ``[n]``, 1 for each token whose first byte is a space that is not in the text."""
         dummy = np.zeros(len(first), dtype=np.int64)
         if self.dummy_space == "never" or not len(first):
             return dummy

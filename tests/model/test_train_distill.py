@@ -292,7 +292,7 @@ def test_verification_goes_with_a_second_model(tmp_path: Path) -> None:
 
 def test_a_second_model_is_named_and_only_where_it_is_asked(job: Path) -> None:
     with pytest.raises(
-        RecipeError, match=r"yaml: objective.options.teacher: full asks a second model in every step; name"
+        RecipeError, match=r"yaml: objective.options.teacher: full runs a second model in every step; name"
     ):
         train(job, *overrides_of({"teacher": "full"}))
     with pytest.raises(RecipeError, match=r"yaml: objective.teacher_recipe=x.yaml: only objective.name=distill with"):

@@ -140,7 +140,7 @@ def test_a_file_of_something_else_is_left_alone(job: Path, tmp_path: Path, conte
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("metrics.csv", "log.metrics: give a name that ends in .jsonl, which is what is written (given "),
+        ("metrics.csv", "log.metrics: give a name that ends in .jsonl, the format of the file (given "),
         ("in_the_way/metrics.jsonl", "in_the_way/metrics.jsonl: File exists; name a file that can be written to"),
         ("in_the_way/below/metrics.jsonl", "metrics.jsonl: Not a directory; name a file that can be written to"),
         ("folder.jsonl", "folder.jsonl: is a folder; name a file in it, such as"),
@@ -261,6 +261,6 @@ def test_tensorboard_that_is_missing_is_told_before_anything_runs(
     result = command("train", job, f"log.tensorboard={board}")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: log.tensorboard={board} needs tensorboard: pip install 'tensorboard>=2.18', or leave it out\n"
+        f"error: log.tensorboard={board} needs tensorboard: pip install 'tensorboard>=2.18', or unset it\n"
     )
     assert not board.exists()

@@ -393,6 +393,6 @@ def test_chunks_of_the_head_are_as_large_as_the_recipe_says(tmp_path: Path, monk
 @pytest.mark.parametrize("without", ["fused_head=false", "objective.name=critic"])
 def test_chunks_of_no_head_are_refused(tmp_path: Path, without: str) -> None:
     job, _ = job_of(tmp_path, "sft")
-    message = f"head_chunk_rows requires the fused head, which {without} disables; leave it out"
+    message = f"head_chunk_rows requires the fused head, which {without} disables; unset it"
     with pytest.raises(RecipeError, match=f"{job}: {message}$"):
         load_recipe(job, [without, "head_chunk_rows=8"])

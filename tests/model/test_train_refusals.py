@@ -74,11 +74,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             f"{LATENT} model.rope_scaling=true",
-            "model.transformer.multi_latent_attention has rotary embeddings of its own: leave model.rope_scaling, ",
+            "model.transformer.multi_latent_attention has separate rotary embeddings: unset model.rope_scaling, ",
         ),
         (
             f"{LATENT} model.rotary_percent=0.5",
-            "model.rotary_percent: YaRN turns all channels that have a position, which is what model.transformer.",
+            "model.rotary_percent: YaRN, the default of model.transformer.rope_type, turns all channels that have",
         ),
         (
             f"{LATENT} model.transformer.qk_pos_emb_head_dim=7",

@@ -220,7 +220,7 @@ def test_scores_of_groups_give_ratios_of_1_to_the_bit(tmp_path: Path) -> None:
     [
         (
             (*BY_GROUP, "objective.name=sft"),
-            r"groups_per_step=2: objective\.name=sft as it is set takes each sample by its",
+            r"groups_per_step=2: objective\.name=sft with its options takes each sample separately",
         ),
         ((*BY_GROUP, *options(), "batch.groups_per_step=6"), r"batch\.groups_per_step=6 is more than the 5 groups"),
     ],

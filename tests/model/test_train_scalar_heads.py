@@ -353,7 +353,7 @@ def without(field: str, line: int) -> list[dict[str, Any]]:
         (
             "reward_model",
             [row | {"chosen": True} for row in rows()],
-            r"data.jsonl:2: pair 0 has a second chosen sample beside .*data.jsonl:1",
+            r"data.jsonl:2: pair 0 already has a chosen sample, .*data.jsonl:1",
         ),
     ],
 )

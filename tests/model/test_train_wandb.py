@@ -134,7 +134,7 @@ def test_a_missing_client_is_told_before_anything_runs(
     assert (done.exit_code, done.stdout) == (2, "")
     # The path lacks this package's metadata too: if it is read from a clone, the clone's extra is named.
     wanted = r"(wandb>=0\.19|/.*\[wandb\])"
-    assert re.fullmatch(f"error: log.wandb=trees needs wandb: pip install '{wanted}', or leave it out\n", done.stderr)
+    assert re.fullmatch(f"error: log.wandb=trees needs wandb: pip install '{wanted}', or unset it\n", done.stderr)
 
 
 def without_wandb() -> list[str]:

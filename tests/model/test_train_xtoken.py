@@ -231,6 +231,6 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     assert f"{cut}=2 does not divide the 1 ranks of a pipeline stage" in refused(*good, f"{cut}=2")
     assert f"{cut}=3 is neither 1" in refused(*good, f"{cut}=3", "parallel.tensor_model_parallel_size=2")
     sft = ("objective.name=sft", "objective.options={}", "objective.teacher_recipe=null", f"{cut}=2")
-    assert "applies only to teachers that are asked in every step" in refused(*FLOAT64, *sft)
+    assert "applies only to teachers that run in every step" in refused(*FLOAT64, *sft)
     distill = ("objective.name=distill", *options(teacher="full"), 'objective.teacher_recipe=["a.yaml", "b.yaml"]')
     assert "distill has one teacher" in refused(*FLOAT64, *distill)

@@ -283,8 +283,8 @@ def test_turns_have_no_generalized_advantage():
     [
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator=k1 has no expected gradient in the loss"),
         ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "given"}, "kl_in=reward changes rewards"),
-        ({"normalise_length": 3.0}, r"normalise_length=3\.0 has no effect without normalise=sample_sum; leave it out"),
-        ({"surrogate": "cispo", "dual_clip": 3}, r"dual_clip=3\.0 has no effect without surrogate=clip; leave it out"),
+        ({"normalise_length": 3.0}, r"normalise_length=3\.0 has no effect without normalise=sample_sum; remove it"),
+        ({"surrogate": "cispo", "dual_clip": 3}, r"dual_clip=3\.0 has no effect without surrogate=clip; remove it"),
         ({"surrogate": "reinforce", "clip_eps_low": 0.1}, r"clip_eps_low=0\.1 has no effect without surrogate=clip or"),
         ({"surrogate": "reinforce", "clip_eps_high": 0.1}, r"clip_eps_high=0\.1 has no effect without surrogate=clip"),
         ({"surrogate": "reinforce", "ratio_level": "sequence"}, "ratio_level=sequence has no effect without surrogate"),

@@ -154,7 +154,7 @@ def test_metrics_by_hand():
             lambda s: [s[0], changed(s[1], pair=None, chosen=None)],
             r"^file:1: field 'pair' is missing, and a preference",
         ),
-        (lambda s: [s[0], s[1], changed(s[3], pair=0)], r"^file:3: pair 0 has a second chosen sample beside file:1"),
+        (lambda s: [s[0], s[1], changed(s[3], pair=0)], r"^file:3: pair 0 already has a chosen sample, file:1"),
         (lambda s: [s[0], changed(s[1], ref_logprobs=None)], r"^file:1: field 'ref_logprobs' is missing"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_pair_cut_in_two_is_refused():
     ("options", "says"),
     [
         ({"link": "odds_ratio"}, "link=odds_ratio takes probabilities"),
-        ({"link": "ipo", "gamma": 1.0}, r"gamma=1\.0 has no effect without link=sigmoid; leave it out"),
+        ({"link": "ipo", "gamma": 1.0}, r"gamma=1\.0 has no effect without link=sigmoid; remove it"),
         ({"beta": 0.0}, "beta"),
         ({"label_smoothing": 0.5}, "label_smoothing"),
     ],

@@ -179,7 +179,7 @@ def test_two_warm_ups_are_refused(recipe, in_file):
         ("verify.tolerance=0", "verify.tolerance: input should be greater than 0 (given 0)"),
         ("checkpoint.save_interval=0", "checkpoint.save_interval: input should be greater than 0"),
         ("checkpoint.keep_last=0", "checkpoint.keep_last: input should be greater than 0 (given 0)"),
-        ("log.metrics=runs/m.csv", "log.metrics: give a name that ends in .jsonl, which is what is written (given 'ru"),
+        ("log.metrics=runs/m.csv", "log.metrics: give a name that ends in .jsonl, the format of the file (given 'ru"),
         ("model.dtype=fp8", "model.dtype: input should be 'float64', 'float32' or 'bfloat16' (given 'fp8')"),
         (
             "seed=99999999999999999999",

@@ -68,7 +68,7 @@ def test_adapter_decides_rank_scale_and_layers(folder: Path) -> None:
         ({"target_modules": ["lm_head"]}, "target_modules=['lm_head']; expected a list of"),
         ({"r": 3}, "of shape [2, 2], and"),
         ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight' of shape [2, 2], and"),
-        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "has no layer 'o_proj'; leave it out of"),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "has no layer 'o_proj'; remove it from"),
     ],
 )
 def test_adapters_that_are_rejected(changes: dict[str, Any], says: str, folder: Path) -> None:
@@ -117,5 +117,5 @@ def test_recipes_that_are_at_odds(overrides: list[str], says: str, folder: Path)
 def test_adapters_of_experts(folder: Path) -> None:
     names = [f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(2)]
     write_tensors(folder / "model.safetensors", names, shape=(2, 2))
-    with pytest.raises(RecipeError, match="adapters of experts are not supported; leave 'up_proj' out of"):
+    with pytest.raises(RecipeError, match="adapters of experts are not supported; remove 'up_proj' from"):
         recipe_of(folder, "model.lora.target_modules=[up_proj]")

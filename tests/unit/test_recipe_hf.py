@@ -107,7 +107,7 @@ def test_tokenizer_is_the_folders_if_it_has_a_chat_template(folder: Path, templa
 )
 def test_sizes_beside_a_folder_are_rejected(folder: Path, setting: str) -> None:
     key = setting.partition("=")[0]
-    with pytest.raises(RecipeError, match=rf"model\.{key} is set, but model\.hf=.* decides it; leave one of them out"):
+    with pytest.raises(RecipeError, match=rf"model\.{key} is set, but model\.hf=.* decides it; set only one of them"):
         recipe_of(folder, f"model.{setting}")
 
 
@@ -208,7 +208,7 @@ def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with code of its own, which is never run"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with its own code, which is never run"),
         ({"quantization_config": {"quant_method": "fp8"}}, "has 'quantization_config'"),
         ({"architectures": None}, "has architectures=None; model.hf takes one, a causal language model"),
         ({"architectures": ["BertModel"]}, r"has architectures=\['BertModel'\]"),
@@ -303,7 +303,7 @@ def test_paths_of_any_character(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "one.bin", ""])
 def test_index_that_leads_elsewhere(folder: Path, file: str) -> None:
     write_index(folder, a=file)
-    with pytest.raises(RecipeError, match="which is not a safetensors file beside it"):
+    with pytest.raises(RecipeError, match="which is no safetensors file next to it"):
         recipe_of(folder)
 
 

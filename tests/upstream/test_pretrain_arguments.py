@@ -111,7 +111,7 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--gtp-weight-remat-size", "2"), "--tensor-parallel-num-weight-shards"),
         (
             ("--deterministic-mode", "--prefix-tree-no-deterministic-attention"),
-            "--prefix-tree-no-deterministic-attention with --deterministic-mode: leave one of them out",
+            "--prefix-tree-no-deterministic-attention with --deterministic-mode: give only one of them",
         ),
         (("--context-parallel-size", "2"), "--context-parallel-size 2: a tree is not split"),
         (("--attention-dropout", "0.1"), "--attention-dropout 0.1: samples that share a token"),

@@ -101,9 +101,9 @@ def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
     ("settings", "arguments", "says"),
     [
         ({}, "--num-layers 4", "--num-layers=4, but --prefix-tree-hf "),
-        ({}, "--use-checkpoint-args", "both decide the model; leave one of them out"),
+        ({}, "--use-checkpoint-args", "both decide the model; give only one of them"),
         ({"architectures": ["UnheardOfForCausalLM"]}, "", "Megatron-Bridge cannot build UnheardOfForCausalLM"),
-        ({"auto_map": {}}, "", "has 'auto_map': this model comes with code of its own"),
+        ({"auto_map": {}}, "", "has 'auto_map': this model comes with its own code"),
     ],
 )
 def test_folders_and_arguments_that_are_refused(

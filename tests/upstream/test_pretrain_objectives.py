@@ -159,7 +159,7 @@ def test_every_objective_trains_as_on_each_sample_alone(
         ),
         pytest.param(
             '--prefix-tree-objective distill --prefix-tree-objective-options {"teacher":"full"}',
-            "asks a second model",
+            "runs a second model",
             marks=pytest.mark.slow,
         ),
         (

@@ -100,8 +100,8 @@ OTHER = [
     ("--prefix-tree-chat-template-kwargs [3]", "argument --prefix-tree-chat-template-kwargs: '[3]' is not a JSON o"),
     ("--prefix-tree-chat-template-kwargs {", "argument --prefix-tree-chat-template-kwargs: '{' is not a JSON obj"),
     ('--prefix-tree-fields {"grop":"a"}', "argument --prefix-tree-fields: 'grop' is not a field that samples have"),
-    ("--log-throughput", "prefix-tree training does not support --log-throughput: it counts --seq-length tokens a"),
-    ("--log-progress", "prefix-tree training does not support --log-progress: it counts --seq-length tokens a s"),
+    ("--log-throughput", "prefix-tree training does not support --log-throughput: it counts --seq-length tokens per"),
+    ("--log-progress", "prefix-tree training does not support --log-progress: it counts --seq-length tokens per"),
     (
         "without --no-gradient-accumulation-fusion --",
         "--no-gradient-accumulation-fusion is missing: Megatron-LM's default needs NVIDIA Apex, ",
@@ -152,7 +152,7 @@ OTHER = [
     ),
     (
         "--prefix-tree-score s.jsonl --save s --prefix-tree-new-data",
-        "--prefix-tree-score does not take --save: nothing is saved; leave it out; nor --prefix-tree-new-data: not",
+        "--prefix-tree-score does not take --save: nothing is saved; remove it; nor --prefix-tree-new-data: not",
     ),
     (
         "--prefix-tree-score s.jsonl --prefix-tree-objective critic --prefix-tree-score-teacher-top-k 2",

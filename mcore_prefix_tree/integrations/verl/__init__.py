@@ -1,7 +1,7 @@
 """The plugin of verl 0.9 that registers engines which fold inside the model, and trainers for them; see docs/verl.md.
 
 verl loads it through the entry point group ``verl.plugins``, in every process that imports verl. It imports
-Megatron-Core only where ``VERL_ENGINE_VENDOR`` asks for these engines.
+Megatron-Core only if ``VERL_ENGINE_VENDOR`` names these engines.
 """
 
 from __future__ import annotations

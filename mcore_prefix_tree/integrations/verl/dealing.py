@@ -1,4 +1,4 @@
-"""Order the rows of a step so that verl gives whole groups to a data-parallel rank.
+"""Order the rows of a step so that verl gives complete groups to a data-parallel rank.
 
 verl cuts a batch into one run of rows per data-parallel rank, and each run into the rank's mini-batches.
 """
@@ -43,12 +43,7 @@ class Group:
 
 
 def group_rows(tokens: Sequence[npt.NDArray[np.int32]], keys: Sequence[Hashable]) -> list[Group]:
-    """Return the groups of a batch, in the order of their first rows.
-
-    Args:
-        tokens: token ids of each row.
-        keys: key of each row; rows of a group have the same.
-    """
+    """Return the groups of a batch, in the order of their first rows, int32 ``[n]`` each; a group has one key."""
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
         members.setdefault(key, []).append(row)
@@ -65,12 +60,8 @@ def deal_groups(groups: Sequence[Group], *, ranks: int, mini_batches: int) -> li
     """Return the groups of each mini-batch of each rank, all with the same number of rows.
 
     Mini-batches, the ranks within each, and the ranks in total get about the same number of unique tokens. A group is
-    cut only if it does not fit into the room that other groups leave.
-
-    Args:
-        groups: groups of all rows of the step; ``ranks * mini_batches`` divides the number of rows.
-        ranks: number of data-parallel ranks.
-        mini_batches: number of updates of the step.
+    cut only if it does not fit into the room that other groups leave. ``mini_batches`` is the number of updates of the
+    step; ``ranks * mini_batches`` divides the number of rows.
     """
     dealt: list[list[list[Group]]] = [[] for _ in range(ranks)]
     load = [0] * ranks

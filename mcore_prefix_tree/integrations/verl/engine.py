@@ -1,7 +1,7 @@
 """verl's Megatron engines with a model that folds inside, for ``VERL_ENGINE_VENDOR=mcore_prefix_tree``.
 
-They are subclasses of verl's own, which build the model, own the optimizer and keep checkpoints. What differs: the
-provider's layer spec, the head, and how micro-batches are cut.
+They are subclasses of verl's own, which build the model, own the optimizer and keep checkpoints. They differ in the
+provider's layer spec, the head, and the cut of micro-batches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mcore_prefix_tree.integrations.verl import VENDOR
 from mcore_prefix_tree.integrations.verl.micro_batches import cut
 from mcore_prefix_tree.mcore.packed import RowLogprobs, fold_inside
 
-# What a batch can ask of verl's own engine only.
+# Requests of a batch that only verl's own engine supports.
 _NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
-# Metrics whose names begin so, verl's TrainingWorker averages over data-parallel ranks. It makes lists of the others,
+# verl's TrainingWorker averages metrics of these prefixes over data-parallel ranks. It makes lists of the others,
 # which SFT's trackers get as they are and TensorBoard rejects; train_mini_batch, of the RL trainers, flattens them.
 _AVERAGED = "mtp_losses/"
 _register = partial(EngineRegistry.register, backend="megatron", vendor=VENDOR)
 
 
 def _refuse(asked: dict[str, Any]) -> None:
-    """Raise NotImplementedError with the name of the first setting that is asked for."""
+    """Raise NotImplementedError with the name of the first setting that is set."""
     for setting in (name for name, value in asked.items() if value):
         raise NotImplementedError(f"VERL_ENGINE_VENDOR={VENDOR} does not support {setting}; change it")
 
@@ -80,7 +80,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         """Run a mini-batch; see verl's ``BaseEngine``. The metrics gain the report of folding.
 
         Raises:
-            NotImplementedError: the batch asks for what needs full logits; names it.
+            NotImplementedError: the batch requests values that need full logits; names them.
             ValueError: see :func:`cut`.
         """
         _refuse({f"{name}=True": tu.get_non_tensor_data(data, key=name, default=False) for name in _NEED_LOGITS})
@@ -140,7 +140,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         logits_processor_func: Any,
         postprocess_micro_batch_func: Callable[..., Any],
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """Answer for one micro-batch; Megatron's ``forward_step_func``. Rows are folded where verl has them: the host.
+        """Run one micro-batch; Megatron's ``forward_step_func``. Rows are folded on the host, which already holds them.
 
         Raises:
             NotImplementedError: the rows have different temperatures.

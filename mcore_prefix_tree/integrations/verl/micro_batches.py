@@ -26,15 +26,13 @@ def cut(
 ) -> list[list[int]]:
     """Return the rows of each micro-batch, in their order. No micro-batch is empty.
 
-    The smallest micro-batches come first and last: while a pipeline fills and drains, all stages wait for those.
-
-    All ranks of ``group`` get the same number of micro-batches, and all raise if one of them has to.
+    The smallest micro-batches come first and last: while a pipeline fills and drains, all stages wait for those. All
+    ranks of ``group`` get the same number of micro-batches, and all raise if one of them has to.
 
     Args:
-        rows: token ids of each row of this rank.
+        rows: ``[n]`` token ids of each row of this rank.
         max_tokens: number of unique tokens that a micro-batch may hold.
-        group: data-parallel process group; None is this process alone.
-        device: device on which the group's collectives take tensors.
+        group: data-parallel process group; None is this process only.
         multiple: divisor of the number of micro-batches.
         group_size: number of successive rows that stay together.
 

@@ -1,4 +1,4 @@
-"""verl's V1 trainers that give whole groups to data-parallel ranks, registered by ``register_trainer``.
+"""verl's V1 trainers that give complete groups to data-parallel ranks, registered by ``register_trainer``.
 
 ``trainer.v1.trainer_mode`` names them: ``sync_grouped``, ``colocate_async_grouped``, ``separate_async_grouped``. Each
 is verl's trainer without the suffix, except for the order of a step's rows.
@@ -23,7 +23,7 @@ SUFFIX = "_grouped"
 
 
 class WholeGroups:
-    """Mixin for trainers of verl's: deals whole groups to data-parallel ranks in each mini-batch, by unique tokens."""
+    """Mixin for verl's trainers: assigns complete groups to ranks in each mini-batch, by unique tokens."""
 
     def __init__(self, config: Any) -> None:
         # verl compares the mode with its own names, and looks up settings by it.
@@ -51,14 +51,14 @@ class WholeGroups:
 
 @register_trainer("sync" + SUFFIX)
 class GroupedTrainerSync(WholeGroups, PPOTrainerSync):  # type: ignore[misc]
-    """verl's synchronous trainer with whole groups on a rank."""
+    """verl's synchronous trainer with complete groups per rank."""
 
 
 @register_trainer("colocate_async" + SUFFIX)
 class GroupedTrainerColocateAsync(WholeGroups, PPOTrainerColocateAsync):  # type: ignore[misc]
-    """verl's asynchronous trainer on the GPUs of the rollouts, with whole groups on a rank."""
+    """verl's asynchronous trainer on the GPUs of the rollouts, with complete groups per rank."""
 
 
 @register_trainer("separate_async" + SUFFIX)
 class GroupedTrainerSeparateAsync(WholeGroups, PPOTrainerSeparateAsync):  # type: ignore[misc]
-    """verl's asynchronous trainer on GPUs of its own, with whole groups on a rank."""
+    """verl's asynchronous trainer on separate GPUs, with complete groups per rank."""

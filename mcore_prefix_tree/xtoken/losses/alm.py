@@ -15,18 +15,13 @@ from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
 
 class LikelihoodMatching:
-    """ALM of realised chunks; it reads no projection.
-
-    Args:
-        vocabularies: vocabularies of both models.
-        theta: temperature of the likelihoods of long chunks.
-    """
+    """ALM of realised chunks, without a projection; ``theta`` is the temperature of the likelihoods."""
 
     def __init__(self, vocabularies: Vocabularies, *, theta: float = 1.0) -> None:
         self._vocabularies, self._theta = vocabularies, theta
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
+        """Return the terms' shares ``[C]`` from logits ``[A, Vl]`` and ``[B, Wl]``; see :meth:`ChunkLoss.shares`."""
         both, group = self._vocabularies, self._vocabularies.group
         found = []
         for logits, side, part in ((student, block.student, both.student), (teacher, block.teacher, both.teacher)):

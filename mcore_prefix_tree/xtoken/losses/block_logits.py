@@ -17,19 +17,13 @@ from mcore_prefix_tree.xtoken.losses.chunk_loss import ChunkLoss, Vocabularies
 from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
-# From indices of the teacher's rows, their logits [B, Wl] in fp32 or wider, in memory that the next call uses again.
+# From indices of the teacher's rows, their logits [B, Wl] in fp32 or wider, in memory that the next call reuses.
 TeacherLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkTerms:
-    """A loss with its temperature and its factor.
-
-    Attributes:
-        loss: loss of chunks.
-        temperature: divisor of both models' logits.
-        scale: factor on every term.
-    """
+    """A loss with the temperature, the divisor of both models' logits, and the scale, a factor on every term."""
 
     loss: ChunkLoss
     temperature: float = 1.0
@@ -46,8 +40,8 @@ def block_loss(
 ) -> BlockLoss:
     """Return the loss that :func:`~mcore_prefix_tree.logprob.head_block_losses` takes.
 
-    From a block's number and logits ``[A, Vl]`` it computes the terms ``[C]``, and if gradients are enabled that of
-    their weighted sum, times ``factor``, at the logits. Ranks call it together.
+    From a block's number and logits ``[A, Vl]`` it computes the terms ``[C]`` and, if gradients are enabled, the
+    gradient of their weighted sum, times ``factor``, at the logits. Ranks call it together.
     """
     student_width, teacher_width = vocabularies.student.width, vocabularies.teacher.width
 
@@ -76,18 +70,13 @@ def teacher_logits(hidden: torch.Tensor, weight: torch.Tensor, head: Head, block
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownRows:
-    """Rows of a teacher's likeliest tokens, in place of the inputs of its logits.
-
-    Attributes:
-        token_ids: int64 ``[R, k]``.
-        logprobs: ``[R, k]``, log-probabilities of these tokens, in nats.
-    """
+    """A teacher's likeliest tokens, int64 ``[R, k]``, and their log-probabilities in nats, ``[R, k]``."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
 
     def logits(self, part: Part) -> TeacherLogits:
-        """Return the logits of a block's rows in this rank's columns; -inf for tokens that a row does not name."""
+        """Return the logits ``[B, Wl]`` of a block's rows; -inf for tokens that a row does not name."""
 
         def of_rows(rows: torch.Tensor) -> torch.Tensor:
             column = self.token_ids[rows] - part.start

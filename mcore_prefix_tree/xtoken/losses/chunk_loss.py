@@ -1,4 +1,4 @@
-"""The protocol of a loss of chunks, and what its parts share.
+"""The protocol of a loss of chunks, and functions that several losses use.
 
 Legend: C chunks of a block, A and B rows of the student and the teacher, Vl and Wl their columns on this rank without
 padding.
@@ -16,20 +16,13 @@ from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 from mcore_prefix_tree.xtoken.projection import Projection
 
-# Below it, a probability counts as this: a column that no token of the student projects to would cost infinitely much.
+# Smaller probabilities count as this: a column that no token of the student projects to would have infinite cost.
 FLOOR = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabularies:
-    """Vocabularies that a loss is made for: the same for all steps.
-
-    Attributes:
-        student: the student's vocabulary on this rank.
-        teacher: the teacher's, over the same ranks.
-        projection: projection of the student's vocabulary onto the teacher's; None for losses that read none.
-        device: device of the logits.
-    """
+    """Vocabularies of a loss on this rank, the same for all steps; ``projection`` is None for losses that read none."""
 
     student: Part
     teacher: Part
@@ -38,7 +31,6 @@ class Vocabularies:
 
     @property
     def group(self) -> Group:
-        """Tensor-parallel group, None if there is one rank."""
         return self.student.group
 
 
@@ -46,12 +38,10 @@ class ChunkLoss(Protocol):
     """Terms of chunks, from the logits of a block."""
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return this rank's shares ``[C]`` of the terms; the terms are their sums over ranks.
+        """Return this rank's shares ``[C]`` of the terms, which are their sums over ranks.
 
-        Args:
-            student: ``[A, Vl]`` logits of ``block.student.rows``, divided by the temperature.
-            teacher: ``[B, Wl]`` logits of ``block.teacher.rows``, divided by it too.
-            block: block of the chunks.
+        ``student`` and ``teacher`` are logits ``[A, Vl]`` and ``[B, Wl]`` of the block's rows, divided by the
+        temperature.
         """
 
 

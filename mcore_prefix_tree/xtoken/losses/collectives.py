@@ -1,8 +1,8 @@
-"""Collectives over a tensor-parallel group that autograd goes through.
+"""Collectives over a tensor-parallel group that autograd supports.
 
-The loss is a sum of shares, one of each rank: the contribution of its local columns, or an equal part of a value that
-all ranks compute alike. So the gradient of a sum over ranks is the sum over ranks of the gradients, and no rank needs
-to know which of its numbers are the same elsewhere. A group of None is one rank alone: nothing is sent.
+The loss is a sum of shares, one per rank: the contribution of its local columns, or an equal part of a value that all
+ranks compute alike. So the gradient of a sum over ranks is the sum over ranks of the gradients, and no rank needs to
+know which of its numbers are the same on other ranks. A group of None is a single rank: nothing is sent.
 
 Legend: C chunks, n columns of this rank, m sorted values of all ranks.
 """
@@ -29,7 +29,7 @@ def rank_of(group: Group) -> int:
 
 
 def sum_over(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum over ranks, the same on all of them."""
+    """Return the sum of a tensor of any shape over ranks, the same on all of them."""
     if group is None:
         return values
     total: torch.Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ def sum_over(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def max_over(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the maximum over ranks, without a gradient."""
+    """Return the maximum of a tensor of any shape over ranks, without a gradient."""
     found = values.detach().clone()
     if group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -45,16 +45,9 @@ def max_over(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def exchange(values: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
-    """Send the first ``sent[0]`` rows to rank 0, the next to rank 1, and so on.
+    """Send the first ``sent[0]`` rows of ``[sum(sent), ...]`` to rank 0, the next to rank 1, and so on.
 
-    Args:
-        values: ``[sum(sent), ...]``.
-        sent: number of rows for each rank.
-        received: number of rows from each rank.
-        group: group of the ranks.
-
-    Returns:
-        ``[sum(received), ...]``, in the order of the ranks that they come from.
+    Returns ``[sum(received), ...]``, in the order of the ranks that they come from.
     """
     if group is None:
         return values
@@ -74,6 +67,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of a tensor of any shape over ranks."""
     total = values.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
@@ -93,13 +87,14 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(values: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange ``[sum(sent), ...]`` for ``[sum(received), ...]``; see :func:`exchange`."""
     found = values.new_empty((sum(received), *values.shape[1:]))
     dist.all_to_all_single(found, values.contiguous(), received, sent, group=group)
     return found
 
 
 def log_softmax(logits: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return log-probabilities ``[A, n]`` of this rank's columns; a rank may have none."""
+    """Return log-probabilities ``[A, n]`` of this rank's logits ``[A, n]``; a rank may have no columns."""
     lowest = logits.new_full((len(logits), 1), torch.finfo(logits.dtype).min)
     maximum = max_over(torch.cat([logits.detach(), lowest], dim=1).amax(dim=1), group)
     shifted = logits - maximum[:, None]
@@ -107,20 +102,16 @@ def log_softmax(logits: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def sorted_over(values: torch.Tensor, size: int, widths: Sequence[int], group: Group) -> torch.Tensor:
-    """Return this rank's part of the sorted columns of all ranks, the largest first.
+    """Return this rank's part of the sorted columns of all ranks, the largest first: ``[C, ceil(m / ranks)]`` or fewer.
 
-    The rank that has the i-th largest value depends on i alone, so two sorted rows of one size meet place by place. No
-    rank has more than its own columns, those of one other rank, and its part. All shapes are known beforehand: the host
-    does not wait for the device.
+    The rank of the i-th largest value depends only on i, so two sorted rows of one size meet place by place. No rank
+    has more than its own columns, those of one other rank, and its part. All shapes are known beforehand: the host does
+    not wait for the device.
 
     Args:
         values: ``[C, n]``, at least 0; ranks may have different n, or none.
-        size: m, number of all ranks' values that are kept; where there are fewer, the rest are 0.
+        size: m, number of all ranks' values that are kept; if there are fewer, the rest are 0.
         widths: n of each rank.
-        group: group of the ranks.
-
-    Returns:
-        ``[C, ceil(m / ranks)]``, fewer on the last ranks.
     """
     own = values.topk(min(size, values.shape[1]), dim=1).values
     if group is None:
@@ -132,7 +123,7 @@ def sorted_over(values: torch.Tensor, size: int, widths: Sequence[int], group: G
 
 
 class _Placed(torch.autograd.Function):
-    """Give each rank the values ``[C, each]`` of its places, 0 where no rank has one; one receiver at a time."""
+    """Give each rank the values ``[C, each]`` of its places, and 0 in places without one; one receiver at a time."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, place: torch.Tensor, each: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -172,6 +163,6 @@ def _places(own: torch.Tensor, widths: Sequence[int], group: dist.ProcessGroup) 
         others = own.clone() if rank == here else own.new_empty(len(own), width)
         dist.broadcast(others, dist.get_global_rank(group, rank), group=group)
         if rank != here:
-            # Of equal values those of the lower rank come first.
+            # Among equal values those of the lower rank come first.
             place += torch.searchsorted(-others, -own, right=rank < here)
     return place

@@ -18,7 +18,7 @@ from mcore_prefix_tree.xtoken.projection import Projection
 
 Int64Array = npt.NDArray[np.int64]
 
-# The weight that makes the first of a row's columns the same token, where the map is relaxed.
+# The weight from which the first of a row's columns is the same token, if the map is relaxed.
 RELAXED = 0.6
 
 
@@ -29,7 +29,6 @@ class Part:
     Attributes:
         size: V, number of tokens of the vocabulary, without padding.
         borders: first column of each rank, and the end of the last, padding included.
-        group: group over which the vocabulary is split, None if it is not.
     """
 
     size: int
@@ -58,7 +57,7 @@ class Part:
 
     @property
     def widths(self) -> list[int]:
-        """Columns on each rank that are not padding."""
+        """Return the numbers of columns on each rank that are not padding."""
         return [stop - start for start, stop in pairwise(self._clamped)]
 
     @property
@@ -66,20 +65,20 @@ class Part:
         return [min(border, self.size) for border in self.borders]
 
     def owner(self, column: Int64Array) -> Int64Array:
-        """Return int64, the rank that has each of some columns."""
+        """Return int64, the rank that has each of some columns, of one shape."""
         return np.searchsorted(np.asarray(self.borders), column, side="right") - 1
 
     def here(self, column: Int64Array) -> Int64Array:
-        """Return those of ascending columns that this rank has, counted from its first."""
+        """Return those of ascending columns (int64, 1-d) that this rank has, counted from its first."""
         return column[(column >= self.start) & (column < self.stop)] - self.start
 
 
 def common_tokens(projection: Projection, *, relaxed: bool) -> tuple[Int64Array, Int64Array]:
     """Return the tokens that both vocabularies have, int64 ids of the student's and of the teacher's, paired.
 
-    Strict takes the student's tokens whose first column has weight 1, and of several with one column the lowest id.
-    ``relaxed`` takes those of weight 0.6 or more, and of several with one column that of the largest weight, then of
-    the lowest id.
+    Strict takes the student's tokens whose first column has weight 1, and the lowest id if several have one column.
+    ``relaxed`` takes those of weight 0.6 or more; if several have one column, that of the largest weight, then the
+    lowest id.
     """
     first, weight = projection.columns[:, 0].astype(np.int64), projection.weights[:, 0]
     chosen = np.flatnonzero((first >= 0) & (weight >= RELAXED if relaxed else weight == 1))
@@ -91,14 +90,7 @@ def common_tokens(projection: Projection, *, relaxed: bool) -> tuple[Int64Array,
 
 
 class CommonColumns:
-    """Pairs the columns of tokens that both vocabularies have, on the rank that has the teacher's.
-
-    Args:
-        student: the student's vocabulary.
-        teacher: the teacher's.
-        tokens: int64 ids of both, paired; see :func:`common_tokens`.
-        device: device of the logits.
-    """
+    """Pairs the columns of common ``tokens``, int64 ids of both, paired, on the rank that has the teacher's."""
 
     def __init__(
         self, student: Part, teacher: Part, tokens: tuple[Int64Array, Int64Array], device: torch.device
@@ -133,5 +125,5 @@ class CommonColumns:
         return found, teacher.index_select(1, self._of_teacher)
 
     def unpaired(self, student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the local columns of either side that the other does not have."""
+        """Return the local columns ``[C, n]`` of either side that the other does not have."""
         return student.index_select(1, self._left_of_student), teacher.index_select(1, self._left_of_teacher)

@@ -1,8 +1,8 @@
-"""Gold and H-KL: the common tokens by KL, the others by how their probabilities fall off.
+"""Gold and H-KL: the KL of common tokens, and the distance of the sorted probabilities of the others.
 
 With a and b the chunk's means of log-probabilities of the student and the teacher: ``sum e^b (b - a)`` over the tokens
 that both vocabularies have, or in reverse ``sum e^a (a - b)``; plus the L1 distance of the largest m of the other
-tokens' ``e^a`` and ``e^b``, each side sorted. H-KL also takes tokens for common that W maps for the most part.
+tokens' ``e^a`` and ``e^b``, each side sorted. H-KL also takes tokens as common that W maps for the most part.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
 
 class Gold:
-    """KL over common tokens and L1 over sorted tails.
+    """KL over common tokens, in reverse if set, and L1 over sorted tails of at most ``tail`` tokens.
 
-    Args:
-        vocabularies: vocabularies with a projection.
-        relaxed: rule of the common tokens, see :func:`~mcore_prefix_tree.xtoken.losses.common_columns.common_tokens`;
-            True is H-KL.
-        reverse: whether to take the KL of the student's distribution from the teacher's.
-        tail: largest m.
+    ``relaxed`` is the rule of :func:`~mcore_prefix_tree.xtoken.losses.common_columns.common_tokens`; True is H-KL.
     """
 
     def __init__(self, vocabularies: Vocabularies, *, relaxed: bool, reverse: bool = False, tail: int = 8192) -> None:
@@ -34,7 +29,7 @@ class Gold:
         self._tail = min(*self._common.left, tail)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
+        """Return the terms' shares ``[C]`` from logits ``[A, Vl]`` and ``[B, Wl]``; see :meth:`ChunkLoss.shares`."""
         a = block.student.mean(log_softmax(student, self._group))
         b = block.teacher.mean(log_softmax(teacher, self._group))
         model, target = self._common.paired(a, b)

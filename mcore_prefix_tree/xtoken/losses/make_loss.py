@@ -17,7 +17,7 @@ from mcore_prefix_tree.xtoken.modes import LossSettings
 def make_loss(
     settings: LossSettings, vocabularies: Vocabularies, *, columns: npt.NDArray[np.int64] | None = None
 ) -> ChunkLoss:
-    """Return a loss; ``columns``, int64 ids ascending, are those that P-KL compares, None for all."""
+    """Return a loss; P-KL compares ``columns``, int64 ids ascending, None for all."""
     if settings.mode == "p_kl":
         return ProjectedKL(vocabularies, columns, reverse=settings.reverse, named=settings.exported)
     if settings.mode in ("gold", "h_kl"):

@@ -36,12 +36,7 @@ class Outcomes:
 
 
 class Endings:
-    """Finds outcomes by the bytes of tokens, on the host.
-
-    Args:
-        student: exact bytes of the student's tokens by id; None for those without, such as special tokens.
-        teacher: exact bytes of the teacher's tokens, likewise.
-    """
+    """Finds outcomes by the exact bytes of both vocabularies' tokens by id, None for special tokens; on the host."""
 
     def __init__(self, student: TokenBytes, teacher: TokenBytes) -> None:
         self._bytes = student, teacher
@@ -83,7 +78,7 @@ class Endings:
         return self._known[long, prefix]
 
     def _ends_after(self, prefix: bytes, long: int) -> list[tuple[int, int]]:
-        """Return pairs (student, teacher) of a token of the other side that begins with a prefix, and what is left."""
+        """Return pairs (student, teacher) of a token of the other side that begins with a prefix, and the rest."""
         other, found = 1 - long, []
         for text in self._sorted[other][bisect_left(self._sorted[other], prefix) :]:
             if not text.startswith(prefix):

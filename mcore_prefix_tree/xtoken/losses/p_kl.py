@@ -5,11 +5,11 @@ With K the columns, W the projection, S the chunk's predictors in the student an
     Q = mean over S of (softmax(x) W)[K]      a = log(Q / sum Q)
     b = mean over U of log softmax(z[K])      sum e^b (b - a), or in reverse sum e^a (a - b)
 
-Where the teacher is rows of its likeliest tokens, K is of each chunk: the tokens that the rows of all its predictors
-name. A chunk that has none of them has the term 0.
+If the teacher is rows of its likeliest tokens, K differs per chunk: the tokens that the rows of all its predictors
+name. A chunk without any has the term 0.
 
-The mean is taken before projecting, which is linear, so a chunk is projected once. Each rank multiplies the columns
-that it has by their rows of W; what it finds of the columns of K that another rank has of the teacher goes there.
+The mean is taken before projecting, which is linear, so a chunk is projected once. Each rank multiplies its columns by
+their rows of W; products for columns of K that another rank has of the teacher are sent to that rank.
 
 Legend: C chunks, Vl and Wl columns on this rank, K_r columns of K on rank r.
 """
@@ -36,13 +36,9 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class ProjectedKL:
-    """P-KL over a set of columns.
+    """P-KL over ``columns``, ascending int64 ids ``[K]`` of the teacher's vocabulary, or None for all.
 
-    Args:
-        vocabularies: vocabularies with a projection.
-        columns: int64 ``[K]``, ids of the teacher's vocabulary, ascending; None takes all.
-        reverse: whether to take the KL of the student's distribution from the teacher's.
-        named: whether the teacher's logits are -inf but for the tokens that a row names.
+    With ``named``, the teacher's logits are -inf except for the tokens that a row names.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class ProjectedKL:
         self._matrices = _matrices(vocabularies, chosen)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
+        """Return the terms' shares ``[C]`` from logits ``[A, Vl]`` and ``[B, Wl]``; see :meth:`ChunkLoss.shares`."""
         mean = block.student.mean(log_softmax(student, self._group).exp())
         if self._matrices[0].onto.dtype != mean.dtype:
             self._matrices = [matrix.to(mean.dtype) for matrix in self._matrices]
@@ -68,7 +64,7 @@ class ProjectedKL:
         total = sum_over(projected.sum(dim=1), self._group).clamp(min=FLOOR)
         model = (projected / total[:, None]).clamp(min=FLOOR).log()
         if self._named:
-            model = model.where(common, 0)  # as the target is there: a term of 0
+            model = model.where(common, 0)  # like the target there: a term of 0
         return kl(target, model, reverse=self._reverse)
 
     def _of_named(self, logits: torch.Tensor, side: BlockSide) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,17 +78,14 @@ class ProjectedKL:
 
 
 def top_columns(maxima: torch.Tensor, k: int, part: Part) -> Int64Array:
-    """Return the ids of the k columns with the largest logit, ascending; of equal ones those of the lowest ids.
+    """Return the ids of the k columns with the largest logit, ascending; among equal logits the lowest ids.
 
-    Args:
-        maxima: ``[Wl]``, the largest logit of each of this rank's columns after any predictor of the step.
-        k: number of columns, at most the vocabulary.
-        part: the teacher's vocabulary.
+    ``maxima`` is ``[Wl]``, the largest logit of each of this rank's columns after any predictor of the step.
     """
     values, order = maxima.sort(descending=True, stable=True)
     values, ids = values[:k], order[:k] + part.start
     if part.group is not None:
-        # Padded to one size; what pads is never among the largest.
+        # Padded to one size; the padding is never among the largest.
         room = min(k, max(np.diff(part.borders)))
         values = torch.nn.functional.pad(values, (0, room - len(values)), value=-torch.inf)
         ids = torch.nn.functional.pad(ids, (0, room - len(ids)), value=part.size)
@@ -109,12 +102,7 @@ def top_columns(maxima: torch.Tensor, k: int, part: Part) -> Int64Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Matrix:
-    """The part of W from this rank's columns of the student to one rank's columns of K, in both orders.
-
-    Attributes:
-        onto: sparse ``[K_r, Vl]``.
-        back: sparse ``[Vl, K_r]``.
-    """
+    """The part of W from this rank's columns to one rank's columns of K: sparse ``[K_r, Vl]`` and ``[Vl, K_r]``."""
 
     onto: torch.Tensor
     back: torch.Tensor
@@ -124,7 +112,7 @@ class _Matrix:
 
 
 def _matrices(vocabularies: Vocabularies, chosen: Int64Array) -> list[_Matrix]:
-    """Return the parts of W for every rank that has columns of K."""
+    """Return the parts of W for every rank that has columns of K, from ascending int64 ids ``[K]``."""
     student, teacher, projection = vocabularies.student, vocabularies.teacher, vocabularies.projection
     assert projection is not None, "P-KL reads a projection"
     place = np.full(teacher.size, -1, dtype=np.int64)
@@ -148,13 +136,14 @@ def _matrices(vocabularies: Vocabularies, chosen: Int64Array) -> list[_Matrix]:
 
 
 def _compressed(entries: torch.Tensor, values: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """Return a sparse matrix of ``size`` from int64 ``[2, E]`` places and their ``[E]`` values."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_coo_tensor(entries, values, size, check_invariants=False).coalesce().to_sparse_csr()
 
 
 class _Projected(torch.autograd.Function):
-    """Multiply by W; every rank gets the sums over ranks of the columns of K that it has, ``[C, K_r]``."""
+    """Multiply ``[C, Vl]`` by W; every rank gets the sums over ranks of its own columns of K, ``[C, K_r]``."""
 
     @staticmethod
     def forward(ctx: Any, mean: torch.Tensor, matrices: Sequence[_Matrix], group: Group) -> torch.Tensor:
@@ -185,6 +174,7 @@ class _Projected(torch.autograd.Function):
 
 
 def _product(matrix: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """Return a sparse matrix ``[m, n]`` times a dense one ``[n, C]``."""
     if not matrix.shape[0] or not matrix.shape[1]:
         return dense.new_zeros(matrix.shape[0], dense.shape[1])
     product: torch.Tensor = torch.sparse.mm(matrix, dense.contiguous())

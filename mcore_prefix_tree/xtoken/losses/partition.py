@@ -1,8 +1,8 @@
 """Partition-KL: a proper KL over outcomes that both vocabularies can tell apart, and one more, REST.
 
-Of a chunk of one token on both sides, the outcomes are the common tokens. Where one side has several tokens, they are
-the ends that complete the prefix which is realised to the same bytes on both sides: after "1" of "1|2", the student's
-token "12" is the teacher's "2". Where both have several, the outcome is the chunk itself. REST has the rest of 1.
+If a chunk has one token on both sides, its outcomes are the common tokens. If one side has several tokens, they are the
+ends that complete the prefix which is realised to the same bytes on both sides: after "1" of "1|2", the student's token
+"12" is the teacher's "2". If both have several, the outcome is the chunk itself. REST has the rest of 1.
 
 Legend: C chunks of a block, D of these of one token on both sides, O outcomes.
 """
@@ -19,11 +19,7 @@ from mcore_prefix_tree.xtoken.losses.row_blocks import Block, BlockSide
 
 
 class PartitionKL:
-    """Partition-KL.
-
-    Args:
-        vocabularies: vocabularies with a projection, whose strict map gives the common tokens.
-    """
+    """Partition-KL; the strict map of the vocabularies' projection gives the common tokens."""
 
     def __init__(self, vocabularies: Vocabularies) -> None:
         assert vocabularies.projection is not None, "partition-KL reads a projection"
@@ -32,7 +28,7 @@ class PartitionKL:
         self._common = CommonColumns(vocabularies.student, vocabularies.teacher, tokens, vocabularies.device)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
+        """Return the terms' shares ``[C]`` from logits ``[A, Vl]`` and ``[B, Wl]``; see :meth:`ChunkLoss.shares`."""
         assert block.outcomes is not None, "found with the block"
         group = self._vocabularies.group
         a, b = log_softmax(student, group), log_softmax(teacher, group)
@@ -47,7 +43,7 @@ class PartitionKL:
         group = self._vocabularies.group
         a, b = (logprobs[side.row[side.last[single]]] for logprobs, side in ((a, block.student), (b, block.teacher)))
         model, target = self._common.paired(a, b)
-        # What is left is added up instead of taken from 1: it keeps its digits however small it is.
+        # The rest is added up instead of subtracted from 1: it keeps its digits however small it is.
         rest = torch.stack([left.exp().sum(dim=1) for left in self._common.unpaired(a, b)])
         p, q = sum_over(rest, group).clamp(min=FLOOR).log()
         of_rest: torch.Tensor = q.exp() * (q - p) / size_of(group)
@@ -66,7 +62,7 @@ class PartitionKL:
         zero = a.new_zeros(len(block.weight))
         rest = [(1 - zero.index_add(0, outcomes.chunk, side.exp())).clamp(min=FLOOR).log() for side in known]
         terms = known[1].exp() * (known[1] - known[0])
-        # A chunk without outcomes is all REST on both sides, which is nothing to tell apart: 0.
+        # A chunk without outcomes is all REST on both sides, which cannot be told apart: 0.
         return (zero.index_add(0, outcomes.chunk, terms) + rest[1].exp() * (rest[1] - rest[0])) / size_of(both.group)
 
     def _log_outcomes(

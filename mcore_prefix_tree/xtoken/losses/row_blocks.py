@@ -1,7 +1,7 @@
 """Chunks cut into blocks of bounded size, with the inputs of a loss for each on the device.
 
 Legend: C chunks of a block, A rows of a block, n predictors of its chunks (a row that several chunks read counts for
-each), k whatever columns.
+each), k any number of columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BlockSide:
         token: int64 ``[n]``, the token that it predicts.
         share: float64 ``[n]``, one over the predictors of its chunk.
         last: int64 ``[C]``, the last predictor of each chunk.
-        realised: float64 ``[n]``, log-probability of each ``token``, where it is known beforehand; otherwise None.
+        realised: float64 ``[n]``, log-probability of each ``token``, if it is known beforehand; otherwise None.
     """
 
     rows: torch.Tensor
@@ -59,8 +59,6 @@ class Block:
 
     Attributes:
         chunks: slice of the ordered chunks.
-        student: predictors of the chunks in the student.
-        teacher: predictors of the chunks in the teacher.
         weight: float64 ``[C]``, weight of each chunk's term.
         outcomes: outcomes of the chunks that partition-KL reads; None for other losses.
     """
@@ -73,7 +71,7 @@ class Block:
 
 
 def ordered(chunks: Chunks) -> Chunks:
-    """Return the chunks by their first predictors, so that chunks of one block read the same rows where they can."""
+    """Return the chunks by their first predictors, so that chunks of one block read the same rows if possible."""
     first = [side.rows[side.starts[:-1]] for side in (chunks.teacher, chunks.student)]
     order = np.lexsort(first)
     return Chunks(
@@ -95,16 +93,10 @@ def blocks_of(
     endings: Endings | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Block]:
-    """Cut chunks into blocks.
+    """Cut ordered chunks into blocks of bounded numbers of predictors; a chunk above a limit is a separate block.
 
-    Args:
-        chunks: chunks in order; see :func:`ordered`.
-        student_rows: int64, flat indices of the rows of the student's head, ascending. They hold all predictors.
-        teacher_rows: flat indices of the rows of the teacher's head, likewise.
-        student_limit: largest number of the student's predictors in a block; a longer chunk is a block by itself.
-        teacher_limit: largest number of the teacher's predictors, likewise.
-        endings: finder of the outcomes that partition-KL reads; None for other losses.
-        device: device of the tensors.
+    ``student_rows`` and ``teacher_rows`` are flat indices of the heads' rows, int64, ascending, of all predictors.
+    ``endings`` finds the outcomes that partition-KL reads; None for other losses.
     """
     return [
         Block(
@@ -131,6 +123,7 @@ def _cut(chunks: Chunks, student_limit: int, teacher_limit: int) -> Iterator[sli
 
 
 def _taken(side: Side, order: Int64Array) -> Side:
+    """Return the predictors of chunks in an order, int64 ``[C]``."""
     lens = np.diff(side.starts)[order]
     starts = np.concatenate([[0], np.cumsum(lens)])
     at = np.repeat(side.starts[:-1][order] - starts[:-1], lens) + np.arange(starts[-1])
@@ -139,6 +132,7 @@ def _taken(side: Side, order: Int64Array) -> Side:
 
 
 def _block_side(side: Side, part: slice, rows: Int64Array, device: torch.device | str) -> BlockSide:
+    """Return a block's predictors; ``rows`` are all of the head's, int64, ascending."""
     own = slice(int(side.starts[part.start]), int(side.starts[part.stop]))
     lens = np.diff(side.starts[part.start : part.stop + 1])
     read, row = np.unique(side.rows[own], return_inverse=True)

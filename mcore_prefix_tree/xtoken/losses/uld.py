@@ -13,14 +13,14 @@ from mcore_prefix_tree.xtoken.losses.row_blocks import Block
 
 
 class UniversalLogits:
-    """ULD over both whole vocabularies; it reads no projection."""
+    """ULD over both full vocabularies; it reads no projection."""
 
     def __init__(self, vocabularies: Vocabularies) -> None:
         self._vocabularies, self._group = vocabularies, vocabularies.group
         self._size = max(vocabularies.student.size, vocabularies.teacher.size)
 
     def shares(self, student: torch.Tensor, teacher: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the shares of the terms; see :class:`~mcore_prefix_tree.xtoken.losses.chunk_loss.ChunkLoss`."""
+        """Return the terms' shares ``[C]`` from logits ``[A, Vl]`` and ``[B, Wl]``; see :meth:`ChunkLoss.shares`."""
         sides = [
             sorted_over(side.mean(log_softmax(logits, self._group).exp()), self._size, part.widths, self._group)
             for side, logits, part in (
