@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from mcore_prefix_tree.objectives import OBJECTIVES
-from mcore_prefix_tree.settings.keys import Setting, find_setting
 from mcore_prefix_tree.settings.score_section import ScoreConfig
+from mcore_prefix_tree.settings.section import Setting, find_setting
 from mcore_prefix_tree.settings.sections import Recipe
 from mcore_prefix_tree.utils.errors import is_of_this_package, readable_errors, spell, spelled
 from mcore_prefix_tree.utils.inputs import MOST, json_of

@@ -8,12 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from mcore_prefix_tree.cli.alternatives import alternatives, alternatives_json, print_alternatives
+from mcore_prefix_tree.cli.alternatives import (
+    alternatives,
+    alternatives_json,
+    print_alternatives,
+    steps_json,
+    steps_rows,
+    ways_to_more,
+)
 from mcore_prefix_tree.cli.causes import causes_json, causes_lines, causes_of
 from mcore_prefix_tree.cli.options import takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_forest
 from mcore_prefix_tree.cli.samples import SampleOptions
-from mcore_prefix_tree.cli.step_lines import steps_json, steps_rows, ways_to_more
 from mcore_prefix_tree.utils.inputs import MOST
 
 

@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_prefix_tree.cli import numbers
-from mcore_prefix_tree.cli.alternatives import alternatives, alternatives_json, print_alternatives
+from mcore_prefix_tree.cli.alternatives import (
+    alternatives,
+    alternatives_json,
+    print_alternatives,
+    steps_json,
+    steps_rows,
+    ways_to_more,
+)
 from mcore_prefix_tree.cli.options import RANKS, local, takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_ranks
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
-from mcore_prefix_tree.cli.step_lines import steps_json, steps_rows, ways_to_more
 from mcore_prefix_tree.utils.inputs import MOST
 
 if TYPE_CHECKING:

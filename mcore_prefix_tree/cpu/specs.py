@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -19,7 +20,24 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
-from mcore_prefix_tree.cpu.norms import Norm
+
+_KINDS: dict[str, Any] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+
+
+class Norm:
+    """A class that a spec names: builds the norm of PyTorch that ``config.normalization`` sets."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
+        """Return the norm in ``config.params_dtype``; raise ValueError for another norm or zero-centered weights."""
+        if config.normalization not in _KINDS:
+            raise ValueError(f"normalization={config.normalization!r} is not supported: use 'RMSNorm' or 'LayerNorm'")
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError("layernorm_zero_centered_gamma is not supported by the norms of PyTorch: turn it off")
+        norm = _KINDS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
 
 S = TypeVar("S")
 

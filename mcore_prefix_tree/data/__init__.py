@@ -1,10 +1,10 @@
 """Samples from JSONL, Parquet and Arrow files: tokens as they are, chat messages through a tokenizer's chat format."""
 
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn, Tool, ToolCall
-from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.messages import parse_messages
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions

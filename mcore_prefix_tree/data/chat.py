@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.vocabulary import Vocabulary
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

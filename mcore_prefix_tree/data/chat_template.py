@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.template_bound import BoundedEnvironment
 
 # Calls of a template whose answer differs the next time.

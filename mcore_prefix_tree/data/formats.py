@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.foreign_names import mapping_beside, mapping_of, shown
-from mcore_prefix_tree.data.json_fields import check_once
+from mcore_prefix_tree.data.json_fields import ChatError, check_once
 from mcore_prefix_tree.data.stopping import STOP_ALIASES, STOP_KEYS, STOP_LISTS, was_cut, were_cut
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
 from mcore_prefix_tree.data.turns import SWITCHES, check_record

@@ -15,8 +15,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
-from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.tokenizer_probe import check_encodes_text, check_ids, code_of
 from mcore_prefix_tree.data.turn_ends import TurnEnds

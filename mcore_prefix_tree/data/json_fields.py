@@ -7,7 +7,10 @@ import re
 from collections import Counter
 from typing import Any
 
-from mcore_prefix_tree.data.chat_error import ChatError
+
+class ChatError(ValueError):
+    """A conversation that cannot be parsed or encoded. The message names the field; the reader adds file and line."""
+
 
 # Levels of objects and lists in arguments and tools. Encoders recurse once per level, so without a limit the depth of
 # the caller's stack would decide whether a record passes.

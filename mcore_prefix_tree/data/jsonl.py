@@ -18,11 +18,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.fields import FieldNames, notice_unread
 from mcore_prefix_tree.data.formats import FIELDS
 from mcore_prefix_tree.data.json_fields import Doubled
 from mcore_prefix_tree.data.unchanged import Unchanged
-from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import check_regular, open_input
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ROLES, ChatMessage, ToolCall
-from mcore_prefix_tree.data.chat_error import ChatError
-from mcore_prefix_tree.data.json_fields import check_once, json_kind, text_of
+from mcore_prefix_tree.data.json_fields import ChatError, check_once, json_kind, text_of
 from mcore_prefix_tree.data.stopping import was_cut
 from mcore_prefix_tree.data.tools import parse_tool_calls
 from mcore_prefix_tree.data.turns import INTERPRETED, check_part, check_refused_keys, thinking_of, weight_of

@@ -22,8 +22,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
-from mcore_prefix_tree.data.chat_error import ChatError
-from mcore_prefix_tree.data.json_fields import check_json_depth
+from mcore_prefix_tree.data.json_fields import ChatError, check_json_depth
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.tokenizers import FILES
 from mcore_prefix_tree.data.turns import check_said

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
-from mcore_prefix_tree.data.chat_error import ChatError
-from mcore_prefix_tree.data.fields import FieldNames
+from mcore_prefix_tree.data.fields import FieldNames, notice_unread
 from mcore_prefix_tree.data.foreign_names import fault_of_unread
 from mcore_prefix_tree.data.formats import (
     READ,
@@ -26,12 +25,12 @@ from mcore_prefix_tree.data.formats import (
     excluded_of,
     mark_of,
 )
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.messages import parse_messages
 from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
 from mcore_prefix_tree.data.skipped import Kind, Skipped
 from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
 from mcore_prefix_tree.data.tools import parse_tools
-from mcore_prefix_tree.data.unread import notice_unread
 from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
 

@@ -9,16 +9,14 @@ from functools import partial
 from itertools import chain
 
 from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.equal_pairs import EqualPairs
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_samples
-from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import EqualPairs, streamed_whole_groups, turn_of, whole_groups, with_later_turns
 from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
-from mcore_prefix_tree.data.turn_order import turn_of, with_later_turns
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.choices import OnError, Order

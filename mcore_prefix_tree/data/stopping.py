@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.signals import PER_TOKEN
 
 # Marks of rows of token ids.

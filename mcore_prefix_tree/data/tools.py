@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from mcore_prefix_tree.data.chat import Tool, ToolCall
-from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.json_fields import (
+    ChatError,
     check_depth,
     check_depths,
     check_escapes,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.utils.inputs import read_regular
 
 logger = logging.getLogger(__name__)

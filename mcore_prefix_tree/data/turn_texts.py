@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatMessage, Tool
-from mcore_prefix_tree.data.chat_error import ChatError
 from mcore_prefix_tree.data.chat_template import ChatTemplates
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.turn_ends import CALLING, QUESTION
 from mcore_prefix_tree.data.turns import THINKING, check_said
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_prefix_tree.data.chat_error import ChatError
-from mcore_prefix_tree.data.json_fields import json_kind
+from mcore_prefix_tree.data.json_fields import ChatError, json_kind
 
 # Switches that public data sets for each message, and whether they switch training on. A number is a weight.
 SWITCHES = {

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, TrainerCall
 from mcore_prefix_tree.attention.api import AUTO, check_setting
 from mcore_prefix_tree.integrations.transformers import NAME, attend, check_model
 from mcore_prefix_tree.layout.trainer_rows import HostRows
-from mcore_prefix_tree.logprob.expand import expand
+from mcore_prefix_tree.logprob.restore import expand
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.randomness import Draws, drew, random_part
 from mcore_prefix_tree.utils.upload import upload

@@ -15,7 +15,7 @@ Per scored token, with the advantage A, the ratio r = pi / old, and ``sg`` for "
     (GSPO-token); for one advantage per sample the two have the same value and gradient. The mean is weighed by the loss
     mask.
 
-``tis`` is a weight for tokens that an engine sampled; see :mod:`mcore_prefix_tree.objectives.mismatch`.
+``tis`` is a weight for tokens that an engine sampled; see :mod:`mcore_prefix_tree.objectives.kl`.
 
 Legend: P padded tokens, K scored tokens, S samples.
 """
@@ -29,11 +29,27 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.objectives.advantages import ADVANTAGES, Advantage, Alone, Rewards, reward_advantages, whiten
-from mcore_prefix_tree.objectives.gae import gae, token_rewards
-from mcore_prefix_tree.objectives.kl import LOG_RATIO_LIMIT, KLEstimator, KLPenalty, kl_estimate
+from mcore_prefix_tree.objectives.advantages import (
+    ADVANTAGES,
+    Advantage,
+    Alone,
+    Rewards,
+    gae,
+    reward_advantages,
+    token_rewards,
+    whiten,
+)
+from mcore_prefix_tree.objectives.kl import (
+    LOG_RATIO_LIMIT,
+    KLEstimator,
+    KLPenalty,
+    Level,
+    Mode,
+    importance_weight,
+    is_far_off_policy,
+    kl_estimate,
+)
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
-from mcore_prefix_tree.objectives.mismatch import Level, Mode, importance_weight, is_far_off_policy
 from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused

@@ -43,7 +43,7 @@ class SubtreePlacer:
 
         A complete tree is placed in the bin to which it adds least, of several such in that of the fullest rank. One
         that fits nowhere is cut: the bin with the most room takes as many of its first leaves as it can hold, and the
-        rest is a tree to place like the others. Bins are those of :func:`~mcore_prefix_tree.plan.refine.refine`.
+        rest is a tree to place like the others. Bins are those of :func:`~mcore_prefix_tree.plan.balance.refine`.
 
         Args:
             max_units: largest cost of a rank, in units.

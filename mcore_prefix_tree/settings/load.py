@@ -21,9 +21,8 @@ from yaml import YAMLError
 
 from mcore_prefix_tree.settings.adapter_folder import AdapterFolder, layers_with, with_adapter
 from mcore_prefix_tree.settings.hf_folder import SIZES, HuggingFaceFolder, with_folder
-from mcore_prefix_tree.settings.keys import instead_of
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.section import AT_ODDS, Check, broken_rules, collect_faults, keep_valid
+from mcore_prefix_tree.settings.section import AT_ODDS, Check, broken_rules, collect_faults, instead_of, keep_valid
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.value_types import NOT_LOCAL
 from mcore_prefix_tree.utils.inputs import local_path, read_text

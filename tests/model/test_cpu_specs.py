@@ -8,8 +8,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.cpu.launcher import single_process
-from mcore_prefix_tree.cpu.norms import Norm
-from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
+from mcore_prefix_tree.cpu.specs import Norm, cpu_spec, exchanged
 from mcore_prefix_tree.mcore.models.config_fields import settings_of_run
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig
 

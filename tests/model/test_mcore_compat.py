@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mcore_prefix_tree.cli.installed import show_installed
+from mcore_prefix_tree.cli.verify import show_installed
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, missing_of
 

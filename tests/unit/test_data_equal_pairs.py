@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mcore_prefix_tree.data import LineOptions
-from mcore_prefix_tree.data.equal_pairs import EqualPairs
 from mcore_prefix_tree.data.fingerprint import Ranks
+from mcore_prefix_tree.data.grouping import EqualPairs
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Signals

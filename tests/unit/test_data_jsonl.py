@@ -22,7 +22,7 @@ from mcore_prefix_tree.data import (
     iter_sample_groups,
     read_samples,
 )
-from mcore_prefix_tree.data.chat_error import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.write import rows_file
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.sample import INT32_MAX, SampleError, Tempered

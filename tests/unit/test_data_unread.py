@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from mcore_prefix_tree.data import read_samples, unread
+from mcore_prefix_tree.data import fields, read_samples
 
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch):
-    monkeypatch.setattr(unread, "_seen", set())
+    monkeypatch.setattr(fields, "_seen", set())
 
 
 @pytest.mark.parametrize(

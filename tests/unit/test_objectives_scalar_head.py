@@ -22,7 +22,7 @@ from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
 from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel
-from mcore_prefix_tree.objectives.gae import gae
+from mcore_prefix_tree.objectives.advantages import gae
 from mcore_prefix_tree.objectives.metrics import add_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 

@@ -14,9 +14,9 @@ from oracles import comb, sample_lists, samples_through
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.plan import BudgetError, CostModel, least_makespan, plan_step, report_plan
+from mcore_prefix_tree.plan.balance import refine
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
 from mcore_prefix_tree.plan.pack import Atoms, Leaves, place
-from mcore_prefix_tree.plan.refine import refine
 from mcore_prefix_tree.plan.subtrees import SubtreePlacer
 from mcore_prefix_tree.trie import build_trie, sort_samples
 

@@ -15,7 +15,7 @@ import mcore_prefix_tree
 from mcore_prefix_tree.arguments import flags, read_recipe
 from mcore_prefix_tree.arguments.flags import FLAGS, MEGATRON, SPELLINGS, Flag, add_flags
 from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.settings.keys import find_setting
+from mcore_prefix_tree.settings.section import find_setting
 from mcore_prefix_tree.settings.sections import BatchConfig, Recipe
 from mcore_prefix_tree.utils.errors import Mistakes, spell, spelled
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from mcore_prefix_tree.data.causes.words import Words
 
 Tokens = npt.NDArray[np.int32]
 # Text of tokens, for people; None if the tokens are of another vocabulary.
@@ -96,3 +99,31 @@ def end_of_text(decode: Decode, tokens: Tokens, start: int, text: str) -> int | 
         else:
             low = middle + 1
     return start + high
+
+
+# Tokens of two sequences: the place where each differs, and the place where they meet again.
+Span = tuple[int, int, int, int]
+CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
+
+
+class Difference(NamedTuple):
+    """Tokens ``start:end`` of a sample that a fix would replace; no meeting was seen after ``end`` if ``is_bound``."""
+
+    start: int
+    end: int
+    tokens: Tokens
+    cause: CauseName
+    detail: str = ""
+    words: Words | None = None
+    is_bound: bool = False
+
+
+def retokenised(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference | None:
+    """Return the difference if both sides, int32 ``[n]`` and ``[m]``, of a span have the same text."""
+    start, end, other_start, other_end = span
+    if decode is None or min(end - start, other_end - other_start) == 0:
+        return None
+    text = text_of(decode, one, start, end)
+    if not text or text != text_of(decode, other, other_start, other_end):
+        return None
+    return Difference(other_start, other_end, one[start:end], "retokenised", words=Words(text, text, "words"))

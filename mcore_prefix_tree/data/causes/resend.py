@@ -6,8 +6,17 @@ from functools import partial
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens, end_of_text, meeting, meeting_at_end, text_of
-from mcore_prefix_tree.data.causes.difference import Difference, Span, retokenised
+from mcore_prefix_tree.data.causes.align_texts import (
+    Decode,
+    Difference,
+    Span,
+    Tokens,
+    end_of_text,
+    meeting,
+    meeting_at_end,
+    retokenised,
+    text_of,
+)
 from mcore_prefix_tree.data.causes.words import THINKING, Words, differing_words, has_thinking, region_of
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import common_prefix_length

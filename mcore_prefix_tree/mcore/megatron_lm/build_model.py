@@ -14,8 +14,8 @@ from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import load_weights
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
-from mcore_prefix_tree.mcore.megatron_lm.loaded import head_starts_new
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_model
+from mcore_prefix_tree.mcore.megatron_lm.resume import head_starts_new
 from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
 from mcore_prefix_tree.mcore.seam.layer_specs import is_hybrid_stack, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head

@@ -10,15 +10,24 @@ import contextlib
 import copy
 import io
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from megatron.core import dist_checkpointing
 from megatron.training import print_rank_0
-from megatron.training.checkpointing import load_args_from_checkpoint
+from megatron.training.checkpointing import (
+    checkpoint_exists,
+    get_load_checkpoint_path_by_args,
+    load_args_from_checkpoint,
+)
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fingerprint import CHECKSUMS, are_new_data, difference
-from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.checkpoints.checkpoint import RELEASE
+from mcore_prefix_tree.mcore.ranks import everyone, on_main_rank
+from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 
 # Settings that have to stay for an order of samples to continue where it stopped, with the user's names.
 _SETTINGS = {
@@ -98,3 +107,44 @@ def _how_data_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any
         f"{told}, or not in the same groups: its --prefix-tree-objective was {before['objective']}, and is "
         f"{args.prefix_tree_objective} now"
     )
+
+
+def checkpoint_of(args: argparse.Namespace, load_arg: str = "load") -> Path | None:
+    """Return the folder of the checkpoint that an argument names, None without one; all ranks together."""
+    if not checkpoint_exists(getattr(args, load_arg)):
+        return None
+    return Path(get_load_checkpoint_path_by_args(args, load_arg))
+
+
+def head_starts_new(args: argparse.Namespace) -> Path | None:
+    """Return the checkpoint of a language model that the weights below a new scalar head are loaded from.
+
+    Return None if no checkpoint is loaded, or one that has a scalar head; all ranks together.
+
+    Raises:
+        ArgumentError: the checkpoint has no scalar head, and more than its weights is loaded.
+    """
+    # As load_checkpoint: without a checkpoint in --load, only the weights of the other.
+    load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
+    source = checkpoint_of(args, load_arg)
+    if source is None or on_main_rank(partial(_has_scalar_head, source)):
+        return None
+    named = f"--{load_arg.replace('_', '-')} {getattr(args, load_arg)}"
+    if args.prefix_tree_score is not None:
+        raise ArgumentError(f"{named} holds a language model, without a scalar head to score with; name another")
+    if load_arg == "load" and not args.finetune and source.name != RELEASE:
+        raise ArgumentError(
+            f"{named} holds a language model, and --prefix-tree-objective {args.prefix_tree_objective} trains a scalar "
+            "head, which starts anew: name it with --pretrained-checkpoint, or add --finetune, to load only the "
+            "weights"
+        )
+    return source
+
+
+def _has_scalar_head(source: Path) -> bool:
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
+        raise ArgumentError(
+            f"{source} is not of --ckpt-format torch_dist, the only format that shows whether a head is scalar; "
+            "convert it with --ckpt-convert-format torch_dist"
+        )
+    return CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))

@@ -20,10 +20,10 @@ from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, readouts_of,
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import job_of
-from mcore_prefix_tree.mcore.megatron_lm.loaded import checkpoint_of
 from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import objective_of
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_chunks, start
 from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, source_of
+from mcore_prefix_tree.mcore.megatron_lm.resume import checkpoint_of
 from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
 from mcore_prefix_tree.settings.score_section import REFERENCE
 from mcore_prefix_tree.utils.errors import spell

@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs
-from mcore_prefix_tree.logprob.expand import expand as expand_tokens
+from mcore_prefix_tree.logprob.restore import expand as expand_tokens
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import run_pretrain
 from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
-from mcore_prefix_tree.mcore.megatron_lm.rl.rl_arguments import add_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import add_rl_arguments
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_forward_step import FoldedForwardStep
 from mcore_prefix_tree.mcore.megatron_lm.start import say_which_megatron_core
 from mcore_prefix_tree.utils.errors import naming_memory
