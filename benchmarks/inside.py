@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--device", choices=MODELS, default="cpu")
     parser.add_argument("--model", metavar="FIELD=NUMBER", nargs="*", default=[], help="fields of TransformerConfig")
     parser.add_argument("--rounds", type=int, default=2, help="repetitions of a micro-batch that shares tokens")
-    parser.add_argument("--unshared-rounds", type=int, default=60, help="repetitions of a micro-batch that shares nothing")
+    parser.add_argument("--unshared-rounds", type=int, default=60, help="repetitions of one that shares nothing")
     parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
     device, machine = torch.device(arguments.device), describe_machine()

@@ -4,8 +4,8 @@
     VERL_USE_EXTERNAL_PLUGINS=none benchmarks/verl_dealing.py  # needs verl; writes results/verl_dealing.json
 
 Rows are distributed by verl's ``get_seqlen_balanced_partitions``, as in its V1 trainer, and by complete groups, as in
-the trainers of ``mcore_prefix_tree.integrations.verl``. Sharing is counted per mini-batch of a rank, without a budget of
-tokens. Prompts and answers have random lengths and share no tokens.
+the trainers of ``mcore_prefix_tree.integrations.verl``. Sharing is counted per mini-batch of a rank, without a budget
+of tokens. Prompts and answers have random lengths and share no tokens.
 """
 
 from __future__ import annotations
