@@ -143,7 +143,7 @@ def _unusable(found: dict[str, Any]) -> str:
     if "failed" in found:
         return str(found["failed"])
     if "torch" in found["missing"]:
-        way_out = "name a Python that has torch with PYTHON=/path/to/python"
+        way_out = "name a Python with torch: PYTHON=/path/to/python"
         return f"torch does not import in {sys.executable} ({found['missing']['torch']}); {way_out}"
     return "torch sees no GPU; run it on a machine with one"
 

@@ -187,7 +187,7 @@ def test_no_gpu_is_said_in_one_line(monkeypatch, capsys):
 def test_python_without_torch_is_named(monkeypatch, capsys):
     monkeypatch.setattr(check, "ask_machine", lambda parts: {"gpu": None, "missing": {"torch": "ModuleNotFoundError"}})
     assert check.main([]) == 2
-    said = f"gpu_check: torch does not import in {sys.executable} (ModuleNotFoundError); name a Python that has torch with"
+    said = f"gpu_check: torch does not import in {sys.executable} (ModuleNotFoundError); name a Python with torch:"
     assert capsys.readouterr().err == f"{said} PYTHON=/path/to/python\n"
 
 
