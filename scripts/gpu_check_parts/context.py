@@ -29,7 +29,7 @@ class Options:
         smoke: shapes so small that every part runs within seconds; its figures are meaningless.
         repeats: timed rounds.
         workloads: parts of names of the workloads to measure. Empty for all.
-        data: a file of samples to measure beside the standard forests, or None.
+        data: a file of samples to measure in addition to the standard forests, or None.
     """
 
     smoke: bool = False
