@@ -104,7 +104,7 @@ def test_page_installs_the_pinned_bridge() -> None:
     """The page's commands, the message's and what scripts/extras runs."""
     pin = EXTRAS["pin_of"]("megatron-bridge")
     assert f"pip install --no-deps {pin}\n" in (ROOT / "docs" / "huggingface.md").read_text()
-    assert f"'{pin}'" in (ROOT / "mcore_prefix_tree" / "mcore" / "models" / "hf.py").read_text()
+    assert f"'{pin}'" in (ROOT / "mcore_prefix_tree" / "mcore" / "models" / "bridge.py").read_text()
 
 
 def test_transformers_has_one_bound() -> None:
