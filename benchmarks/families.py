@@ -3,9 +3,9 @@
 
     OMP_NUM_THREADS=1 benchmarks/families.py      # writes benchmarks/results/families.json; takes minutes
 
-Needs the packages of requirements/bridge.txt. Megatron-Core's own layers run as they are; those of TransformerEngine in
-plain torch, from tests/peers/te_stand_in.py, in a process of their own: Megatron-Core looks for TransformerEngine once,
-when it is imported.
+Needs the packages of requirements/bridge.txt. Megatron-Core's own layers run unchanged. TransformerEngine's layers run
+in plain torch, from tests/peers/te_stand_in.py, in a separate process, because Megatron-Core looks for
+TransformerEngine only once, when it is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(FOLDERS)
 
 
 def measure(layers: str, families: list[str], *, with_layouts: bool) -> list[dict[str, Any]]:
-    """Return the errors of families; of one that is refused, the reason."""
+    """Return the errors of each family, or the reason why it is not supported."""
     if layers == "transformer_engine":
         import te_stand_in  # noqa: F401
     import bridge_loaded  # noqa: F401
@@ -63,7 +63,7 @@ def measure(layers: str, families: list[str], *, with_layouts: bool) -> list[dic
 
 
 def experts_over_ranks(family: str, layers: str) -> bool:
-    """Whether a folder loaded with its experts on two ranks is exported with the same bits."""
+    """Return whether a folder loaded with its experts on two ranks is exported with the same bits."""
     from harness.worlds import Layout, world
     from hf_jobs import assert_same_folder, write_job
     from hf_ranks import export_again
@@ -79,9 +79,9 @@ def experts_over_ranks(family: str, layers: str) -> bool:
 def main() -> None:
     """Run this script again for each kind of layers, or measure one kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", choices=LAYERS, help="one kind alone")
-    parser.add_argument("--family", action="append", default=[], help="one family alone; may be repeated")
-    parser.add_argument("--no-layouts", action="store_true", help="in one process alone")
+    parser.add_argument("--layers", choices=LAYERS, help="measure only these layers")
+    parser.add_argument("--family", action="append", default=[], help="measure only this family; can be repeated")
+    parser.add_argument("--no-layouts", action="store_true", help="measure in one process only")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "families.json")
     options = parser.parse_args()
     if options.layers:

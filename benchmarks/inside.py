@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Measure a trainer's step: stock packed rows against the same rows, folded inside the model.
+"""Compare a trainer's step on stock packed rows with the same rows folded inside the model.
 
     OMP_NUM_THREADS=1 benchmarks/inside.py      # writes benchmarks/results/inside.json; minutes
     benchmarks/inside.py --device cuda          # bf16, with TransformerEngine's attention; writes inside_<GPU>.json
 
-Both models are a stock GPTModel with the same weights. On a CPU, where Megatron-Core has no attention for packed rows,
-both get the one of ``mcore_prefix_tree.cpu.dot_product``: a call of torch's fused attention for each row. Times on a
-CPU are CPU seconds of the process, which other processes disturb less than the clock. Every repetition runs each way
-once.
+Both models are a stock GPTModel with the same weights. Megatron-Core has no attention for packed rows on a CPU, so both
+use ``mcore_prefix_tree.cpu.dot_product`` there: one call of torch's fused attention per row. Times on a CPU are CPU
+seconds of the process, which other processes disturb less than wall-clock time. Every repetition runs each model once.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def prompt_group(prompt: int, answers: int, answer: int) -> list[Sample]:
 
 
 def rollouts(path: Path, first: int, last: int) -> list[Sample]:
-    """Conversations ``first`` to ``last - 1`` of a file: a sample for each assistant turn, with its history."""
+    """Conversations ``first`` to ``last - 1`` of a file: one sample per assistant turn, with its history."""
     from mcore_prefix_tree.data import LineOptions, iter_sample_groups, load_tokenizer
 
     options = LineOptions(tokenizer=load_tokenizer("mistral-v7"), expand_turns=True)
@@ -211,7 +210,7 @@ def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds
 
 
 def measure_unshared(stock: Any, folds: Any, rows: int, length: int, rounds: int) -> dict[str, Any]:
-    """Return what a micro-batch costs that shares nothing: in the step, and in the folding model's own hook."""
+    """Return the cost of a micro-batch that shares nothing: of the step, and of the folding model's hook."""
     device = next(stock.parameters()).device
     call, labels = packed(nothing_shared(rows, length), device)
     seconds: dict[str, list[float]] = {"stock": [], "folds": []}
@@ -241,7 +240,7 @@ def main() -> None:
     parser.add_argument("--device", choices=MODELS, default="cpu")
     parser.add_argument("--model", metavar="FIELD=NUMBER", nargs="*", default=[], help="fields of TransformerConfig")
     parser.add_argument("--rounds", type=int, default=2, help="repetitions of a micro-batch that shares tokens")
-    parser.add_argument("--unshared-rounds", type=int, default=60, help="of one that shares nothing")
+    parser.add_argument("--unshared-rounds", type=int, default=60, help="repetitions of one that shares nothing")
     parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
     device, machine = torch.device(arguments.device), describe_machine()
@@ -271,7 +270,7 @@ def main() -> None:
 
 
 def write(result: dict[str, Any], part: str, output: Path) -> None:
-    """Write what was measured so far, and show the last of a part."""
+    """Write the results so far, and print the last one of a part."""
     output.write_text(json.dumps(result, indent=1) + "\n")
     print({name: value for name, value in result[part][-1].items() if name not in ("seconds", "bound")}, flush=True)
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure a step and a scoring pass of TRL: the stock model against the same model that folds in its backbone.
+"""Measure a step and a scoring pass of TRL with the stock model, and with the same model that folds in its backbone.
 
     OMP_NUM_THREADS=1 benchmarks/trl_backbone.py      # needs TRL; writes benchmarks/results/trl.json; minutes
 
 Both models are called as TRL's trainers call them, through TRL's own fused head, with padded rows. Times are CPU
-seconds of the process, which other processes disturb less than the clock; every repetition runs each way once, in turn.
-TRL's own tree packing needs a kernel for GPUs, so only what it does on the host is timed, and its tokens are counted.
+seconds of the process, which other processes disturb less than wall-clock time; every repetition runs each model once.
+TRL's tree packing needs a GPU kernel, so only its work on the host is timed, and its tokens are counted.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def expected(samples: Sequence[Sample], layout: Any) -> ExpectedSpeedup:
 
 
 def packing(samples: Sequence[Sample], call: dict[str, Any], layout: Any, rounds: int = 3) -> dict[str, Any]:
-    """Compare what folding does on the host with TRL's own tree packing of the same rows."""
+    """Compare the host's work for folding with TRL's tree packing of the same rows."""
     examples = [
         {
             "input_ids": torch.from_numpy(sample.tokens.astype(np.int64)),
@@ -172,7 +172,7 @@ def packing(samples: Sequence[Sample], call: dict[str, Any], layout: Any, rounds
 
 
 def measure_unshared(stock: Any, folds: Any, rows: int, length: int, rounds: int) -> dict[str, Any]:
-    """Return what rows cost that share nothing: a step, and the folding model's hook."""
+    """Return the cost of rows that share nothing: of a step, and of the folding model's hook."""
     call = padded(nothing_shared(rows, length))
     seconds: dict[str, list[float]] = {"stock": [], "folds": []}
     for turn in range(rounds + 1):
@@ -198,7 +198,7 @@ def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of rows that share tokens")
-    parser.add_argument("--unshared-rounds", type=int, default=40, help="of rows that share nothing")
+    parser.add_argument("--unshared-rounds", type=int, default=40, help="repetitions of rows that share nothing")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="result file")
     arguments = parser.parse_args()
     stock, folds = models(MODEL)
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def write(result: dict[str, Any], part: str, output: Path) -> None:
-    """Write what was measured so far, and show the last of a part."""
+    """Write the results so far, and print the last one of a part."""
     output.write_text(json.dumps(result, indent=1) + "\n")
     print({name: value for name, value in result[part][-1].items() if name != "seconds"}, flush=True)
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure what is left of the fold ratio when verl's trainer deals the rows of a step to data-parallel ranks.
+"""Measure the fold ratio after verl's trainer distributes the rows of a step over data-parallel ranks.
 
     VERL_USE_EXTERNAL_PLUGINS=none benchmarks/verl_dealing.py  # needs verl; writes results/verl_dealing.json
 
-Rows are dealt by verl's own ``get_seqlen_balanced_partitions``, as its V1 trainer calls it, and by whole groups, as the
-trainers of ``mcore_prefix_tree.integrations.verl`` do. Sharing is counted in the mini-batch of a rank, without a budget
-of tokens. Prompts and answers have random lengths and no token in common.
+Rows are distributed by verl's ``get_seqlen_balanced_partitions``, as in its V1 trainer, and by complete groups, as in
+the trainers of ``mcore_prefix_tree.integrations.verl``. Sharing is counted per mini-batch of a rank, without a budget
+of tokens. Prompts and answers have random lengths and share no tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rows_of(prompt: int, answer: int) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def deal_rows(lengths: np.ndarray, ranks: int, updates: int) -> list[list[list[int]]]:
-    """Rows of each mini-batch of each rank, as verl deals them."""
+    """Rows of each mini-batch of each rank, as verl distributes them."""
     workload = calculate_workload(torch.from_numpy(lengths))
     parts = get_seqlen_balanced_partitions(workload.tolist(), k_partitions=ranks, equal_size=True)
     return [[list(step) for step in batched(part, len(part) // updates)] for part in parts]

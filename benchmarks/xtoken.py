@@ -3,9 +3,9 @@
 
     OMP_NUM_THREADS=1 benchmarks/xtoken.py      # writes benchmarks/results/xtoken_losses.json; takes minutes
 
-The baseline gathers both models' logits of all rows and lets autograd differentiate the same loss of one block, as
-trainers do that hold whole logits. Both start from hidden states and end with the gradients of the student's hidden
-states and output weight. Times are CPU seconds of the process, which other processes disturb less than the clock.
+The baseline computes both models' logits of all rows and lets autograd differentiate the same loss, as in trainers that
+keep full logits. Both start from hidden states and end with the gradients of the student's hidden states and output
+weight. Times are CPU seconds of the process, which other processes disturb less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def head_of(rows: int) -> Head:
 
 
 def measured(way: Callable[[], tuple[torch.Tensor, ...]], repeats: int) -> dict[str, float]:
-    """Return CPU seconds and the peak memory of a way."""
+    """Return CPU seconds and the peak memory of one variant."""
     seconds, peaks = [], []
     for _ in range(repeats):
         peak, started = PeakMemory(torch.device("cpu")), time.process_time()

@@ -1,9 +1,9 @@
-"""Rollouts of two prompts, folded and trained in a loop of one's own, beside each of them by itself.
+"""Train on rollouts of two prompts in a custom loop, and compare the folded gradient with that of unfolded samples.
 
     python examples/own_trainer.py
 
-The marked block stands for what a trainer has already: Megatron's process groups, a model and rollouts. Here the model
-is small and on the CPU, in fp64, so that the two gradients can be seen to be equal.
+The marked block stands for the existing parts of a trainer, for example Megatron's process groups, a model and
+rollouts. Here the model is small and on the CPU, in fp64, so that the two gradients are visibly equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]
 
 
 def rollouts() -> list[Sample]:
-    """Every answer after its prompt, scored on the answer only, with its advantage over the mean of its group."""
+    """Return each prompt with an answer, scored on the answer only, with its advantage over the mean of its group."""
     samples = []
     for prompt, answers, rewards in zip(PROMPTS, ANSWERS, REWARDS, strict=True):
         for answer, reward in zip(answers, rewards, strict=True):
@@ -34,7 +34,7 @@ def rollouts() -> list[Sample]:
 
 
 def policy_loss(model: torch.nn.Module, samples: list[Sample]) -> torch.Tensor:
-    """REINFORCE, its mean over all five samples: any loss of per-sample log-probabilities fits here."""
+    """Return the mean REINFORCE loss of all five samples; replace it by any loss of per-sample log-probabilities."""
     layout = fold(samples)
     # On a GPU: device="cuda", attention_backend="triton".
     batch = MicroBatch.from_layout(layout, device="cpu", attention_backend="path")
@@ -49,8 +49,8 @@ def policy_loss(model: torch.nn.Module, samples: list[Sample]) -> torch.Tensor:
 
 
 def main() -> None:
-    """Both gradients, and how far they are apart."""
-    # What your trainer has already:
+    """Compute both gradients and print their largest difference."""
+    # Your trainer already has this:
     with single_process():
         config = TransformerConfig(
             num_layers=2,
@@ -65,7 +65,7 @@ def main() -> None:
             params_dtype=torch.float64,
             use_cpu_initialization=True,
         )
-        # What is new: the spec around yours.
+        # This is new: with_prefix_tree wraps your layer spec.
         spec = with_prefix_tree(get_gpt_layer_local_spec())
         model = GPTModel(config, spec, vocab_size=64, max_sequence_length=64, position_embedding_type="rope").double()
 

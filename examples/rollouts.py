@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def reward(prompt: str, completion: str) -> float:
-    """Return the reward of a completion; here a short one is better, and 100 characters are worth a half."""
+    """Return the reward of a completion: shorter is better, and 100 characters have the reward 0.5."""
     return 1 / (1 + len(completion) / 100)
 
 
@@ -35,7 +35,7 @@ def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
 def sample_group(model: Any, tokenizer: Any, prompt: str, *, count: int, longest: int) -> list[dict[str, Any]]:
     """Return completions of one prompt, as lines of the output."""
     start = prompt_tokens(tokenizer, prompt)
-    # Without top-k and top-p: the policy that is trained is the one that is sampled.
+    # Without top-k and top-p, the sampled policy equals the trained policy.
     drawn = model.generate(
         torch.tensor([start], device=model.device),
         do_sample=True,

@@ -5,10 +5,10 @@
 # Expect    on one node, by the dry run's estimate, 16.8 GiB of weights, gradients and optimizer on a rank and 36.5 GiB
 #           of activations in a micro-batch of MAX_TOKENS, logits aside. Speed: not yet measured.
 # Start     recipes/launch/{dry_run.sh,torchrun.sh,slurm.sbatch} recipes/llama3_8b.sh
-# Edit      the numbers below, or export them; what is yours is in recipes/launch/site.sh.
+# Edit      the numbers below, or export them; settings of your site are in recipes/launch/site.sh.
 
-: "${MAX_TOKENS:=32768}"      # unique tokens of a micro-batch, and the longest sample; what memory depends on
-: "${GLOBAL_BATCH_SIZE:=256}" # samples of a step
+: "${MAX_TOKENS:=32768}"      # unique tokens per micro-batch, and the longest sample; determines the memory
+: "${GLOBAL_BATCH_SIZE:=256}" # samples per step
 : "${TRAIN_ITERS:=500}"
 : "${LR:=1e-5}"
 

@@ -6,10 +6,10 @@
 #           activations in a micro-batch of MAX_TOKENS with balanced routing, logits aside. Speed: not yet measured.
 # Start     recipes/launch/{dry_run.sh,torchrun.sh} recipes/moonlight_16b_a3b.sh
 #           sbatch --nodes=1 recipes/launch/slurm.sbatch recipes/moonlight_16b_a3b.sh
-# Edit      the numbers below, or export them; what is yours is in recipes/launch/site.sh.
+# Edit      the numbers below, or export them; settings of your site are in recipes/launch/site.sh.
 
-: "${MAX_TOKENS:=16384}"      # unique tokens of a micro-batch, and the longest sample; what memory depends on
-: "${GLOBAL_BATCH_SIZE:=256}" # samples of a step
+: "${MAX_TOKENS:=16384}"      # unique tokens per micro-batch, and the longest sample; determines the memory
+: "${GLOBAL_BATCH_SIZE:=256}" # samples per step
 : "${TRAIN_ITERS:=500}"
 : "${LR:=1e-5}"
 
@@ -26,7 +26,7 @@ MODEL_ARGS=(
     --qk-layernorm
     --rope-type rope
     --rotary-base 50000
-    --no-rope-fusion # it counts positions along the micro-batch: folding refuses it
+    --no-rope-fusion # the fusion counts positions along the micro-batch, which folding does not support
     --vocab-size 163840
     --max-position-embeddings 16384
     --position-embedding-type rope
@@ -46,13 +46,13 @@ MODEL_ARGS=(
     --moe-router-topk-scaling-factor 2.446
     --moe-router-dtype fp32
     # The biases of the checkpoint choose the experts. Their update, like a balancing loss, would count a shared token
-    # once instead of once per sample: folding refuses both.
+    # once instead of once per sample, so folding supports neither.
     --moe-router-enable-expert-bias
     --moe-router-bias-update-rate 0
     --moe-router-load-balancing-type none
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm
-    # So routing is not balanced, and experts would keep most of all activations: they compute again instead.
+    # Routing is therefore not balanced, and experts would hold most of the activations, so they are recomputed.
     --recompute-granularity selective
     --recompute-modules moe mla_up_proj
 )

@@ -6,11 +6,11 @@
 #           activations in a micro-batch of MAX_TOKENS with balanced routing, logits aside. Speed: not yet measured.
 # Start     NNODES=2 recipes/launch/{dry_run.sh,torchrun.sh} recipes/qwen3_30b_a3b.sh
 #           sbatch --nodes=2 recipes/launch/slurm.sbatch recipes/qwen3_30b_a3b.sh
-# Edit      the numbers below, or export them; what is yours is in recipes/launch/site.sh.
+# Edit      the numbers below, or export them; settings of your site are in recipes/launch/site.sh.
 
 : "${NNODES:=2}"
-: "${MAX_TOKENS:=16384}"      # unique tokens of a micro-batch, and the longest sample; what memory depends on
-: "${GLOBAL_BATCH_SIZE:=256}" # samples of a step
+: "${MAX_TOKENS:=16384}"      # unique tokens per micro-batch, and the longest sample; determines the memory
+: "${GLOBAL_BATCH_SIZE:=256}" # samples per step
 : "${TRAIN_ITERS:=500}"
 : "${LR:=1e-5}"
 
@@ -38,11 +38,11 @@ MODEL_ARGS=(
     --moe-ffn-hidden-size 768
     --moe-router-topk 8
     --moe-router-dtype fp32
-    # A balancing loss would count a shared token once instead of once per sample: folding refuses it.
+    # A balancing loss would count a shared token once instead of once per sample, so folding does not support it.
     --moe-router-load-balancing-type none
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm
-    # So routing is not balanced, and experts would keep more than half of all activations: they compute again instead.
+    # Routing is therefore not balanced, and experts would hold over half of the activations, so they are recomputed.
     --recompute-granularity selective
     --recompute-modules moe
 )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time every way to attend on the same forests: back-ends, FlashAttention unfolded, dense causal, peers.
+"""Time every attention method on the same forests: back-ends, FlashAttention unfolded, dense causal, peers.
 
 scripts/bench_attention.py --scale 0.02 --device cpu --dtype float32
 scripts/bench_attention.py --data rollouts.jsonl --output attention.json --plot roofline.png
@@ -45,26 +45,26 @@ def attention(
             help="JSON Lines, Parquet or Arrow: its records as one sample each, and as one sample per assistant turn.",
         ),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Of chat messages in --data.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Of a micro-batch of --data.")] = 32768,
+    tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Tokenizer of chat messages in --data.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Per micro-batch of --data.")] = 32768,
     scale: Annotated[
-        float, typer.Option(min=0.0001, max=1000, metavar="F", help="Factor on all lengths; a CPU wants 0.05 or less.")
+        float, typer.Option(min=0.0001, max=1000, metavar="F", help="Factor on all lengths; use 0.05 or less on a CPU.")
     ] = 1.0,
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Workloads whose name contains this; can be repeated.")
     ] = None,
     heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 64,
     kv_heads: Annotated[int, typer.Option(min=1, max=MOST, help="Key and value heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, max=MOST, help="Of queries and keys.")] = 128,
-    value_dim: Annotated[int | None, typer.Option(min=1, max=MOST, help="Of values; --head-dim if not given.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, max=MOST, help="Size of queries and keys.")] = 128,
+    value_dim: Annotated[int | None, typer.Option(min=1, max=MOST, help="Size of values; default: --head-dim.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 10,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a PNG file.")] = None,
 ) -> None:
-    """Time every way to attend on the same forests: back-ends, FlashAttention unfolded, dense causal, peers.
+    """Time every attention method on the same forests: back-ends, FlashAttention unfolded, dense causal, peers.
 
-    Exit code 1 if one that should run fails; the others are measured all the same.
+    Exit code 1 if a method that should run fails; the others are still measured.
     """
     check_output_option("--output", output, [data or ""], make_folder=True)
     check_output_option("--plot", plot, [data or ""])
@@ -155,7 +155,7 @@ def _tables(result: AttentionResult) -> list[object]:
 
 
 def _write(path: Path, content: object) -> None:
-    """At once, so that whoever stops the command, or reads meanwhile, finds a whole file."""
+    """Write the file atomically, so that it is always complete, also if the command is stopped."""
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Time and peak memory of the vocabulary head, forward and backward: fused, unfused, torch's and Liger's.
+"""Measure time and peak memory of the vocabulary head, forward and backward: fused, unfused, torch's and Liger's.
 
     scripts/bench_head.py --output benchmarks/results/head_cpu.json
 
-Every row has one target, the case that all of them have in common; the share of rows that is supervised varies. The
-ways run in turn, round by round, in one process. On a GPU if there is one; Liger's kernels need one.
+Every row has one target, because all heads support that; the share of supervised rows varies. All heads run in turn,
+round by round, in one process, on a GPU if there is one. Liger's kernels need a GPU.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from mcore_prefix_tree.utils.memory import PeakMemory
 CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]
 GPU_CASES = [(16384, 2048, 32768), (16384, 4096, 131072), (32768, 4096, 131072)]
 SUPERVISED = (1.0, 0.4)
-# Of as many rows each, a chunk's at most but in the GPU's last case.
+# Sequences of equal length, at most one chunk of rows each, except in the GPU's last case.
 SEQUENCES = 8
-# Of the exact gradients at a time: in float64 the logits of a whole case would not fit a GPU.
+# Rows of the exact gradients at a time: in float64 the logits of all rows would not fit a GPU.
 EXACT_ROWS = 2048
 
 
@@ -64,12 +64,12 @@ class Case:
         self.needed = Edges.from_layout(layout, needed=layout.loss_weight != 0, device=device)
         whole = np.zeros(len(self.needed.host_row), dtype=np.int64)
         self.needed_whole = self.needed.scored_together(self.needed.host_row, whole)
-        # For those that know of no weights: rows are left out by torch's ignored label.
+        # For heads without weights: torch's ignored label excludes rows.
         self.labels = torch.full((size,), -100, device=device)
         self.labels[self.needed.predictor] = self.needed.token_id
 
     def unfused(self) -> torch.Tensor:
-        """The stock output layer's product, and edge log-probabilities whose gradient overwrites the logits."""
+        """Run the stock output layer's product, and edge log-probabilities whose gradient overwrites the logits."""
         logprob = edge_logprobs(F.linear(self.hidden, self.weight), self.all, in_place=True)[0]
         return -torch.dot(logprob, self.loss_weight)
 
@@ -80,19 +80,19 @@ class Case:
         return -torch.dot(logprob, self.loss_weight)
 
     def fused_rows(self) -> torch.Tensor:
-        """For a loss whose terms read a row each; the head does not know that this one is linear too."""
+        """Run the head for a loss whose terms read one row each; the head does not know that the loss is linear."""
         return self._fused_edges(self.needed, by_rows=True)
 
     def fused_sequences(self) -> torch.Tensor:
-        """For a loss whose terms read a sequence each."""
+        """Run the head for a loss whose terms read one sequence each."""
         return self._fused_edges(self.needed, by_rows=False)
 
     def fused_whole(self) -> torch.Tensor:
-        """For a loss of one term, which reads all sequences."""
+        """Run the head for a loss of one term, which reads all sequences."""
         return self._fused_edges(self.needed_whole, by_rows=False)
 
     def fused_whole_at_once(self) -> torch.Tensor:
-        """The same, with a chunk that holds all rows: what is left to save is the rows that are not scored."""
+        """Run the same loss with all rows in one chunk: it then saves only the rows that are not scored."""
         return self._fused_edges(self.needed_whole, by_rows=False, head_chunk_rows=len(self.needed_whole.host_row))
 
     def _fused_edges(self, edges: Edges, *, by_rows: bool, head_chunk_rows: int | None = None) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Case:
         return loss(logprob, None) + gradient
 
     def fused_sum(self) -> torch.Tensor:
-        """For a loss that is linear in the log-probabilities."""
+        """Run the head for a loss that is linear in the log-probabilities."""
         rows = self.hidden[self.needed.row]
         edge_weight = self.loss_weight[self.needed.token]
         return -head_weighted_sum(rows, self.weight, Head(edges=self.needed), edge_weight=edge_weight)[0]
@@ -121,7 +121,7 @@ class Case:
         return F.cross_entropy(F.linear(self.hidden, self.weight).float(), self.labels, reduction="sum")
 
     def torch_chunked(self) -> torch.Tensor:
-        """``linear_cross_entropy`` as torch sets it up by itself."""
+        """Run ``linear_cross_entropy`` with torch's default options."""
         options = torch.nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(
             self.hidden, self.weight, self.labels, reduction="sum", ignore_index=-100, options=options
@@ -135,7 +135,7 @@ class Case:
 
 
 def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]], dict[str, str]]:
-    """Return the ways that can run here, and why the others cannot."""
+    """Return the heads that can run here, and why the others cannot."""
     runs = {
         "fused, any loss": Case.fused,
         "fused, loss by rows": Case.fused_rows,
@@ -175,7 +175,7 @@ def synchronize(case: Case) -> None:
 
 
 def error(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Tensor, ...]) -> float:
-    """The larger relative error of the two gradients."""
+    """Return the larger relative error of the two gradients."""
     case.hidden.grad = case.weight.grad = None
     way(case).backward()
     return max(
@@ -185,7 +185,7 @@ def error(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Te
 
 
 def exact_gradients(case: Case) -> tuple[torch.Tensor, ...]:
-    """In float64, in torch's two steps."""
+    """Compute the gradients in float64, in torch's two steps."""
     hidden, weight = (leaf.detach().double().requires_grad_() for leaf in (case.hidden, case.weight))
     for rows in slices(len(case.labels), EXACT_ROWS):
         F.cross_entropy(F.linear(hidden[rows], weight), case.labels[rows], reduction="sum").backward()
@@ -193,7 +193,7 @@ def exact_gradients(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def tried(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """The error and the peak memory of a way, or why it fails."""
+    """Return the error and the peak memory of a head, or why it fails."""
     try:
         found = error(way, case, exact)
         case.hidden.grad = case.weight.grad = None
@@ -205,7 +205,7 @@ def tried(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Te
 
 
 def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of each way; a way that fails has its error under ``failed``, and costs the others nothing."""
+    """Return the figures of each head; a head that fails has its error under ``failed``, and the others still run."""
     runs, _ = ways(case.hidden.device)
     exact = exact_gradients(case)
     results = {name: tried(way, case, exact) for name, way in runs.items()}
@@ -224,7 +224,7 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     unfused = results["unfused"].get("seconds", [])
     for name, result in results.items():
         if "failed" in result or not unfused:
-            shown.add_row(name, result.get("failed", "the unfused way, which it is compared with, failed"))
+            shown.add_row(name, result.get("failed", "the unfused head, the baseline of the comparison, failed"))
             continue
         ratio = statistics.median(own / other for own, other in zip(result["seconds"], unfused, strict=True))
         memory = "unknown" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 2**20:,.0f} MiB"
@@ -253,9 +253,9 @@ def write(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is not")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds, after a warm-up round")
     parser.add_argument("--case", nargs=3, type=int, action="append", metavar=("ROWS", "HIDDEN", "VOCAB"))
-    parser.add_argument("--output", type=Path, help="a JSON file for the numbers")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -273,7 +273,7 @@ def main() -> None:
     for name, reason in missing.items():
         console.print(f"{name}: {reason}")
     if any("failed" in way for case in cases for way in case["ways"].values()):
-        sys.exit("some ways failed; the tables say why")
+        sys.exit("some heads failed; the tables show the errors")
 
 
 if __name__ == "__main__":

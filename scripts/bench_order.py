@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure what training steps fold to, with samples shuffled and with steps made for folding.
+"""Measure the fold ratio of training steps, with shuffled samples and with steps planned for folding.
 
     scripts/bench_order.py ../shared/data/tau_bench_airline_gpt4o.jsonl
 
-A conversation becomes a sample per assistant turn. Rollout engines write these as one line, whose turns training keeps
-together, or as a line per turn.
+A conversation becomes one sample per assistant turn. Rollout engines write these as one line, whose turns stay together
+in training, or as one line per turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ORDERS: tuple[Order, ...] = ("shuffled", "folded")
 
 
 def measure(lines: list[list[Sample]], step: int, order: Order) -> dict[str, Any]:
-    """The fold ratio of an epoch's steps, and the time to draw the first epoch and one more."""
+    """Return the fold ratio of an epoch's steps, and the time to draw the first epoch and another one."""
     seconds = []
     drawn = SampleOrder(lines, seed=1234, order=order, step=step)
     for epoch in range(2):

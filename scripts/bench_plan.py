@@ -3,9 +3,9 @@
 
     scripts/bench_plan.py ../shared/data/tau_bench_airline_gpt4o.jsonl --expand-turns
 
-Beside the file as it is: the file several times over, where each copy has tokens of its own after the prompt that all
-samples share (a larger global batch of the same lengths and tree shapes), and inputs made to be awkward. All ways are
-judged by the same cost model, after every rank folded what it was given, each rank's repeated context included.
+In addition to the file itself, it plans several copies of the file, each with different tokens after the prompt that
+all samples share (a larger global batch of the same lengths and tree shapes), and difficult synthetic inputs. The same
+cost model judges all methods, after every rank has folded its samples, including each rank's repeated context.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COST = CostModel.from_work(
         fused_head=True,
     )
 )
-# Karmarkar-Karp in Python is quadratic: beyond so many (items x ranks) it is left out.
+# Karmarkar-Karp in Python is quadratic: with more than this many (items x ranks) it is skipped.
 KK_LIMIT = 2_000_000
 
 
@@ -57,7 +57,7 @@ class Case:
 
 
 def cut_ranks(samples: Sequence[Sample], ranks: Sequence[Sequence[int]], max_tokens: int) -> ForestPlan:
-    """Each rank folds its own samples under the budget, in as few micro-batches as runs of its order allow."""
+    """Fold each rank's samples under the budget, in as few micro-batches as consecutive samples allow."""
     cut = []
     for indices in ranks:
         own = [samples[index] for index in indices]
@@ -73,16 +73,16 @@ def cut_ranks(samples: Sequence[Sample], ranks: Sequence[Sequence[int]], max_tok
 
 
 def by_count(case: Case) -> ForestPlan:
-    """As many samples to each rank, neighbours of the depth-first order together."""
+    """Give each rank the same number of samples, with neighbours in depth-first order together."""
     order, _ = sort_samples(case.samples)
     return cut_ranks(case.samples, [part.tolist() for part in np.array_split(order, case.dp_size)], case.max_tokens)
 
 
 def karmarkar_karp(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """The largest differencing method for ``parts`` sets (Karmarkar and Karp, 1982).
+    """Run the largest differencing method for ``parts`` sets (Karmarkar and Karp, 1982).
 
-    Partial partitions are merged, those of the largest spread first: the heaviest set of one with the lightest of the
-    other.
+    It merges partial partitions, those with the largest spread first: the heaviest set of one with the lightest set of
+    the other.
     """
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, cost in enumerate(costs):
@@ -98,7 +98,7 @@ def karmarkar_karp(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def by_karmarkar_karp(case: Case, *, leaves: bool) -> ForestPlan | None:
-    """Karmarkar-Karp over the samples' own costs, as rollout frameworks do, or over what each leaf adds to the tree."""
+    """Run Karmarkar-Karp on the samples' costs, as rollout frameworks do, or on the cost that each leaf adds."""
     order, shared = sort_samples(case.samples)
     lengths = np.array([len(case.samples[index]) for index in order], dtype=np.int64)
     if leaves:
@@ -119,7 +119,7 @@ def by_karmarkar_karp(case: Case, *, leaves: bool) -> ForestPlan | None:
 
 
 def several_times(samples: list[Sample], copies: int) -> list[Sample]:
-    """Copies with tokens of their own after the prompt that all samples share."""
+    """Return copies with different tokens after the prompt that all samples share."""
     _, shared = sort_samples(samples)
     prompt = int(shared[1:].min())
     largest = 1 + max(int(sample.tokens.max()) for sample in samples)
@@ -133,7 +133,7 @@ def several_times(samples: list[Sample], copies: int) -> list[Sample]:
 
 
 def groups(prompts: int, completions: int) -> list[Sample]:
-    """Completions of spread lengths on long prompts of their own."""
+    """Return completions of various lengths on long prompts that differ between groups."""
     rng = np.random.default_rng(0)
     samples = []
     for prompt in range(prompts):
@@ -144,17 +144,17 @@ def groups(prompts: int, completions: int) -> list[Sample]:
 
 
 def star(leaves: int, trunk: int, length: int) -> list[Sample]:
-    """Equal leaves on one trunk: each cut repeats the trunk."""
+    """Return equal leaves on one trunk: each cut repeats the trunk."""
     return [Sample(tokens=np.r_[np.zeros(trunk), np.full(length, 1 + leaf)].astype(np.int64)) for leaf in range(leaves)]
 
 
 def powers(count: int) -> list[Sample]:
-    """Nothing shared; lengths over three orders of magnitude."""
+    """Return samples that share nothing, with lengths over three orders of magnitude."""
     return [Sample(tokens=np.full(int(8 * 1.06**index), index)) for index in range(count)]
 
 
 def judge(case: Case) -> dict[str, Any]:
-    started = time.process_time()  # one thread: what a machine that does nothing else takes
+    started = time.process_time()  # one thread, so this is the time on an idle machine
     ours = plan_step(case.samples, max_tokens=case.max_tokens, dp_size=case.dp_size, cost_model=COST)
     seconds = time.process_time() - started
     ways = {
@@ -169,7 +169,7 @@ def judge(case: Case) -> dict[str, Any]:
         for name, plan in ways.items()
         if plan is not None
     }
-    # The bound for as few micro-batches as ours; more of them never makes it larger without an overhead for each.
+    # The bound for our number of micro-batches; more of them never increase it unless each has an overhead.
     bound = reports["by cost"].lower_bound
     best = reports["by cost"]
     return {
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="mistral-v7")
     parser.add_argument("--expand-turns", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=32768)
-    parser.add_argument("--copies", type=int, default=16, help="of the file, for the larger global batch")
+    parser.add_argument("--copies", type=int, default=16, help="copies of the file, for the larger global batch")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/plan.json"))
     arguments = parser.parse_args()
     samples = read_samples(

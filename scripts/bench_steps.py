@@ -4,7 +4,7 @@
     scripts/bench_steps.py            # two cores take about four minutes; let nothing else run
     scripts/render_results.py         # writes the tables
 
-The body of one model does most of the work, the vocabulary head that of the other; so their bounds differ.
+In one model the body does most of the work, in the other the vocabulary head, so their bounds differ.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SHAPES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SHAPES, action="append", help="measure this one; can be repeated")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a process; all cores if not given")
+    parser.add_argument("--only", choices=SHAPES, action="append", help="measure only this model; can be repeated")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per process; all cores if omitted")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     for name in options.only or SHAPES:

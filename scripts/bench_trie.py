@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Host time and memory from samples to tensors, on one core: trie, layout, plan, metadata; beside AReaL's trie builder.
+"""Measure host time and memory from samples to tensors, on one core, and AReaL's trie builder for comparison.
 
     scripts/bench_trie.py ../shared/data/tau_bench_airline_gpt4o.jsonl --expand-turns
 
-AReaL's builder is the one function of its tree training that needs no dependencies; it is taken from an installed
-`areal`, or from a folder with its sources that --areal or AREAL_PATH names (`pip download --no-deps areal`, unzipped).
+The steps are trie, layout, plan and metadata. AReaL's builder is the only function of its tree training that needs no
+dependencies; it is read from an installed `areal`, or from a folder with its sources that --areal or AREAL_PATH names
+(`pip download --no-deps areal`, unzipped).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BUILDER |= {"_greedy_build_tries"}
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds, after one run that does not count."""
+    """Return median milliseconds, after a warm-up run."""
     run()
     times = []
     for _ in range(repeats):
@@ -51,7 +52,7 @@ def timed(run: Callable[[], Any], repeats: int) -> float:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most that was allocated at once on top of what there was; the result counts."""
+    """Return the peak of newly allocated bytes, including the result."""
     tracemalloc.start()
     try:
         run()
@@ -61,7 +62,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 def areal_builder(named: str | None) -> Callable[..., Any] | None:
-    """AReaL's greedy trie builder, compiled alone from its source file, or None if there is no source."""
+    """Return AReaL's greedy trie builder, compiled from its source file by itself, or None if there is no source."""
     folder = named or os.environ.get("AREAL_PATH")
     if folder is None:
         installed = importlib.util.find_spec("areal")
@@ -81,14 +82,14 @@ def areal_builder(named: str | None) -> Callable[..., Any] | None:
     for node in module.body:
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []  # their tracing
-    # A module of its own: dataclass looks its classes' module up by name.
+    # dataclass looks up its classes' module by name, so the builder needs a module.
     areal = types.ModuleType("areal_tree")
     sys.modules[areal.__name__] = areal
     vars(areal).update(
         dataclass=dataclass,
         field=field,
         logger=types.SimpleNamespace(warning=print),
-        _extract_sequences=lambda data: data["sequences"],  # lists already: unpadding is not what is compared
+        _extract_sequences=lambda data: data["sequences"],  # already lists: unpadding is not measured
     )
     exec(compile(module, str(source), "exec"), vars(areal))
     builder: Callable[..., Any] = vars(areal)["_greedy_build_tries"]
@@ -151,7 +152,7 @@ def main() -> None:
         tries, _ = builder({"sequences": sequences}, result["logical_tokens"])
         seconds = time.perf_counter() - started
         assert len(tries) == 1
-        assert sum(node.num_tokens for node in tries[0].nodes) == result["physical_tokens"], "AReaL's trie is another"
+        assert sum(node.num_tokens for node in tries[0].nodes) == result["physical_tokens"], "AReaL's trie differs"
         result["areal_ms"] = seconds * 1e3
         result["areal_over_ours"] = seconds * 1e3 / result["median_ms"]["trie"]
 
@@ -170,7 +171,7 @@ def main() -> None:
     console = Console()
     console.print(
         f"{result['samples']:,} samples, {result['logical_tokens']:,} logical and {result['physical_tokens']:,} "
-        f"physical tokens; plan for dp={arguments.dp}, {arguments.max_tokens:,} tokens a micro-batch"
+        f"physical tokens; plan for dp={arguments.dp}, {arguments.max_tokens:,} tokens per micro-batch"
     )
     console.print(table)
     if builder is None:

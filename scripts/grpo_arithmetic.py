@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""GRPO that learns to add up to nine on a CPU, sampling here; folded, or with every sample by itself.
+"""Run GRPO that learns to add up to nine on a CPU, folded or unfolded; the script samples the completions itself.
 
     scripts/grpo_arithmetic.py --output benchmarks/results/grpo_arithmetic.json --plot docs/grpo_arithmetic.png
     scripts/grpo_arithmetic.py --output ... --plot ... --unfolded
 
-In an environment with the package, such as scripts/quickstart makes: .venv/bin/python scripts/grpo_arithmetic.py
+Use an environment with the package, for example the one of scripts/quickstart: .venv/bin/python
+scripts/grpo_arithmetic.py
 
-A completion is what follows ``3+5=`` up to the full stop. Its reward is the share of its characters that are right, so
-1 is the right sum and nothing more. The output holds both curves, and of each the recipe, the seed and the other
-settings that made it; each run replaces its own.
+A completion is the text after ``3+5=`` up to the full stop. Its reward is the share of correct characters, so
+the reward 1 is the correct sum without other text. The output holds both curves, each with its recipe, seed and other
+settings; each run replaces its curve.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ STOP = ALPHABET.index(".")
 
 
 def encode(text: str) -> list[int]:
-    """Token ids, one a character."""
+    """Return token ids, one per character."""
     return [ALPHABET.index(character) for character in text]
 
 
@@ -61,7 +62,7 @@ def answer(prompt: Sequence[int]) -> list[int]:
 
 
 def reward(completion: Sequence[int], right: Sequence[int]) -> float:
-    """Share of the characters that are right."""
+    """Return the share of correct characters."""
     matches = sum(one == other for one, other in zip(completion, right, strict=False))
     return matches / max(len(completion), len(right))
 
@@ -69,7 +70,7 @@ def reward(completion: Sequence[int], right: Sequence[int]) -> float:
 def sample_completions(
     model: torch.nn.Module, prompts: Sequence[Sequence[int]], generator: torch.Generator
 ) -> list[list[int]]:
-    """One completion of each prompt, at temperature 1, by plain forward passes over what is different of them.
+    """Return one completion per prompt, at temperature 1, by plain forward passes over their distinct rows.
 
     All prompts are equally long.
     """
@@ -105,7 +106,7 @@ def roll_out(model: torch.nn.Module, prompts: Sequence[Sample], generator: torch
 
 
 def warm_up(model: torch.nn.Module, prompts: Sequence[Sequence[int]], steps: int) -> None:
-    """A few supervised steps, so that it is sometimes right and there is something to reinforce."""
+    """Train a few supervised steps, so that some completions are right and there is something to reinforce."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.tensor([[*prompt, *answer(prompt)] for prompt in prompts])
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -134,12 +135,12 @@ def with_old_logprobs(chunks: list[Any], samples: list[Sample], folding: Any, re
 
 
 def recipe_of(path: str, overrides: list[str], *, unfolded: bool) -> Recipe:
-    """Return the recipe of the job; unfolded, no prefix is long enough to be shared."""
+    """Return the recipe of the job; if unfolded, no prefix is long enough to be shared."""
     return load_recipe(path, [*overrides, *(["batch.min_shared_tokens=1000000"] if unfolded else [])])
 
 
 def settings_of(path: str, overrides: list[str], *, unfolded: bool, warm_up_steps: int) -> dict[str, Any]:
-    """Return the settings and versions that a curve depends on, besides the machine."""
+    """Return the settings and versions that a curve depends on, other than the machine."""
     recipe = recipe_of(path, overrides, unfolded=unfolded)
     return {
         "recipe_file": path,
@@ -155,7 +156,7 @@ def settings_of(path: str, overrides: list[str], *, unfolded: bool, warm_up_step
 def run(
     recipe_path: str, overrides: list[str], *, unfolded: bool, warm_up_steps: int = WARM_UP
 ) -> list[dict[str, float]]:
-    """Train, and say what each batch of completions was worth."""
+    """Train, and print the reward of each batch of completions."""
     recipe = recipe_of(recipe_path, overrides, unfolded=unfolded)
     prompts_per_step = recipe.batch.per_step // COMPLETIONS
     lines = [line for line in iter_sample_groups(recipe.data.path) if line]
@@ -201,7 +202,7 @@ def run(
 
 
 def draw(curves: dict[str, list[dict[str, float]]], path: str) -> None:
-    """A PNG of the rewards of both runs, one over the other."""
+    """Draw a PNG of the rewards of both runs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,7 +222,7 @@ def draw(curves: dict[str, list[dict[str, float]]], path: str) -> None:
 
 
 def write_prompts(path: str) -> None:
-    """The 55 prompts whose sum is one digit, as data that a recipe names."""
+    """Write the 55 prompts whose sum is one digit, as data for a recipe."""
     with Path(path).open("w") as stream:
         for one in range(10):
             for other in range(10 - one):
@@ -237,12 +238,12 @@ def main() -> None:
     parser.add_argument("--plot", help="PNG of both curves")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="supervised steps before")
     parser.add_argument("--unfolded", action="store_true", help="share nothing")
-    parser.add_argument("--write-prompts", metavar="PATH", help="write the prompts, and do nothing else")
+    parser.add_argument("--write-prompts", metavar="PATH", help="only write the prompts")
     args = parser.parse_args()
     if args.write_prompts:
         write_prompts(args.write_prompts)
         return
-    # Where something is missing is better known now than after minutes.
+    # Report a missing package now, not after minutes.
     for file in (args.output, args.plot):
         if file is not None:
             try:

@@ -2,9 +2,9 @@
 
     python scripts/make_quickstart_rollouts.py [recipes/data/quickstart_rollouts.jsonl]
 
-The rollouts of a task begin alike and part at different depths, as samples of one policy do: up to its point of
-divergence a rollout takes the first variant of every step, there it takes another one, and after it any. People, books
-and texts are invented. The same code writes the same bytes.
+The rollouts of a task have a common beginning and branch at different depths, like samples of one policy: up to its
+point of divergence a rollout takes the first variant of every step, there it takes another one, and after it any
+variant. People, books and texts are invented. The same code writes the same bytes.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Rollout:
         return self._below(variants)
 
     def user(self, *variants: str) -> None:
-        """The member's words. They only vary once the rollout has diverged: until then nothing is different."""
+        """Add the member's words, which vary only after the rollout has diverged."""
         index = self._below(len(variants)) if self.step > self.diverges_at else 0
         self.messages.append({"role": "user", "content": variants[index]})
 
@@ -83,7 +83,7 @@ class Rollout:
         return index
 
     def call(self, result: dict | list, name: str, *arguments: dict) -> int:
-        """One tool call; the variants of ``arguments`` are spellings that the tool answers alike."""
+        """Add one tool call; the variants of ``arguments`` are spellings with the same answer of the tool."""
         index = self.choose(len(arguments))
         text = json.dumps(arguments[index], separators=(",", ":"))
         self.messages.append({"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": text}]})
@@ -91,7 +91,7 @@ class Rollout:
         return index
 
     def _below(self, bound: int) -> int:
-        # random() alone is promised to give the same sequence in every Python version.
+        # Python guarantees the same sequence in every version only for random().
         return int(self.rng.random() * bound)
 
 
@@ -310,7 +310,7 @@ def rollouts() -> list[dict]:
     rows = []
     for task_id, (scenario, task) in enumerate(TASKS):
         for trial in range(ROLLOUTS_PER_TASK):
-            # The first rollout never diverges; the others part at their second to fifth assistant turn.
+            # The first rollout never diverges; the others diverge at their second to fifth assistant turn.
             rollout = Rollout(rng=rng, diverges_at=99 if trial == 0 else 1 + int(rng.random() * 4))
             scenario(rollout, task)
             rows.append({"task_id": task_id, "trial": trial, "reward": rollout.reward, "messages": rollout.messages})

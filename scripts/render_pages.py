@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Run the commands of README and docs/, and write what they print into the output blocks below them.
+"""Run the commands of README and docs/, and write their output into the blocks below them.
 
-Pages are run in a new folder as a reader has it, in order; tests/docs/page_runs.py says how blocks are read and cut.
+The commands of a page run in order, in a new folder like a reader's; tests/docs/page_runs.py reads and shortens blocks.
 """
 
 from __future__ import annotations

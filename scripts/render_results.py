@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of the README and of docs/ from the files under benchmarks/results: no figure is typed by hand."""
+"""Write the tables of the README and of docs/ from the files under benchmarks/results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bench_step_tables(results: list[dict[str, Any]]) -> str:
 
 
 def _spread(figures: dict[str, float], form: str, unit: str = "") -> str:
-    """The median of rounds, and their range."""
+    """Return the median of rounds, and their range."""
     low, median, high = (f"{figures[name]:{form}}" for name in ("min", "median", "max"))
     return f"{median}{unit} ({low}-{high})"
 
@@ -68,10 +68,10 @@ def saving(results: list[dict[str, Any]]) -> str:
     return (
         f"One batch of {result['recipe']['batch']['global_batch_size']} agent turns has "
         f"{comparison['logical_tokens']:,} tokens, of which {comparison['folded']['tokens']:,} are unique. Forward and "
-        f"backward of {model} take {folded} folded and {slower} in the fastest unfolded way: "
+        f"backward of {model} take {folded} folded and {slower} in the fastest unfolded baseline: "
         f"**{speedup['median']:.1f} times faster** (median of {len(comparison['folded']['seconds'])} rounds in pairs, "
         f"{speedup['min']:.1f} to {speedup['max']:.1f}{by_cpu}), in {folded_memory} instead of {slower_memory}, on "
-        f"{device_of(machine)}. Sharing can give at most {gain['bound']['ratio']:.1f} times there."
+        f"{device_of(machine)}. On this machine, sharing could give at most {gain['bound']['ratio']:.1f} times."
     )
 
 
@@ -102,7 +102,7 @@ def expected_table(results: list[dict[str, Any]]) -> str:
 
 
 def _by_model(results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Results of ``mcore-prefix-tree bench step`` with the names of their models, the widest first."""
+    """Return results of ``mcore-prefix-tree bench step`` with the names of their models, the widest first."""
     widest_first = sorted(results, key=lambda result: -result["recipe"]["model"]["hidden_size"])
     return [("{num_layers} layers of {hidden_size}".format(**one["recipe"]["model"]), one) for one in widest_first]
 
@@ -143,13 +143,13 @@ def bench_plan_table(result: dict[str, Any]) -> str:
         milliseconds = f"{row['plan_seconds'] * 1e3:,.0f}"
         name = f"{row['case']} ({row['samples']:,} samples)"
         lines.append(f"| {name} | {row['dp_size']} | {' | '.join(cells)} | {milliseconds} |")
-    lines += ["", f"Time is of one core ({result['machine']['cpu']}), in planning by cost."]
+    lines += ["", f"Planning by cost is timed on one core ({result['machine']['cpu']})."]
     return "\n".join(lines)
 
 
 def bench_order_table(result: dict[str, Any]) -> str:
     """Markdown for a result of scripts/bench_order.py."""
-    lines = ["| data | samples a step | shuffled | folded |", "|---|---:|---:|---:|"]
+    lines = ["| data | samples per step | shuffled | folded |", "|---|---:|---:|---:|"]
     rows = {(row["lines"], row["step"], row["order"]): row for row in result["results"]}
     for name, step in dict.fromkeys((lines, step) for lines, step, _ in rows):
         ratios = [rows[name, step, order]["fold_ratio"] for order in ("shuffled", "folded")]
@@ -160,7 +160,7 @@ def bench_order_table(result: dict[str, Any]) -> str:
         "",
         f"{result['samples']:,} samples, {result['logical_tokens']:,} logical tokens; all of them in one step fold "
         f"{result['fold_ratio']:.2f}x. The mean counts the tokens of all steps of an epoch; lowest and highest step in "
-        f"brackets. To draw the first epoch takes at most {first:,.0f} ms, a later one {later:,.0f} ms "
+        f"brackets. Drawing the first epoch takes at most {first:,.0f} ms, a later one {later:,.0f} ms "
         f"({result['machine']['cpu']}, one core).",
     ]
     return "\n".join(lines)
@@ -175,12 +175,12 @@ def verl_dealing_table(result: dict[str, Any]) -> str:
         for dealt in ("rows", "groups")
     }
     lines = [
-        f"| prompt, answer | dealt | {' | '.join(f'{count} ranks' if count > 1 else '1 rank' for count in ranks)} |",
+        f"| prompt, answer | unit | {' | '.join(f'{count} ranks' if count > 1 else '1 rank' for count in ranks)} |",
         "|---|---|" + "---:|" * len(ranks),
     ]
     for prompt, answer, dealt in dict.fromkeys(key[:3] for key in cells):
         of_ranks = [cells[prompt, answer, dealt, 1, count]["fold_ratio"] for count in ranks]
-        name = "whole groups" if dealt == "groups" else "rows"
+        name = "complete groups" if dealt == "groups" else "rows"
         lines.append(f"| {prompt:,}, {answer:,} | {name} | {' | '.join(f'{ratio:.2f}' for ratio in of_ranks)} |")
     fullest = {
         (dealt, of): max(cell[of] for key, cell in cells.items() if key[2] == dealt)
@@ -191,7 +191,7 @@ def verl_dealing_table(result: dict[str, Any]) -> str:
         "",
         f"Fold ratio of a step of {result['prompts']} prompts with {result['answers']} answers each, of log-normal "
         "lengths with these means. In steps of one and of four updates, the fullest rank has at most "
-        f"{fullest['rows', 'fullest_rank'] - 1:.1%} more unique tokens than the mean if rows are dealt, and "
+        f"{fullest['rows', 'fullest_rank'] - 1:.1%} more unique tokens than the mean if rows are distributed, and "
         f"{fullest['groups', 'fullest_rank'] - 1:.1%} if groups are; summed over the updates, the fullest rank of each "
         f"has at most {fullest['rows', 'fullest_of_updates'] - 1:.0%} and "
         f"{fullest['groups', 'fullest_of_updates'] - 1:.0%} more.",
@@ -218,7 +218,7 @@ def cost_table(result: dict[str, Any]) -> str:
 
 
 def bench_head_tables(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_head.py: a table a case."""
+    """Markdown for a result of scripts/bench_head.py: one table per case."""
     dtype = result["dtype"].removeprefix("torch.")
     paragraphs = [f"{device_of(result['machine'])}, torch {result['machine']['torch']}, {dtype}."]
     for case in result["cases"]:
@@ -239,7 +239,7 @@ def bench_head_tables(result: dict[str, Any]) -> str:
 
 
 def attention_tables(result: dict[str, Any]) -> str:
-    """Markdown for a result of scripts/bench_attention.py: a table a workload."""
+    """Markdown for a result of scripts/bench_attention.py: one table per workload."""
     machine, settings, ceilings = result["machine"], result["settings"], result["ceilings"]
     name = machine["cpu"] if settings["device"] == "cpu" else machine["device"]
     paragraphs = [
@@ -284,7 +284,7 @@ def device_of(machine: dict[str, Any]) -> str:
 def head_on_gpus(results: list[dict[str, Any]]) -> str:
     """Markdown for the heads of all results of scripts/gpu_check."""
     found = [bench_head_tables(result["head"]) for result in results if "cases" in result.get("head", {})]
-    return "\n\n".join(found) or "On a GPU, and next to Liger-Kernel: not yet measured."
+    return "\n\n".join(found) or "On a GPU, and with Liger-Kernel: not yet measured."
 
 
 def steps_on_gpus(results: list[dict[str, Any]]) -> str:
@@ -316,13 +316,13 @@ def gpu_tables(results: list[dict[str, Any]]) -> str:
 
 
 def attention_on_gpus() -> list[dict[str, Any]]:
-    """The attention benchmarks of scripts/gpu_check that got as far as a workload."""
+    """Return the attention benchmarks of scripts/gpu_check with at least one workload."""
     found = [result.get("attention", {}) for result in loaded("gpu_*.json")]
     return [result for result in found if "workloads" in result]
 
 
 def attention_costs() -> str:
-    """The cost table of ``attention_backend=auto``: every forest that back-ends were measured on, in every result."""
+    """Return the cost table of ``attention_backend=auto``: every measured forest of every result."""
     measured = [loaded("attention_cpu.json"), *attention_on_gpus()]
     return json.dumps({"rows": [row for result in measured for row in costs_of(result)]}, indent=1) + "\n"
 
@@ -439,7 +439,7 @@ FAMILY_COLUMNS = (
 
 
 def families_table(result: dict[str, Any]) -> str:
-    """Markdown for the result of ``benchmarks/families.py``: a row a family, of the layers that train it on a GPU."""
+    """Markdown for the result of ``benchmarks/families.py``: one row per family, with its layers for GPU training."""
     lines = [f"| {' | '.join(FAMILY_COLUMNS)} |", "|---|---|---|---|---|"]
     by_layers = {
         layers: {one["family"]: one for one in result["results"] if one["layers"] == layers}
@@ -516,7 +516,7 @@ ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 
 
 def rendered(page: str) -> str:
-    """A page with its tables renewed."""
+    """Return a page with its tables written again."""
     for name, (file, table) in TABLES.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
         if begin not in page:
@@ -528,7 +528,7 @@ def rendered(page: str) -> str:
 
 
 def loaded(file: str) -> Any:
-    """The result in a file, or with a ``*`` in its name, the list of all there are."""
+    """Return the result in a file, or the list of all results if its name contains ``*``."""
     if "*" in file:
         read = sections_of if file.startswith("gpu_") else lambda one: json.loads(one.read_text())
         return [read(one) for one in sorted(RESULTS.glob(file))]
@@ -536,7 +536,7 @@ def loaded(file: str) -> Any:
 
 
 def draw() -> None:
-    """The roofline of the first GPU there is a result of, else of the CPU."""
+    """Draw the roofline of the first GPU with a result, else of the CPU."""
     draw_roofline((attention_on_gpus() or [loaded("attention_cpu.json")])[0], ROOFLINE)
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Look for every hook of a trainer that this package relies on, and name those that moved.
+"""Search for every hook of a trainer that this package relies on, and report those that moved.
 
     scripts/trainer_hooks.py               # installed trainers, and checkouts in SLIME_PATH and NEMO_RL_PATH
     scripts/trainer_hooks.py verl=../verl  # a checkout
 
-Reads source files only: nothing of a trainer is imported. Each entry of lib/trainer_hooks.json has a file, the name of
-a function or class in it ("" for the file), parameters that we pass, text that its source has, and its use.
+Reads source files only, and imports no trainer. Each entry of lib/trainer_hooks.json has a file, the name of a function
+or class in it ("" for the file), parameters that we pass, text in its source, and its use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Hook:
         name: qualified name in the file; "" is the file.
         parameters: parameters that we pass or take.
         text: parts of its source.
-        use: what we use it for.
+        use: our use of it.
     """
 
     file: str
@@ -43,7 +43,7 @@ class Hook:
     use: str
 
     def check(self, root: Path) -> tuple[str, str]:
-        """Return its place below ``root`` and what is missing, "" for nothing."""
+        """Return its place below ``root`` and its missing parts, "" for none."""
         path = root / self.file
         if not path.is_file():
             return self.file, "no such file"
@@ -92,7 +92,7 @@ def hooks() -> dict[str, list[Hook]]:
 
 
 def root_of(trainer: str) -> Path | None:
-    """Return the folder of a trainer's packages, where it is installed or checked out; None elsewhere."""
+    """Return the folder of a trainer's packages, installed or checked out; None if there is neither."""
     if trainer in CHECKOUTS:
         path = os.getenv(CHECKOUTS[trainer])
         return Path(path) if path else None
@@ -103,7 +103,7 @@ def root_of(trainer: str) -> Path | None:
 
 
 def moved(trainer: str, root: Path) -> list[str]:
-    """Return a line for each hook of a trainer that moved."""
+    """Return one line per hook of a trainer that moved."""
     checked = [(hook, *hook.check(root)) for hook in hooks()[trainer]]
     return [f"{place}: {missing}; used where {hook.use}" for hook, place, missing in checked if missing]
 
@@ -111,7 +111,7 @@ def moved(trainer: str, root: Path) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Print a table of the hooks of each trainer; return 1 if some moved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkouts", nargs="*", metavar="TRAINER=PATH", help="checkout to look into")
+    parser.add_argument("checkouts", nargs="*", metavar="TRAINER=PATH", help="checkout to search")
     arguments = parser.parse_args(arguments).checkouts
     roots = {trainer: root_of(trainer) for trainer in hooks()}
     roots |= {trainer: Path(path) for trainer, _, path in (argument.partition("=") for argument in arguments)}

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Times of the Triton kernels as the table launches them, and of other launches that may be faster.
+"""Time the Triton kernels with the launches of the table, and with other launches that may be faster.
 
     scripts/tune_triton.py                                 # into benchmarks/results/tune_<the GPU's name>.json
-    scripts/tune_triton.py --dims 128 128 --part forward   # these alone, and no file but with --output
+    scripts/tune_triton.py --dims 128 128 --part forward   # only these; writes a file only with --output
 
-A launch is block sizes of queries and of keys, the widest part of a head dimension, warps and stages. Those of one
-kernel run in turn, round by round, on the same tensors; a ratio above 1 is that of a launch that is faster than the
-table's. What does not compile, spills registers or gives another result than the table's launch is left out, with its
-reason. In Triton's interpreter (TRITON_INTERPRET=1), where there is no GPU, it shows that the launches compute the
-same; times mean nothing there.
+A launch consists of block sizes of queries and of keys, the widest part of a head dimension, warps and stages. The
+launches of one kernel run in turn, round by round, on the same tensors; a ratio above 1 means that a launch is faster
+than the table's. A launch that does not compile, spills registers or gives another result than the table's launch is
+omitted, with its reason. Without a GPU, Triton's interpreter (TRITON_INTERPRET=1) shows that the launches compute the
+same; its times are meaningless.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from mcore_prefix_tree.metadata import TreeMetadata
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 GROUPS = (1, 4, 8)
-# dK and dV are made by one launch, or, of wide heads, by one each. "fast" adds up dQ as well.
+# One launch computes dK and dV; wide heads need one launch each. "fast" also adds up dQ.
 PARTS = ("forward", "query", "key_value", "key", "value", "fast")
-# Beside the table's, by part and head dimensions: half its blocks and twice the programs at a time, or larger tiles.
-# None has been measured; what spills or does not compile is left out where it would run.
+# Candidates by part and head dimensions: half the table's blocks and twice the programs at a time, or larger tiles.
+# None has been measured; a launch that spills or does not compile is omitted on the GPU that would run it.
 CANDIDATES = {
     ("forward", (64, 64)): [Launch(128, 64, 4, 3), Launch(128, 64, 8, 3)],
     ("forward", (128, 128)): [Launch(128, 64, 8, 3)],
@@ -64,14 +64,14 @@ CANDIDATES = {
     ("fast", (64, 64)): [Launch(64, 64, 4, 2)],
     ("fast", (128, 128)): [Launch(32, 64, 4, 2), Launch(64, 64, 8, 2), Launch(64, 128, 8, 2, widest=64)],
 }
-# Of the norm of the table's result, in machine epsilons: two sound kernels are within one of each other.
+# Largest difference relative to the norm of the table's result, in machine epsilons; correct kernels are within 1.
 EPSILONS = 2
 KERNELS = ("forward_kernel", "key_value_kernel", "query_kernel")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One forest of one shape of heads, with what the backward kernels take of a forward."""
+    """One forest with one shape of heads, and the inputs of the backward kernels from a forward."""
 
     metadata: TreeMetadata
     case: Case
@@ -94,12 +94,12 @@ class Problem:
         return cls(metadata=metadata, case=case, inputs=inputs, grad_out=draw(case.heads, case.value_dim))
 
     def configs(self, part: str) -> Configs:
-        """The table's, deterministic unless the part is the fast backward."""
+        """Return the table's launch, deterministic unless the part is the fast backward."""
         options = replace(self.case.options, deterministic=part != "fast")
         return configs_for(replace(self.case, options=options))
 
     def with_launch(self, part: str, one: Launch) -> tuple[Call, DevicePlan]:
-        """A call as the table says but for the launch of one part."""
+        """Return a call with the table's launches except for one part."""
         field = "key_value" if part in ("key", "value", "fast") else part
         configs = replace(self.configs(part), **{field: one})
         plan = DevicePlan.of(self.metadata, configs, None)
@@ -112,7 +112,7 @@ class Problem:
         ), plan
 
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-sum-exps and ``sum(out * grad_out)`` of each row, of the table's forward."""
+        """Return log-sum-exps and ``sum(out * grad_out)`` of each row, from the table's forward."""
         call, plan = self.with_launch("forward", self.configs("forward").forward)
         out, lse = kernel_calls.forward(*self.inputs, None, plan.schedules[0], call)
         return lse, kernel_calls.row_sums(out, self.grad_out, call)
@@ -120,7 +120,7 @@ class Problem:
     def runner(
         self, part: str, one: Launch, given: tuple[torch.Tensor, torch.Tensor]
     ) -> Callable[[], list[torch.Tensor]]:
-        """Runs a part with a launch, and returns what it makes."""
+        """Run a part with a launch, and return its results."""
         call, plan = self.with_launch(part, one)
         arguments = (*self.inputs, self.grad_out, *given)
         if part == "forward":
@@ -156,7 +156,7 @@ class Problem:
 
 
 class Watched:
-    """In the place of a kernel, keeps what its launches compiled."""
+    """Stand-in for a kernel that keeps the compiled kernels of its launches."""
 
     def __init__(self, kernel: Any, compiled: list[Any]) -> None:
         self.kernel = kernel
@@ -168,7 +168,7 @@ class Watched:
 
 @contextmanager
 def watching() -> Iterator[list[Any]]:
-    """The compiled kernels of the launches within; None for each in the interpreter."""
+    """Yield the compiled kernels of the launches in the block; None for each in the interpreter."""
     compiled: list[Any] = []
     with mock.patch.multiple(
         kernel_calls, **{name: Watched(getattr(kernel_calls, name), compiled) for name in KERNELS}
@@ -185,7 +185,7 @@ def why_not(
             results = run()
     except torch.OutOfMemoryError:
         return [], {"skipped": "out of memory"}
-    except Exception as error:  # of the compiler, or of a launch that does not fit the chip
+    except Exception as error:  # from the compiler, or a launch that does not fit the chip
         return [], {"skipped": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
     spilled = max((one.n_spills for one in compiled if one is not None), default=0)
     if expected is None:
@@ -199,7 +199,7 @@ def why_not(
         [other[known] for other, known in zip(expected, finite, strict=True)],
     )
     if not apart <= EPSILONS * epsilon:  # NaN is not
-        return [], {"failed": f"it is {apart:.1e} from the table's result", "difference": apart}
+        return [], {"failed": f"it differs by {apart:.1e} from the table's result", "difference": apart}
     return results, {"spilled": spilled, "difference": apart}
 
 
@@ -217,7 +217,7 @@ def measure(problem: Problem, part: str, dims: tuple[int, int], repeats: int) ->
             rows[-1]["seconds"] = []
         if expected is None:
             if not results:
-                break  # there is nothing to compare with
+                break  # without the table's launch there is no baseline
             expected = results
     for _ in range(repeats):
         for run, row in runs:
@@ -252,7 +252,7 @@ def table(found: dict[str, Any]) -> Table:
 def problems(
     dims: Sequence[tuple[int, int]], groups: Sequence[int], heads: int, scale: float, device: torch.device
 ) -> Iterator[tuple[tuple[int, int], str, Problem]]:
-    """Rollouts of one prompt, and one sequence of as many visible pairs."""
+    """Return rollouts of one prompt, and one sequence with as many visible pairs."""
     star = standard_workloads(scale)[0]
     trees = {star.name: star.folded(device), f"one sequence, as many pairs as {star.name}": star.dense(device)}
     for (head_dim, value_dim), group in ((dim, group) for dim in dims for group in groups):
@@ -275,12 +275,12 @@ def problems(
 def arguments_of(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", nargs=2, type=int, action="append", metavar=("D", "W"), help="head dimensions")
-    parser.add_argument("--group", type=int, action="append", metavar="N", help="query heads of a key head")
+    parser.add_argument("--group", type=int, action="append", metavar="N", help="query heads per key head")
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths")
     parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the numbers as JSON")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     arguments = parser.parse_args(given)
     for group in arguments.group or GROUPS:
         if arguments.heads % group:
@@ -330,7 +330,7 @@ def main(given: Sequence[str]) -> int:
     rows = [row for case in result["cases"] for row in case["launches"]]
     wrong = [row for row in rows if "failed" in row or (row["table"] and "skipped" in row)]
     if wrong:
-        print(f"tune_triton: {len(wrong)} launches failed; the tables say why", file=sys.stderr)
+        print(f"tune_triton: {len(wrong)} launches failed; the tables show the reasons", file=sys.stderr)
     return 1 if wrong else 0
 
 

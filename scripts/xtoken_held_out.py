@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Distillation across tokenizers on a CPU: a student's held-out loss with and without its teacher.
+"""Distil across tokenizers on a CPU, and compare a student's held-out loss with and without its teacher.
 
     scripts/xtoken_held_out.py --output benchmarks/results/xtoken.json --plot docs/xtoken.png
     scripts/xtoken_held_out.py --prepare
 
-In an environment with the package, such as scripts/quickstart makes: .venv/bin/python scripts/xtoken_held_out.py
+Use an environment with the package, for example the one of scripts/quickstart: .venv/bin/python
+scripts/xtoken_held_out.py
 
 Splits the shipped rollouts, builds the projection, trains the teacher of recipes/xtoken_teacher.yaml on most of them,
-and the student of recipes/xtoken.yaml twice on a part of these: with the teacher, and with the objective sft. All of it
-is in runs/xtoken; a teacher or a projection that is there is not made again.
+and trains the student of recipes/xtoken.yaml twice on a part of these: with the teacher, and with the objective sft.
+All files are in runs/xtoken; an existing teacher or projection is used again.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from mcore_prefix_tree.xtoken.read_pairs import PairReader, iter_pairs
 ROLLOUTS = Path("recipes/data/quickstart_rollouts.jsonl")
 FOLDER = Path("runs/xtoken")
 STUDENT, TEACHER = "mistral-v7", "mistral-v3-tekken"
-# Rollouts that the teacher learns from; of these, the student's; the rest are held out.
+# Rollouts for the teacher; the student learns from a part of them; the rest are held out.
 FOR_TEACHER, FOR_STUDENT = 40, 12
 
 
 class Reporter:
-    """Prints what ``train`` reports, and keeps the evaluations."""
+    """Print the reports of ``train``, and keep the evaluations."""
 
     def __init__(self) -> None:
         self.evaluations: list[Evaluation] = []
@@ -121,7 +122,7 @@ def draw(curves: dict[str, list[dict[str, float]]], path: str) -> None:
     for name, points in curves.items():
         axes.plot([point["step"] for point in points], [point["ce"] for point in points], marker="o", label=name)
     axes.set_xlabel("step")
-    axes.set_ylabel("held-out cross-entropy, nats a token")
+    axes.set_ylabel("held-out cross-entropy, nats per token")
     axes.legend()
     figure.savefig(path, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
@@ -129,12 +130,12 @@ def draw(curves: dict[str, list[dict[str, float]]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the student's recipe")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the student's recipe")
     parser.add_argument("--output", help="JSON with both curves")
     parser.add_argument("--plot", help="PNG of both curves")
-    parser.add_argument("--prepare", action="store_true", help="write the data and the projection, and nothing else")
+    parser.add_argument("--prepare", action="store_true", help="only write the data and the projection")
     args = parser.parse_args()
-    # Where something is missing is better known now than after minutes.
+    # Report a missing package now, not after minutes.
     for file in (args.output, args.plot):
         if file is not None:
             try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What a job would do, without a GPU and without starting it: the plan of its first step, its bound, and an
-# estimate of each rank's memory.
+# Print the plan of a job's first step, its bound, and an estimate of each rank's memory. Needs no GPU and does not
+# start the job.
 #
 #   [NNODES=N] recipes/launch/dry_run.sh RECIPE [ARGUMENT]...
 set -euo pipefail

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A recipe on this machine, or on several of which this is one.
+# Run a recipe on this machine, or on several machines.
 #
 #   recipes/launch/torchrun.sh RECIPE [ARGUMENT]...
 #   NNODES=N HEAD=HOST recipes/launch/torchrun.sh RECIPE [ARGUMENT]...       the same on all N machines
 #
-# HOST is one of them, by the name that the others reach it by. ARGUMENTs are pretrain_gpt.py's.
+# HOST is the name of one of the machines, as the others reach it. ARGUMENTs are pretrain_gpt.py's.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/job.sh"
 

@@ -1,1 +1,1 @@
-"""The benchmark of attention: back-ends beside their alternatives and other people's, on the same forests."""
+"""The attention benchmark: our back-ends, stock alternatives and other projects' kernels on the same forests."""

@@ -1,4 +1,4 @@
-"""Clocks for work on a device, and the two ceilings that a kernel is measured against."""
+"""Clocks for work on a device, and the two ceilings that kernels are compared with."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 # Two milliseconds of a GPU at 2 GHz.
 _HEAD_START_CYCLES = 4_000_000
-# Of what the ceilings are measured with.
+# Size of the work that measures the ceilings.
 _REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Ceilings of this machine: the rates that it reached in the simplest work of each kind.
+    """Ceilings of this machine: its measured rates in the simplest work of each kind.
 
     Attributes:
         matrix_tflops: a large matrix product, in the dtype of the benchmark.
@@ -29,21 +29,21 @@ class Ceilings:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a GPU has done all that it was given; at once for other devices."""
+    """Wait until a GPU has finished all queued work; return at once for other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """One run, to its end on the device: by events on a GPU, by the clock on a CPU."""
+    """Return the seconds of one run on the device: by events on a GPU, by the clock on a CPU."""
     if device.type != "cuda":
         started = time.perf_counter()
         run()
         return time.perf_counter() - started
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # On an idle stream `begin` would be over before the host has launched anything, and the time would be that of the
-    # launches. So the GPU sleeps first, while the host gets ahead: what follows `begin` runs back to back. Work that
-    # takes the host longer than this to launch is still timed with the rest of its launches.
+    # launches. So the GPU sleeps first, while the host gets ahead: the work after `begin` runs back to back. If the
+    # host needs longer than this to launch the work, the time includes the rest of its launches.
     torch.cuda._sleep(_HEAD_START_CYCLES)
     begin.record()
     run()
@@ -54,12 +54,14 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Ceilings:
-    """The best of a matrix product and the median of a copy. Random numbers: zeros take less power, and less time.
+    """Return the best rate of a matrix product and the median of a copy.
+
+    They use random numbers, because zeros take less power and less time.
 
     Args:
-        device: where.
-        dtype: of the product.
-        small: use little work, whose figures mean nothing.
+        device: device to measure.
+        dtype: dtype of the product.
+        small: use little work; the rates are then meaningless.
     """
     is_large = device.type == "cuda" and not small
     size = 8192 if is_large else 1024

@@ -1,4 +1,4 @@
-"""Contestants on the same tensors: each is warmed up and compared with the first, then all are timed in turn.
+"""Run contestants on the same tensors: each is warmed up and compared with the first, then all are timed in turn.
 
 Legend: T tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
@@ -25,20 +25,20 @@ from mcore_prefix_tree.utils.memory import PeakMemory, available_bytes
 
 T = TypeVar("T")
 
-# How the reason begins where a method should have run and did not.
+# Start of the reason if a method should have run but failed.
 FAILED = "failed"
 
-# Of a result that is compared with another one at a time.
+# Numbers of a result that are compared at a time.
 _ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TimedMetadata(TreeMetadata):
-    """Metadata that knows how long the plans derived from it took to make.
+    """Metadata that records the time to build each plan derived from it.
 
     Attributes:
-        build_seconds: of each plan, without those that it derived in turn.
-        open_builds: names of the plans that are being made.
+        build_seconds: seconds of each plan, without the plans that it derived in turn.
+        open_builds: names of the plans that are being built.
     """
 
     build_seconds: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class TimedMetadata(TreeMetadata):
 
     @classmethod
     def of(cls, metadata: TreeMetadata) -> TimedMetadata:
-        """The same forest, with nothing derived yet."""
+        """Return the same forest without derived plans."""
         return cls(**{name: getattr(metadata, name) for name in TreeMetadata.__dataclass_fields__ if name != "cache"})
 
     def derived(self, name: str, build: Callable[[TreeMetadata], T]) -> T:
@@ -54,7 +54,7 @@ class TimedMetadata(TreeMetadata):
         if name in self.cache or self.open_builds:
             return super().derived(name, build)
         self.open_builds.append(name)
-        wait_for(self.subtree_end.device)  # what was queued before is not this plan's
+        wait_for(self.subtree_end.device)  # work queued earlier does not count
         started = time.perf_counter()
         plan = super().derived(name, build)
         wait_for(self.subtree_end.device)
@@ -103,7 +103,7 @@ class Runner:
         out = self._forward(self.parts[0])
         results = [out.detach(), *self._backward(self.parts[0], out)]
         self.peak_bytes = peak.bytes()
-        wait_for(self._device)  # so that what a kernel breaks is found here, not by the next one
+        wait_for(self._device)  # so that a kernel's error is found here, not in the next kernel
         return results
 
     def run(self) -> None:
@@ -120,7 +120,7 @@ class Runner:
         out.append(self._forward(part))
 
     def row(self) -> Row:
-        """Return what is known so far."""
+        """Return the results so far."""
         plans = [plan for part in self.parts for plan in part.metadata.cache.values() if isinstance(plan, BlockPlan)]
         return Row(
             method=self.contestant.method,
@@ -139,10 +139,10 @@ class Runner:
 
 
 class Contest:
-    """One workload's contestants on the same tensors. One that fails costs the others nothing.
+    """One workload's contestants on the same tensors. A failure does not affect the others.
 
     Attributes:
-        runners: those that have not failed.
+        runners: contestants that have not failed.
         missing: method, layout and reason of the others.
     """
 
@@ -171,7 +171,7 @@ class Contest:
         return runner if math.isfinite(runner.difference) else f"{FAILED}: its result is not finite"
 
     def enter(self, contestant: Contestant) -> None:
-        """Warm a contestant up, and let it run if nothing is wrong with it."""
+        """Warm a contestant up, and keep it if its result is right."""
 
         def warmed_up() -> str | None:
             found = self.warm_up(contestant)
@@ -183,13 +183,13 @@ class Contest:
         self._note(contestant, why_not(warmed_up))
 
     def run(self, rounds: int) -> None:
-        """Time them in turn, so that a machine whose speed drifts slows all of them."""
+        """Time all runners in turn, so that a drift of the machine's speed affects all of them."""
         self.forget_results()
         for _ in range(rounds):
             self.runners = [runner for runner in self.runners if self._note(runner.contestant, why_not(runner.run))]
 
     def forget_results(self) -> None:
-        """Free what contestants were compared with."""
+        """Free the results that contestants were compared with."""
         self._first.clear()
 
     def _layout(self, name: str) -> list[LayoutPart]:
@@ -201,7 +201,7 @@ class Contest:
         device, workload = self._settings.case.device, self.workload
         free = available_bytes(device)
         if name == "unfolded":
-            # On a CPU it is one batch, and memory is the user's business.
+            # On a CPU it is one batch, and the user must provide the memory.
             lens = workload.sample_lens
             parts = parts_that_fit(lens, self._settings, free) if device.type == "cuda" else [lens]
             trees = [chains(part, device) for part in parts]
@@ -221,7 +221,7 @@ class Contest:
         return found
 
     def _note(self, contestant: Contestant, reason: str | None) -> bool:
-        """Return whether there is no reason to leave a contestant out, and keep the reason if there is."""
+        """Return whether a contestant can run; otherwise keep the reason."""
         if reason is not None:
             self.missing.append({"method": contestant.method, "layout": contestant.layout, "reason": reason})
         return reason is None
@@ -232,7 +232,7 @@ class NoRoomError(ValueError):
 
 
 def why_not(run: Callable[[], object]) -> str | None:
-    """Why ``run`` failed: what it returns, if that is text, or its error."""
+    """Return why ``run`` failed: its result, if that is text, or its error."""
     try:
         said = run()
     except torch.OutOfMemoryError:
@@ -245,7 +245,7 @@ def why_not(run: Callable[[], object]) -> str | None:
 
 
 def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
-    """query, key, value and a gradient of the result: fresh random numbers."""
+    """Return query, key, value and a gradient of the result, with new random numbers."""
     dtype, device = settings.case.dtype, settings.case.device
     shapes = [
         (settings.heads, settings.head_dim),
@@ -258,7 +258,7 @@ def _inputs(size: int, settings: Settings) -> list[torch.Tensor]:
 
 
 def _rows(inputs: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """Return the first rows of inputs, as leaves of their own if there are more."""
+    """Return the first rows of inputs; if there are more, as new leaves."""
     if inputs[0].shape[0] == size:
         return inputs
     return [*(tensor.detach()[:size].requires_grad_() for tensor in inputs[:3]), inputs[3][:size]]
@@ -271,9 +271,9 @@ def difference(results: list[torch.Tensor], first: list[torch.Tensor]) -> float:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """In the norm, relative to ``other``.
+    """Return the difference in the norm, relative to ``other``.
 
-    A part of the rows at a time: copies in fp32 of whole results would take more memory than what is measured.
+    Compares some rows at a time, because fp32 copies of all rows would take more memory than the measured calls.
     """
     apart, whole = torch.zeros(2, dtype=torch.float64, device=other.device)
     for ours, theirs in zip(one.split(_ROWS_AT_ONCE), other.split(_ROWS_AT_ONCE), strict=True):

@@ -1,4 +1,4 @@
-"""Contestants of the attention benchmark in one form: back-ends, stock kernels, peers.
+"""Contestants of the attention benchmark with one interface: back-ends, stock kernels, peers.
 
 Legend: P tokens of a layout, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
@@ -31,10 +31,10 @@ class Contestant:
     """One method on one layout.
 
     Attributes:
-        method: its name.
-        layout: what it computes.
-        options: what it is asked for.
-        attention: with the arguments of a back-end.
+        method: name of the method.
+        layout: layout that it computes.
+        options: options of the call.
+        attention: function with the arguments of a back-end.
         refusal: why it cannot run, or None.
     """
 
@@ -46,11 +46,11 @@ class Contestant:
 
 
 def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
-    """All methods but :func:`peers` on the layouts they are for; those that cannot run say why.
+    """Return all methods except :func:`peers` on their layouts; methods that cannot run have a refusal.
 
     Args:
-        forest: the folded one.
-        case: of the calls. On a GPU both values of ``deterministic`` are measured.
+        forest: the folded forest.
+        case: case of the calls. On a GPU both values of ``deterministic`` are measured.
     """
     modes = [True, False] if case.device.type == "cuda" else [True]
     for options in (replace(case.options, deterministic=deterministic) for deterministic in modes):
@@ -64,7 +64,7 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
             through: Attention = partial(attention_through, kernel)
             refusal = refusal_through(kernel, asked)
             yield _one(f"cascade, {kernel.name}", "tree", options, through, refusal)
-            # Without sharing the cascade is one call of the kernel and nothing else.
+            # Without sharing, the cascade is one call of the kernel.
             yield _one(kernel.name, "unfolded", options, through, refusal)
             yield _one(kernel.name, "dense", options, through, refusal)
     fastest = replace(case, options=replace(case.options, deterministic=False))
@@ -74,7 +74,7 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
 
 
 def peers(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
-    """Other people's attention on the same forest; as :func:`contestants`."""
+    """Return other projects' attention on the same forest, as :func:`contestants` does."""
     fastest = replace(case, options=replace(case.options, deterministic=False))
     for name, peer in PEERS.items():
         refusal = peer.refusal(fastest) or peer.misfit(forest)

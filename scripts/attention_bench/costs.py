@@ -9,9 +9,9 @@ from mcore_prefix_tree.attention import BACKENDS
 
 
 def costs_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each forest and mode: where it was measured, its shape, and the seconds of each back-end.
+    """Return one row per forest and mode: the device, its shape, and the seconds of each back-end.
 
-    A back-end that was measured through several kernels counts with its fastest.
+    If several kernels of a back-end were measured, the fastest counts.
     """
     settings, machine = result["settings"], result["machine"]
     on_cpu = settings["device"] == "cpu"

@@ -1,4 +1,4 @@
-"""Time, memory and metadata of every way to attend, on the same forests in the same process.
+"""Measure time, memory and metadata of every attention method, on the same forests in the same process.
 
 Legend: T tokens, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
@@ -26,15 +26,15 @@ class WorkloadResult:
     """All rows of a workload.
 
     Attributes:
-        name: of the workload.
-        tokens: T, of the forest.
-        pairs: its visible ones.
-        unfolded_tokens: of its samples.
-        unfolded_pairs: theirs.
-        nodes: of the forest.
-        shape: of the forest, as ``attention_backend=auto`` compares it.
-        rows: what ran.
-        missing: method, layout and reason of what did not.
+        name: name of the workload.
+        tokens: T, tokens of the forest.
+        pairs: visible pairs of the forest.
+        unfolded_tokens: tokens of its samples.
+        unfolded_pairs: visible pairs of its samples.
+        nodes: nodes of the forest.
+        shape: shape of the forest, as ``attention_backend=auto`` compares it.
+        rows: methods that ran.
+        missing: method, layout and reason of methods that did not run.
     """
 
     name: str
@@ -50,7 +50,7 @@ class WorkloadResult:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionResult:
-    """A whole benchmark, as its JSON file holds it."""
+    """A complete benchmark, as in its JSON file."""
 
     machine: dict[str, object]
     settings: Settings
@@ -69,13 +69,13 @@ def bench_attention(
     on_progress: Callable[[str], None] = lambda text: None,
     on_result: Callable[[AttentionResult], None] = lambda result: None,
 ) -> AttentionResult:
-    """Measure everything that runs. Peers come last of all: an error of CUDA ends whatever comes after it.
+    """Measure all methods that can run. Peers come last, because an error of CUDA ends all later work.
 
     Args:
         workloads: the forests.
-        settings: of the calls.
-        on_progress: is told what is about to be measured.
-        on_result: is given all that there is so far, after each workload and once more after its peers.
+        settings: settings of the calls.
+        on_progress: called with the name of the next measurement.
+        on_result: called with all results so far, after each workload and again after its peers.
     """
     on_progress("the machine's ceilings")
     ceilings = measure_ceilings(settings.case.device, settings.case.dtype)
@@ -102,7 +102,7 @@ _HOST = torch.device("cpu")
 
 
 def _bench_workload(workload: Workload, settings: Settings) -> WorkloadResult:
-    # Counted on the host, so that they are known of a GPU that an error has ended too.
+    # Counted on the host, so that they are also known after an error on the GPU.
     forest, unfolded = workload.folded(_HOST), workload.unfolded(_HOST)
     rows, missing = _measure(workload, contestants(forest, settings.case), settings)
     return WorkloadResult(
@@ -121,7 +121,7 @@ def _bench_workload(workload: Workload, settings: Settings) -> WorkloadResult:
 def _with_peers(
     result: WorkloadResult, workload: Workload, theirs: list[Contestant], settings: Settings
 ) -> WorkloadResult:
-    """With rows of the peers, which are compared with the first method of the result."""
+    """Return the result with rows of the peers, which are compared with the first method of the result."""
     first = next(((row.method, row.deterministic) for row in result.rows if row.layout == "tree"), None)
     yardstick = next(
         (
@@ -138,12 +138,12 @@ def _with_peers(
 def _measure(
     workload: Workload, entered: Iterable[Contestant], settings: Settings, *, yardstick: Contestant | None = None
 ) -> tuple[list[Row], list[dict[str, str]]]:
-    """Rows of what ran; method, layout and reason of what did not.
+    """Return the rows of methods that ran; and method, layout and reason of the others.
 
     Args:
         workload: the forest.
-        entered: those that cannot run among them.
-        settings: of the calls.
+        entered: contestants, including those that cannot run.
+        settings: settings of the calls.
         yardstick: see :meth:`Contest.set_yardstick`; None compares with the first on each layout.
     """
     contest, entered = Contest(workload, settings), list(entered)

@@ -1,4 +1,4 @@
-"""Estimates of what a call of attention holds on a GPU, so that nothing is started that cannot end well.
+"""Estimate the GPU memory of an attention call, so that no call starts that would run out of memory.
 
 Legend: P tokens of a layout, H query heads, K key/value heads, D head_dim, W value head_dim.
 """
@@ -13,15 +13,15 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from attention_bench.settings import Settings
 
-# Of what is free: allocators round up, and kernels bring workspaces of their own.
+# Usable share of the free memory: allocators round up, and kernels need workspaces.
 _SHARE = 0.85
 
 
 def bytes_per_token(settings: Settings) -> int:
-    """Return the bytes that forward and backward of the hungriest method hold for a token.
+    """Return the bytes per token in forward and backward of the method that needs the most memory.
 
-    Inputs and a gradient; results, and those that they are compared with; dQ in fp32, and dK and dV for every query
-    head, as FlashAttention-2 has them for grouped heads; a log-sum-exp and a sum of fp32 for each head.
+    Counts inputs and a gradient; results, and those that they are compared with; dQ in fp32, and dK and dV for every
+    query head, as in FlashAttention-2 with grouped heads; a log-sum-exp and a sum in fp32 for each head.
     """
     heads, kv_heads = settings.heads, settings.kv_heads
     width = settings.head_dim + settings.value_dim
@@ -38,12 +38,12 @@ def misfit(tokens: int, settings: Settings, free_bytes: int) -> str | None:
 
 
 def parts_that_fit(lens: npt.NDArray[np.int64], settings: Settings, free_bytes: int) -> list[npt.NDArray[np.int64]]:
-    """Divide sequences that share nothing into as few parts of neighbours as fit the memory one at a time.
+    """Divide sequences that share nothing into the smallest number of consecutive parts that each fit the memory.
 
     Args:
-        lens: int64 ``[S]``, lengths of the sequences. One that does not fit by itself is a part too.
-        settings: of the calls.
-        free_bytes: of the device.
+        lens: int64 ``[S]``, lengths of the sequences. A sequence that does not fit by itself is a part too.
+        settings: settings of the calls.
+        free_bytes: free memory of the device.
     """
     most = max(1, int(_SHARE * free_bytes) // bytes_per_token(settings))
     count = -(-int(lens.sum()) // most)

@@ -1,4 +1,4 @@
-"""Other people's attention over shared prefixes, called as their own projects call it.
+"""Other projects' attention over shared prefixes, called as those projects call it.
 
 Legend: P padded tokens, H query heads, K key/value heads, D head_dim.
 """
@@ -25,7 +25,7 @@ Attention = Callable[
     torch.Tensor,
 ]
 
-# AReaL loops over all tokens in Python and keeps a bit for every pair of them.
+# AReaL loops over all tokens in Python and keeps one bit per pair of tokens.
 _AREAL_MASK_BYTES = 1 << 30
 
 
@@ -34,7 +34,7 @@ class Peer:
     """A peer's attention.
 
     Attributes:
-        attention: with the arguments of a back-end.
+        attention: function with the arguments of a back-end.
         refusal: why it cannot compute a case, or None.
         misfit: why it cannot compute a forest, or None.
     """
@@ -50,7 +50,7 @@ def _prefix_grouper(
     grouper = metadata.derived("prefix-grouper", _build_grouper)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys_there: torch.Tensor) -> torch.Tensor:
-        # With one prefix, padding is to the right of all that a token sees: the causal order hides it.
+        # With one prefix, padding is to the right of all visible tokens, so the causal order hides it.
         square = query.shape[2] == key.shape[2]
         out = F.scaled_dot_product_attention(
             query,
@@ -86,7 +86,7 @@ def _grouper_refusal(case: Case) -> str | None:
 def _grouper_misfit(metadata: TreeMetadata) -> str | None:
     parents = metadata.node_parent
     if len(parents) < 2 or parents[0] != -1 or parents[1:].any() or metadata.padded_size > metadata.num_tokens:
-        return "it shares one prefix among all samples, and this forest is another one"
+        return "it supports one prefix shared by all samples, and this forest has more"
     return None
 
 
@@ -108,7 +108,7 @@ def _areal(
 
 def _build_areal(metadata: TreeMetadata) -> dict[str, torch.Tensor]:
     data = _areal_module().precompute_tree_attention_data(token_parents(metadata)[None])
-    # Its own call moves them in every layer; here they are moved once.
+    # The project's own call moves them in every layer; here they are moved once.
     return {name: tensor.to(metadata.subtree_end.device) for name, tensor in vars(data).items()}
 
 
@@ -129,7 +129,7 @@ def token_parents(metadata: TreeMetadata) -> torch.Tensor:
 
 @cache
 def _areal_module() -> Any:
-    """Its kernel's file alone: the package would load a reinforcement-learning stack that the kernel does not use."""
+    """Import only the kernel's file: the package would load a reinforcement-learning stack that it does not use."""
     package = importlib.util.find_spec("areal")
     assert package is not None, "refused before"
     file = Path((package.submodule_search_locations or [""])[0]) / "models" / "tree_attn" / "triton_kernel.py"
@@ -150,7 +150,7 @@ def _areal_refusal(case: Case) -> str | None:
     if options.window is not None or options.sinks is not None:
         return "its kernel has no window or sinks"
     if case.head_dim != case.value_dim or case.head_dim & (case.head_dim - 1):
-        return "its kernel wants equal head dims that are powers of two"
+        return "its kernel needs equal head dims that are powers of two"
     return None
 
 

@@ -15,12 +15,12 @@ _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 def draw_roofline(result: dict[str, Any], path: str | Path) -> None:
     """Write a PNG: a circle for each method's forward on each forest, a square for its backward.
 
-    Intensity is FLOPs by visible pairs over the bytes that must move at least once: query, key, value and the result,
-    and in backward these, the result's gradient and the three gradients.
+    Intensity is FLOPs by visible pairs over the bytes that must move at least once: query, key, value and the result;
+    in backward also the result's gradient and the three gradients.
 
     Args:
-        result: of the benchmark, as its JSON holds it.
-        path: to write to.
+        result: result of the benchmark, as in its JSON.
+        path: file to write.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -57,7 +57,7 @@ def draw_roofline(result: dict[str, Any], path: str | Path) -> None:
 
 
 def points_of(result: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """Method, ``forward`` or ``backward``, FLOPs per byte, TFLOP/s: of every method on every forest."""
+    """Yield method, ``forward`` or ``backward``, FLOPs per byte and TFLOP/s of every method on every forest."""
     settings = result["settings"]
     heads, kv_heads = settings["heads"], settings["kv_heads"]
     head_dim, value_dim = settings["head_dim"], settings["value_dim"]

@@ -1,6 +1,6 @@
-"""Rates, shares and ratios of a result of the attention benchmark, from the seconds in its JSON.
+"""Compute rates, shares and ratios of an attention benchmark from the seconds in its JSON.
 
-Everything here is derived; a table or a plot made from a result file needs nothing else, not even torch.
+All values are derived from a result file; tables and plots do not need torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mcore_prefix_tree.plan.flops import pair_flops
 
 
 def flops(pairs: int, heads: int, head_dim: int, value_dim: int) -> tuple[float, float]:
-    """Return those of the forward and of the backward, by visible pairs, whatever a method visits."""
+    """Return the FLOPs of forward and backward by visible pairs, for every method."""
     each = pair_flops(heads, head_dim, value_dim)
     return pairs * each.forward, pairs * each.backward
 
@@ -38,17 +38,17 @@ class Line:
     """One row of a table.
 
     Attributes:
-        method, layout, deterministic: as in the result.
-        forward_tflops, backward_tflops: by visible pairs of the layout.
-        share: of the machine's matrix product, forward and backward together.
+        method, layout, deterministic: values from the result.
+        forward_tflops, backward_tflops: rates by visible pairs of the layout.
+        share: share of the rate of the machine's matrix product, forward and backward together.
         milliseconds: forward and backward.
-        metadata_ms: once a micro-batch.
-        mebibytes: peak, beyond the inputs; None where it cannot be known.
-        tile_efficiency: of the method's tiles, worst block size; None if it visits none of our lists.
-        against_unfolded: times faster than the fastest method on the unfolded batch.
-        against_dense: rate over that of the fastest method on one causal sequence of as many pairs.
-        against_flex: times faster than FlexAttention on the same forest; None where that did not run.
-        difference: from the first method on the same layout.
+        metadata_ms: metadata, once per micro-batch.
+        mebibytes: peak in addition to the inputs; None if it is unknown.
+        tile_efficiency: efficiency of the method's tiles at the worst block size; None if it visits none of our lists.
+        against_unfolded: speed-up over the fastest method on the unfolded batch.
+        against_dense: rate over that of the fastest method on one causal sequence with the same number of pairs.
+        against_flex: speed-up over FlexAttention on the same forest; None if FlexAttention did not run.
+        difference: difference from the first method on the same layout.
     """
 
     method: str
@@ -68,7 +68,7 @@ class Line:
 
 
 def lines_of(workload: dict[str, Any], result: dict[str, Any]) -> list[Line]:
-    """The table of one workload of a result, fastest first within each layout."""
+    """Return the table of one workload of a result, fastest first within each layout."""
     rows = workload["rows"]
     unfolded, dense = (_fastest([row for row in rows if row["layout"] == layout]) for layout in ("unfolded", "dense"))
     flex = _fastest([row for row in rows if row["method"] == "flex"])
@@ -116,7 +116,7 @@ def _line(
 
 
 def _times_faster(row: dict[str, Any], other: dict[str, Any] | None) -> Spread | None:
-    """In each round, where the two ran one after the other; the rounds of peers come after all others."""
+    """Return the ratio in each round, in which both ran in turn; the rounds of peers come after all others."""
     if other is None:
         return None
     return Spread.of([theirs / own for own, theirs in zip(_seconds(row), _seconds(other), strict=True)])
@@ -136,7 +136,7 @@ def _flops(row: dict[str, Any], result: dict[str, Any]) -> tuple[float, float]:
 
 
 def headline(workload: dict[str, Any]) -> str:
-    """One sentence on the shape of a workload and on the most that folding can give it."""
+    """Return one sentence on the shape of a workload and the largest gain of folding."""
     return (
         f"{workload['name']}: {workload['tokens']:,} tokens in {workload['nodes']:,} nodes "
         f"({workload['unfolded_tokens'] / workload['tokens']:.2f}x unfolded), {workload['pairs']:,} visible pairs "

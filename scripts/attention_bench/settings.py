@@ -59,16 +59,16 @@ class Row:
     Attributes:
         method: its name.
         layout: ``tree``, ``unfolded`` or ``dense``.
-        deterministic: whether it was asked for the same bits twice.
-        tokens: of the layout.
-        pairs: visible ones of the layout.
-        forward_seconds, backward_seconds: of each round.
-        metadata_seconds: for what is derived from a micro-batch once, and shared by its layers.
-        peak_bytes: beyond inputs, of forward and backward; None where it cannot be known.
+        deterministic: whether the deterministic mode was requested.
+        tokens: tokens of the layout.
+        pairs: visible pairs of the layout.
+        forward_seconds, backward_seconds: seconds of each round.
+        metadata_seconds: seconds for plans that are derived from a micro-batch once and shared by its layers.
+        peak_bytes: peak of forward and backward in addition to the inputs; None if it is unknown.
         tile_efficiency: visible pairs over visited ones, by block size, of methods that visit blocks of our lists.
-        difference: relative, in the norm, of out, dQ, dK and dV from the first method on the same layout; the largest.
-        parts: number of calls that a round is made of, one after another, because the batch does not fit the memory;
-            ``peak_bytes`` and ``difference`` are those of the first.
+        difference: largest relative difference in the norm of out, dQ, dK and dV from the first method on the layout.
+        parts: number of consecutive calls per round, if the batch does not fit the memory; ``peak_bytes`` and
+            ``difference`` are those of the first call.
     """
 
     method: str

@@ -21,10 +21,10 @@ from mcore_prefix_tree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """A forest, and what it is without folding.
+    """A forest, and the lengths of its unfolded samples.
 
     Attributes:
-        name: as results say it.
+        name: name in the results.
         cu_node_lens: ``[N + 1]``, flat borders of the nodes, in depth-first pre-order.
         node_parent: ``[N]``.
         sample_lens: ``[S]``, tokens of every sample.
@@ -40,11 +40,11 @@ class Workload:
         return TreeMetadata.from_nodes(self.cu_node_lens, self.node_parent, device=device)
 
     def unfolded(self, device: torch.device) -> TreeMetadata:
-        """Metadata of the samples beside each other: an ordinary packed batch."""
+        """Return metadata of the samples as an ordinary packed batch."""
         return chains(self.sample_lens, device)
 
     def dense(self, device: torch.device) -> TreeMetadata:
-        """Metadata of one causal sequence with as many visible pairs as the forest has, as nearly as that goes."""
+        """Return metadata of one causal sequence with about as many visible pairs as the forest."""
         pairs = visible_pairs(self.folded(torch.device("cpu")))
         return chains(np.array([max(1, round((2 * pairs + 0.25) ** 0.5 - 0.5))]), device)
 
@@ -88,7 +88,7 @@ def standard_workloads(scale: float = 1.0) -> list[Workload]:
     """Five trees and a batch without sharing.
 
     Args:
-        scale: factor on all lengths, so that a CPU can run them; the number of nodes stays.
+        scale: factor on all lengths, so that a CPU can run them; the number of nodes does not change.
     """
 
     def scaled(length: float) -> int:

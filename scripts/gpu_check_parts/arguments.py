@@ -15,9 +15,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments; ``options`` are those that parts read, ``parts`` those to run in their order."""
+    """Return the arguments; ``options`` are read by parts, ``parts`` are the parts to run in their order."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", allow_abbrev=False)
-    parser.add_argument("--minutes", type=float, metavar="N", help="stop after so long and exit with code 0")
+    parser.add_argument("--minutes", type=float, metavar="N", help="stop after N minutes with exit code 0")
     parser.add_argument("--only", action="append", choices=tuple(PARTS), help="run this part; can be repeated")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the result; $OUT if that is set")
     parser.add_argument("--workload", action="append", metavar="NAME", help="only forests whose name contains this")
@@ -26,9 +26,9 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--smoke", action="store_true", help="tiny shapes: shows that every part runs, measures nothing"
     )
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="use a folder that --pack made; no index is asked")
-    parser.add_argument("--pack", type=Path, metavar="DIR", help="make the folders that travel, and do nothing else")
-    parser.add_argument("--no-install", action="store_true", help="use python3 as it is")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="use a folder that --pack made; needs no index")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="only make the folders to copy to another machine")
+    parser.add_argument("--no-install", action="store_true", help="use python3 with its packages")
     parser.add_argument("--runs-fa4", action="store_true", help=argparse.SUPPRESS)  # scripts/gpu_check asks
     found = parser.parse_args(given)
     if found.minutes is not None and found.minutes <= 0:

@@ -1,4 +1,4 @@
-"""Parts ``attention`` and ``workloads``: the ways to attend of ``scripts/bench_attention.py`` on the same forests.
+"""Parts ``attention`` and ``workloads``: the methods of ``scripts/bench_attention.py`` on the same forests.
 
 A row has the seconds of every round. It is sent after its first round and again after each further one, in which all
 methods of a forest run in turn.
@@ -57,7 +57,7 @@ def settings_of(context: Context) -> Settings:
 
 
 def workloads_of(context: Context) -> list[Workload]:
-    """Return the forests that are asked for."""
+    """Return the requested forests."""
     found = standard_workloads(SMOKE_SCALE if context.options.smoke else 1.0)
     if context.options.data is not None:
         from bench_attention import workloads_of_file
@@ -67,7 +67,7 @@ def workloads_of(context: Context) -> list[Workload]:
 
 
 def run_first(context: Context) -> None:
-    """Measure the methods that matter most, on two forests."""
+    """Measure the most important methods on two forests."""
     settings = settings_of(context)
     measure_the_ceilings(context, settings)
     for workload in workloads_of(context):
@@ -76,7 +76,7 @@ def run_first(context: Context) -> None:
 
 
 def run_rest(context: Context) -> None:
-    """Measure all methods on all forests; what is measured already is left alone. Peers come last."""
+    """Measure all methods on all forests, except those that are already measured. Peers come last."""
     settings = settings_of(context)
     measure_the_ceilings(context, settings)
     for workload in workloads_of(context):
@@ -89,7 +89,7 @@ def run_rest(context: Context) -> None:
 
 
 def measure_the_ceilings(context: Context, settings: Settings) -> None:
-    """Measure a matrix product and a copy, which rates are compared with."""
+    """Measure a matrix product and a copy, the ceilings of all rates."""
     key, used = context.key("machine", "ceilings"), context.used("torch")
 
     def ceilings() -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _name_of(contestant: Contestant) -> tuple[str, str]:
 
 
 def _measure(context: Context, settings: Settings, workload: Workload, entered: list[tuple[Key, Contestant]]) -> None:
-    """Measure contestants on one forest: each is entered with a first round, then all run in turn."""
+    """Measure contestants on one forest: each runs a first round, then all run in turn."""
     contest = Contest(workload, settings)
     running: list[tuple[Key, dict[str, str], Runner]] = []
     compared: set[str] = set()
@@ -188,7 +188,7 @@ def _used(context: Context, settings: Settings, one: Contestant) -> dict[str, st
 def _set_yardstick(
     context: Context, settings: Settings, contest: Contest, entered: list[tuple[Key, Contestant]], one: Contestant
 ) -> None:
-    """Compare with what was measured first on this layout, if that was before this process or is no entrant."""
+    """Compare with the first method on this layout, if it was measured before this process or is not an entrant."""
     done = (
         other
         for key, other in entered
@@ -209,7 +209,7 @@ def _set_yardstick(
 
 def _warmed(contest: Contest, yardstick: Contestant) -> dict[str, Any]:
     contest.set_yardstick(yardstick)
-    return {"shown": "warmed up, as what others are compared with"}
+    return {"shown": "warmed up, as the baseline of the comparison"}
 
 
 def _row(runner: Runner, settings: Settings) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from gpu_check_parts.table import short_table
 
 USAGE_ERROR = 2
 PROBE_SECONDS = 120
-# Before the end: for stopping a child, the last write and the table.
+# Seconds before the end for stopping a child, the last write and the table.
 RESERVED_SECONDS = 8.0
 
 
@@ -44,7 +44,7 @@ class Log:
         path.write_text("")
 
     def say(self, text: str) -> None:
-        """Print lines; a reader of standard output that has gone costs nothing that is measured."""
+        """Print lines; a closed standard output does not affect the measurements."""
         with suppress(BrokenPipeError):
             print(text, flush=True)
         with self.path.open("a") as stream:
@@ -58,7 +58,7 @@ def started_at() -> float:
 
 
 def ask_machine(parts: Sequence[Part]) -> dict[str, Any]:
-    """Return what :mod:`gpu_check_parts.probe` finds, or why it found nothing under ``failed``."""
+    """Return the findings of :mod:`gpu_check_parts.probe`, or the reason for its failure under ``failed``."""
     modules = dict.fromkeys(["torch", *(name for part in parts for name in (*part.imports, *part.wanted))])
     command = [sys.executable, "-m", "gpu_check_parts.probe", *modules]
     try:
@@ -96,7 +96,7 @@ def plan_text(planned: Sequence[tuple[Part, str]], missing: dict[str, str], minu
 def run_parts(
     planned: Sequence[tuple[Part, str]], arguments: Any, results: ResultFile, until: float, log: Log
 ) -> tuple[bool, bool]:
-    """Run the parts; returns whether all came to their end, and whether no measurement failed."""
+    """Run the parts; return whether all of them ended, and whether no measurement failed."""
     well = True
     for part, reason in planned:
         if reason:
@@ -116,7 +116,7 @@ def run_parts(
 
 
 def main(given: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = parse(given)
     if arguments.pack is not None:
         from gpu_check_parts.pack import pack
@@ -139,11 +139,11 @@ def main(given: Sequence[str]) -> int:
 
 
 def _unusable(found: dict[str, Any]) -> str:
-    """Return why this Python or this machine measures nothing, and the way out."""
+    """Return why this Python or this machine cannot measure, and the way out."""
     if "failed" in found:
         return str(found["failed"])
     if "torch" in found["missing"]:
-        way_out = "name one that has a torch with PYTHON=/path/to/python"
+        way_out = "name a Python with torch: PYTHON=/path/to/python"
         return f"torch does not import in {sys.executable} ({found['missing']['torch']}); {way_out}"
     return "torch sees no GPU; run it on a machine with one"
 
@@ -167,7 +167,7 @@ def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:
     code = 0
     try:
         ended, well = run_parts(planned, arguments, results, until, log)
-        log.say("" if ended else "time is up; call it again to go on")
+        log.say("" if ended else "time is up; call it again to continue")
         code = 0 if well else 1
     except Stopped as stopped:
         log.say(f"stopped by {signal.Signals(stopped.number).name}")

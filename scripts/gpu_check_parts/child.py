@@ -14,7 +14,7 @@ from gpu_check_parts.results import Key
 
 
 def context_of(asked: dict[str, Any], stream: int) -> Context:
-    """Return the context that the parent wrote down."""
+    """Return the context that the parent wrote."""
     options = asked["options"]
     return Context(
         part=asked["rows"],

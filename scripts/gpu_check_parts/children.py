@@ -1,4 +1,4 @@
-"""Child processes of ``gpu_check``: one per part, stopped when a measurement or the whole run has had its time."""
+"""Child processes of ``gpu_check``: one per part, stopped when the time of a measurement or of the run is up."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gpu_check_parts.context import ROOT, START_AGAIN, Options
 from gpu_check_parts.registry import Part
 from gpu_check_parts.results import FAILED, Key, ResultFile
 
-# Between SIGTERM and SIGKILL.
+# Seconds between SIGTERM and SIGKILL.
 GRACE_SECONDS = 3.0
-# A child that ends at its first measurement again and again is given up.
+# A part whose child repeatedly ends at its first measurement is abandoned.
 MOST_STARTS = 20
 
 
@@ -31,8 +31,8 @@ class Child:
     """A running part.
 
     Attributes:
-        process: of its interpreter, first of a process group.
-        lines: what it sends; None when it has closed the line.
+        process: process of its interpreter, first of a process group.
+        lines: lines that it sends; None when it has closed the pipe.
     """
 
     def __init__(self, command: list[str], asked: dict[str, Any], log: Path) -> None:
@@ -51,7 +51,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 pass_fds=[writing],
-                # A process group, for what it starts in turn; not a session, which would outlive this one.
+                # A process group includes the processes that it starts; a session would outlive this process.
                 preexec_fn=os.setpgrp,
             )
         os.close(writing)
@@ -65,7 +65,7 @@ class Child:
         self.lines.put(None)
 
     def stop(self) -> int:
-        """End the process and all that it has started; returns its exit code."""
+        """End the process and all processes that it has started; return its exit code."""
         if self._is_stopped:
             return self.process.wait()
         self._is_stopped = True
@@ -78,7 +78,7 @@ class Child:
         return self.process.wait()
 
     def said(self) -> str:
-        """Return the end of what it has written to the log."""
+        """Return the end of its log."""
         with self._log.open("rb") as stream:
             stream.seek(max(self._log_start, stream.seek(0, os.SEEK_END) - 4000))
             lines = stream.read().decode(errors="replace").split("\n")
@@ -86,15 +86,15 @@ class Child:
 
 
 class PartRun:
-    """One part, in as many processes as it takes: a measurement that crashes or hangs costs the others nothing.
+    """One part, in as many processes as necessary: a measurement that crashes or hangs does not affect the others.
 
     Args:
-        part: to run.
-        options: of the command line.
-        results: the file that its rows go to.
+        part: part to run.
+        options: options of the command line.
+        results: result file for its rows.
         until: time of :func:`time.monotonic` at which it is stopped.
-        log: file for what it prints.
-        say: takes a line for the user.
+        log: file for its output.
+        say: function that prints a line for the user.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PartRun:
         self.failed: set[Key] = set()
 
     def run(self) -> bool:
-        """Run to the end; returns False if time is up before it."""
+        """Run to the end; return False if time is up earlier."""
         try:
             for _ in range(MOST_STARTS):
                 again = self._run_child()
@@ -121,7 +121,7 @@ class PartRun:
                 self._child.stop()
 
     def _run_child(self) -> bool | None:
-        """Run one process. True: time is up. False: the part is at its end. None: another process should go on."""
+        """Run one process. True: time is up. False: the part has ended. None: another process should continue."""
         part = self._part
         asked = {
             "function": part.function,
@@ -159,7 +159,7 @@ class PartRun:
                 return False
 
     def _ended(self, child: Child, current: Key) -> bool | None:
-        """Judge a process that ended before its part did; see :meth:`_run_child`."""
+        """Handle a process that ended before its part did; see :meth:`_run_child`."""
         code = child.stop()
         if code == START_AGAIN:
             return None
@@ -180,7 +180,7 @@ class PartRun:
 
 
 def summary_of(row: dict[str, Any]) -> str:
-    """Return one phrase on a row."""
+    """Return a phrase that describes a row."""
     if "failed" in row:
         return f"FAILED: {row['failed']}"
     if "not_run" in row:

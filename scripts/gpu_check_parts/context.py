@@ -17,7 +17,7 @@ from typing import Any
 from gpu_check_parts.results import FAILED, NOT_RUN, Key, is_measured, key_of
 
 ROOT = Path(__file__).parents[2]
-# Exit code with which a child asks for a new process: CUDA refuses all work after some errors.
+# Exit code of a child that requests a new process: after some errors, CUDA rejects all work.
 START_AGAIN = 75
 
 
@@ -26,10 +26,10 @@ class Options:
     """Options of the command line that parts read.
 
     Attributes:
-        smoke: shapes so small that every part runs within seconds; its figures mean nothing.
+        smoke: shapes so small that every part runs within seconds; its figures are meaningless.
         repeats: timed rounds.
-        workloads: parts of names; only these are measured. Empty for all.
-        data: a file of samples to measure beside the standard forests, or None.
+        workloads: parts of names of the workloads to measure. Empty for all.
+        data: a file of samples to measure in addition to the standard forests, or None.
     """
 
     smoke: bool = False
@@ -38,7 +38,7 @@ class Options:
     data: str | None = None
 
     def wants(self, workload: str) -> bool:
-        """Return whether a workload is asked for."""
+        """Return whether a workload is requested."""
         return not self.workloads or any(name in workload for name in self.workloads)
 
 
@@ -48,11 +48,11 @@ class Context:
 
     Attributes:
         part: first part of its rows' keys.
-        options: of the command line.
-        device_name: of the GPU.
+        options: options of the command line.
+        device_name: name of the GPU.
         earlier: rows of the result file.
-        skip: keys that this run has given up.
-        stream: where lines for the parent go; a file descriptor.
+        skip: keys that this run has abandoned.
+        stream: file descriptor for lines to the parent.
     """
 
     part: str
@@ -69,7 +69,7 @@ class Context:
         return Key(self.part, workload, method, mode)
 
     def used(self, *packages: str, sources: tuple[str, ...] = (), **settings: object) -> dict[str, str]:
-        """Return what a row depends on: the GPU, installed versions, a hash of our own sources, settings."""
+        """Return the dependencies of a row: the GPU, installed versions, a hash of our sources, settings."""
         found = {"gpu": self.device_name, "smoke": "yes"} if self.options.smoke else {"gpu": self.device_name}
         for package in packages:
             with suppress(PackageNotFoundError):
@@ -79,7 +79,7 @@ class Context:
         return found | {name: str(value) for name, value in settings.items()}
 
     def is_done(self, key: Key, used: Mapping[str, str]) -> bool:
-        """Return whether a key was measured before with the same things, or is given up in this run."""
+        """Return whether a key was measured before with the same dependencies, or is abandoned in this run."""
         row = self._earlier.get(key)
         return key in self.skip or (row is not None and is_measured(row) and row["used"] == used)
 
@@ -94,9 +94,9 @@ class Context:
         """Run a measurement, send its row and return whether it has figures.
 
         Args:
-            key: of the row.
+            key: key of the row.
             used: see :meth:`used`.
-            run: returns the row's figures, or the reason why there are none.
+            run: returns the row's figures, or the reason for a row without figures.
             also: more entries of a row without figures.
         """
         self._send({"started": key})
@@ -118,7 +118,7 @@ class Context:
         return FAILED not in found and NOT_RUN not in found
 
     def leave_out(self, key: Key, used: Mapping[str, str], reason: str, **also: Any) -> None:
-        """Send a row that says why a measurement is not made."""
+        """Send a row with the reason why a measurement is not made."""
         self._send({"row": {**key._asdict(), "used": dict(used), NOT_RUN: reason, **also}})
 
     def _send(self, line: dict[str, Any]) -> None:

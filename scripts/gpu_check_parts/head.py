@@ -1,4 +1,4 @@
-"""Part ``head``: the vocabulary head, by the ways and cases of ``scripts/bench_head.py``."""
+"""Part ``head``: the vocabulary heads and cases of ``scripts/bench_head.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "triton", "liger-kernel")
 
 
 def needed_bytes(rows: int, hidden: int, vocab: int) -> int:
-    """Return what the hungriest way holds: logits in 16 bits and in fp32, each with a gradient, and exact gradients."""
+    """Return the largest memory of a head: logits in 16 bits and in fp32, each with a gradient, and exact gradients."""
     return rows * vocab * 12 + (rows + vocab) * hidden * (2 + 2 + 8 + 8)
 
 

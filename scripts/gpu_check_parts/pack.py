@@ -1,7 +1,7 @@
-"""``--pack DIR``: the folders that travel to a machine without a network, each within what may travel.
+"""``--pack DIR``: make folders for a machine without a network, each within the size limit of one transfer.
 
-``DIR/steps`` has the wheels that training steps need beside torch, ``DIR/fa4`` has FlashAttention-4 as one archive: its
-wheels are larger than all that may travel, and compressed together they are not. The two do not fit in one trip.
+``DIR/steps`` has the wheels that training steps need in addition to torch, ``DIR/fa4`` has FlashAttention-4 as one
+archive, because its wheels exceed the limit unless they are compressed together. The two do not fit in one transfer.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from gpu_check_parts.context import ROOT
 
-# Of the checkout and the folder together.
+# Limit for the checkout and the folder together.
 LARGEST_BYTES = 64 << 20
 PYTHON = "3.12"
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)), "manylinux2014_x86_64")
-# Found by nothing at run time, and large.
+# Large, and not used at run time.
 LEFT_OUT = ("cu13/lib/stubs",)
 FOLDERS = ("steps", "fa4")
 # Folders of the checkout that no part of the check reads.
@@ -31,7 +31,7 @@ def pins_of(name: str) -> Path:
 
 
 def pack(folder: Path) -> int:
-    """Make both folders and print the trips; returns the exit code."""
+    """Make both folders and print the trips; return the exit code."""
     print("compressing fa4 takes some minutes", flush=True)
     sizes = {}
     for name in FOLDERS:
@@ -53,11 +53,11 @@ def pack(folder: Path) -> int:
 
 
 def trips(sizes: dict[str, int], *, tree: int, unread: int) -> tuple[list[str], int]:
-    """Return what to carry in which trip, as lines for the user, and the exit code: 1 if a folder does not fit.
+    """Return the contents of each trip, as lines for the user, and the exit code: 1 if a folder does not fit.
 
     Args:
         sizes: bytes of each folder.
-        tree: bytes of the checkout, which travels each time.
+        tree: bytes of the checkout, which is copied in each trip.
         unread: bytes of its folders :data:`UNREAD`.
     """
     limit = f"{LARGEST_BYTES >> 20} MiB"
@@ -89,7 +89,7 @@ def _mib(size: int) -> str:
 
 
 def tracked_bytes(*folders: str) -> int:
-    """Return the size of the files that git tracks, in all or some folders of the checkout."""
+    """Return the size of the tracked files in all or some folders of the checkout."""
     command = ["git", "ls-files", "-z", "--", *folders]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = [ROOT / name for name in done.stdout.split("\0") if name]
@@ -97,7 +97,7 @@ def tracked_bytes(*folders: str) -> int:
 
 
 def download(pins: Path, target: Path) -> None:
-    """Fetch wheels of exact versions, without what they depend on: the machine has the rest."""
+    """Download wheels of exact versions, without their dependencies, which the machine has."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]

@@ -1,4 +1,4 @@
-"""Part ``parity``: the worst row of each kernel's results beside the reference in fp64, on the forest of the check."""
+"""Part ``parity``: the worst row of each kernel's results against the fp64 reference, on the forest of the check."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Question:
 
 
 def questions(*, smoke: bool) -> Iterator[Question]:
-    """Yield the kinds of calls; the commonest first, both modes of one before the next."""
+    """Yield the kinds of calls; the most common first, both modes of one kind before the next kind."""
     kinds = ((TINY, None, False), (TINY, WINDOW, True)) if smoke else KINDS
     for dims, window, has_sinks in kinds:
         for deterministic in (True, False):
@@ -61,11 +61,11 @@ def questions(*, smoke: bool) -> Iterator[Question]:
 
 
 def methods(case: Case) -> Iterator[tuple[str, Attention, str | None]]:
-    """Yield name, unchecked attention and refusal of what is compared."""
+    """Yield name, unchecked attention and refusal of each method."""
     for name in ("triton", "fa4"):
         yield name, unchecked(name), load_backend(name).refusal(case)
         if name == "triton" and case.heads > case.kv_heads:
-            # The forest is so small that groups of heads are divided; a longer one keeps them whole.
+            # The forest is so small that groups of heads are split; a longer forest does not split them.
             yield "triton, whole groups", triton_tree._attend_whole_groups, load_backend(name).refusal(case)
     for kernel in CUDA_KERNELS:
         yield f"cascade, {kernel.name}", partial(attention_through, kernel), refusal_through(kernel, case)
@@ -82,7 +82,7 @@ def run(context: Context) -> None:
             if context.is_done(key, used):
                 continue
             if refusal is not None:
-                # One row for all that a missing package costs.
+                # One row for all methods that need a missing package.
                 if (name, refusal) not in refused:
                     context.leave_out(key, used, refusal)
                 refused.add((name, refusal))

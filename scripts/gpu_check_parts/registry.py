@@ -1,4 +1,4 @@
-"""The parts, in order of value: the first minutes on a machine answer the questions that matter most."""
+"""The parts in order of value: the first minutes on a machine answer the most important questions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Part:
     """One kind of measurement.
 
     Attributes:
-        name: for ``--only``, and of its log lines.
-        title: what it measures, for the plan.
-        minutes: expected on an H100; an estimate until a run has shown it.
+        name: name for ``--only`` and for its log lines.
+        title: description in the plan.
+        minutes: expected minutes on an H100; an estimate until it has been measured.
         function: ``module:function``, called with a :class:`~gpu_check_parts.context.Context`.
         rows: first part of its rows' keys; parts that fill one table share it.
         imports: modules without which it does not run.
@@ -35,7 +35,7 @@ class Part:
 
     @property
     def key(self) -> Key:
-        """Key of the row that says why the part as a whole does not run."""
+        """Key of the row with the reason why the part does not run."""
         return Key(self.rows, "", self.name, "")
 
 
@@ -55,7 +55,7 @@ def _part(
     wanted: tuple[str, ...] = (),
     row_seconds: float = 90.0,
 ) -> Part:
-    """Return a part that needs the kernels; ``function`` is ``run`` of the module with its name, if omitted."""
+    """Return a part that needs the kernels; ``function`` defaults to ``run`` of the module with its name."""
     return Part(
         name=name,
         title=title,
@@ -94,7 +94,7 @@ _PARTS = (
     ),
     _part(
         "workloads",
-        "the other forests, and the other ways to attend",
+        "the other forests, and the other attention methods",
         2.0,
         function="attention:run_rest",
         rows="attention",

@@ -1,7 +1,7 @@
-"""The result file: one row per measurement, whole on disk after each of them.
+"""The result file: one row per measurement, complete on disk after each of them.
 
-A row has a key (part, workload, method, mode) and under ``used`` what it depends on: the GPU, versions of packages, a
-hash of our sources, settings. A later run keeps the rows whose ``used`` agrees and measures the others again.
+A row has a key (part, workload, method, mode) and its dependencies under ``used``: the GPU, versions of packages, a
+hash of our sources, settings. A later run keeps the rows with the same ``used`` and measures the others again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LARGEST_BYTES = 1 << 20
-# Of a message; a traceback of a compiler can be longer than all figures together.
+# Longest message; a compiler's traceback can be longer than all figures together.
 LONGEST_TEXT = 600
 FAILED, NOT_RUN = "failed", "not_run"
 
@@ -55,7 +55,7 @@ class ResultFile:
                 self.rows |= {key_of(row): row for row in rows_of(file)}
 
     def put(self, row: dict[str, Any]) -> None:
-        """Add or replace a row, and write the file. Figures are not replaced by the reason why there are none now."""
+        """Add or replace a row, and write the file. A row without figures never replaces a row with figures."""
         key = key_of(row)
         if NOT_RUN in row and is_measured(self.rows.get(key, row)):
             return
@@ -70,7 +70,7 @@ class ResultFile:
         self.rows.pop(key, None)
 
     def write(self) -> None:
-        """Replace the file at once: whoever reads it or stops this process finds a whole one."""
+        """Replace the file atomically, so that it is always complete."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
@@ -98,17 +98,17 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
         content = json.loads(file.read_text())
         rows: list[dict[str, Any]] = content["rows"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file}: not a result of scripts/gpu_check; move it away") from error
+        raise ValueError(f"{file}: not a result of scripts/gpu_check; move it to another folder") from error
     return rows
 
 
 def is_measured(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has figures, all of them."""
+    """Return whether a row has all its figures."""
     return not ({FAILED, NOT_RUN, "unfinished"} & row.keys())
 
 
 def _tidied(value: Any) -> Any:
-    """Return a value as JSON has it: texts of a bearable length, no number that is not finite."""
+    """Return a value for JSON: shortened texts, and only finite numbers."""
     if isinstance(value, Mapping):
         return {str(name): _tidied(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

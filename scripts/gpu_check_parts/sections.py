@@ -1,4 +1,4 @@
-"""From rows to the tables of the documentation: what ``scripts/render_results.py`` reads."""
+"""Convert rows to the input of ``scripts/render_results.py``, which writes the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_HEAD = ("rows", "hidden", "vocab", "supervised")
 
 
 def sections_of(file: Path) -> dict[str, Any]:
-    """Return ``machine`` and, for each part that has figures, what the benchmark of that part writes by itself."""
+    """Return ``machine`` and, for each part with figures, the result in the format of that part's own benchmark."""
     content = json.loads(file.read_text())
     machine, rows = content["machine"], content["rows"]
     makers = {"tests": _tests, "attention": _attention, "steps": _steps, "head": _head}
@@ -55,7 +55,7 @@ def _attention(rows: list[dict[str, Any]], machine: Mapping[str, Any]) -> dict[s
 def _workload(shape: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     own = [row for row in rows if row["workload"] == shape["workload"]]
     measured = [row for row in own if row.get("forward_seconds") and FAILED not in row]
-    # Rounds are compared one by one, so a forest has as many as its least measured row.
+    # Rounds are compared in pairs, so a forest keeps the rounds that all of its rows have.
     rounds = min((len(row["backward_seconds"]) for row in measured), default=0)
     return {
         "name": shape["workload"],

@@ -1,4 +1,4 @@
-"""Forward and backward on a forest of 300 tokens, as a program for tools that watch kernels."""
+"""Run forward and backward on a forest of 300 tokens, as a program for tools that inspect kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_check_parts.using import unchecked
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import AttentionOptions
 
-# Ends on, before and behind borders of tiles, an empty node, a second root.
+# Nodes that end on, before and after tile borders, an empty node, and a second root.
 LENS, PARENTS = (127, 1, 65, 0, 62, 44, 1), (-1, 0, 1, 1, 0, -1, 5)
 
 

@@ -1,4 +1,4 @@
-"""Part ``steps``: ``mcore-prefix-tree bench step`` on the recipes that need nothing but a GPU, each in a process."""
+"""Part ``steps``: ``mcore-prefix-tree bench step`` on the recipes that need only a GPU, each in a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from gpu_check_parts.context import ROOT, Context
 from gpu_check_parts.results import FAILED
 
-# The larger model first: the other is for a CPU, and shows mostly how fast kernels start.
+# The larger model first: the other is for a CPU, and mostly measures kernel launches.
 RECIPES = ("one_gpu", "quickstart")
 OVERRIDES = ("model.dtype=bfloat16", "verify.enabled=false", "compare=false", "device=cuda")
 SMOKE = (
@@ -28,8 +28,8 @@ SMOKE = (
     "batch.global_batch_size=2",
 )
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "flash-attn-4", "numpy")
-# Weights, gradients and buffers of 0.6 billion parameters, one micro-batch of 16,384 tokens unfolded as well, and its
-# logits over 32,768 entries in fp32 with their gradient: an estimate, which the row's own peak replaces.
+# Weights, gradients and buffers of 0.6 billion parameters, also one unfolded micro-batch of 16,384 tokens, and its
+# logits over 32,768 entries in fp32 with their gradient: an estimate; the row reports the measured peak.
 NEEDED_BYTES = {"one_gpu": 40 << 30, "quickstart": 8 << 30}
 
 

@@ -1,4 +1,4 @@
-"""The short table at the end: one line per measurement, what failed first."""
+"""The short table at the end: one line per measurement, failures first."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from gpu_check_parts.children import summary_of
 from gpu_check_parts.results import FAILED, NOT_RUN, Key
 
-# The end of a log is what comes back from some machines.
+# Some machines return only the end of a log.
 MOST_LINES = 90
 LONGEST_LINE = 118
 
 
 def short_table(rows: Mapping[Key, Mapping[str, Any]]) -> str:
-    """Return counts, failures, then figures by part; what was not run only as a number."""
+    """Return counts, failures, then figures by part; measurements that did not run are only counted."""
     failed = [row for row in rows.values() if FAILED in row]
     measured = [row for row in rows.values() if FAILED not in row and NOT_RUN not in row]
     left = len(rows) - len(failed) - len(measured)

@@ -63,7 +63,7 @@ class Rows:
         return {**self.found, "shown": f"{passed} passed, {wrong} failed, {self.found['skipped']} skipped"}
 
     def ended(self, code: int) -> dict[str, Any]:
-        """Return the whole row."""
+        """Return the complete row."""
         found = self._so_far()
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             first = next((fault["message"] for fault in found["faults"]), f"pytest ended with exit code {code}")

@@ -1,4 +1,4 @@
-"""Parts ``sanitizer`` and ``profile``: NVIDIA's tools around kernels on a small forest, each in a process."""
+"""Parts ``sanitizer`` and ``profile``: NVIDIA's tools on kernels with a small forest, each in a process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _profiled(kernel: str) -> dict[str, Any]:
     command = ["ncu", "--csv", "--page", "details", "--kernel-name", f"regex:{kernel}", "--launch-count", "1"]
     command += [word for section in SECTIONS for word in ("--section", section)]
     done = _run([*command, *_small_forest("triton", "deterministic")])
-    # Its own lines and those of the program come before the table, which begins with "ID".
+    # Lines of ncu and of the program come before the table, which begins with "ID".
     lines = done.stdout.splitlines()
     start = next((place for place, line in enumerate(lines) if line.startswith('"ID"')), None)
     if done.returncode or start is None:

@@ -1,4 +1,4 @@
-"""Part ``tune``: launches of the Triton kernels beside those of the table, by ``scripts/tune_triton.py``."""
+"""Part ``tune``: other launches of the Triton kernels than the table's, by ``scripts/tune_triton.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED
 from gpu_check_parts.using import packages_of, sources_of
 
-# "fast" at the commonest head dimension first: its launch is the one in doubt.
+# "fast" at the most common head dimension first, because its launch is uncertain.
 PARTS = ("fast", "forward", "key_value", "query", "key", "value")
 DIMS = ((128, 128), (64, 64), (192, 128), (256, 256))
 GROUPS = (8, 4, 1)

@@ -1,4 +1,4 @@
-"""Calls of attention on a GPU; packages and files of this repository that the figures of a method depend on."""
+"""Calls of attention on a GPU; packages and files of this repository that affect the figures of a method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gpu_case(dims: tuple[int, int, int, int], dtype: torch.dtype, **options: Any
     Args:
         dims: query heads, key heads, dims of queries and keys, dims of values.
         dtype: dtype of queries, keys and values.
-        options: fields of :class:`AttentionOptions` besides the scale.
+        options: fields of :class:`AttentionOptions` other than the scale.
     """
     heads, kv_heads, head_dim, value_dim = dims
     return Case(
@@ -39,24 +39,24 @@ def gpu_case(dims: tuple[int, int, int, int], dtype: torch.dtype, **options: Any
 
 
 def unchecked(backend: str) -> Attention:
-    """Return the attention of a back-end without the check that it makes of itself on first use."""
+    """Return the attention of a back-end without its self-check on first use."""
     module: Any = load_backend(backend)
     found: Attention = module.attend_as_tabled if backend == "triton" else module.attend
     return found
 
 
 def packages_of(method: str) -> tuple[str, ...]:
-    """Return the packages whose version can move a figure of a way to attend."""
+    """Return the packages whose version can change a figure of an attention method."""
     if method in ("fa4", "FlashAttention-4"):
         return _FA4
     if method in ("triton", "triton, whole groups", "flex"):
         return ("torch", "triton")
-    # FlashAttention 2 and 3, TransformerEngine and the peers, where they are installed.
+    # FlashAttention 2 and 3, TransformerEngine and the peers, if installed.
     return ("torch", "flash-attn", "flash-attn-3", "transformer-engine", "prefix-grouper", "areal")
 
 
 def sources_of(method: str) -> tuple[str, ...]:
-    """Return the files and folders of the repository that a way to attend consists of."""
+    """Return the files and folders of the repository that implement an attention method."""
     own = {
         "triton": (f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/blocks.py"),
         "fa4": (f"{_ATTENTION}/fa4.py", f"{_ATTENTION}/blocks.py"),

@@ -1,6 +1,6 @@
-"""A Python that has what a folder of ``--pack`` holds, on top of the packages of this one. No index is asked.
+"""Make a Python with the packages of a ``--pack`` folder in addition to those of this Python, without an index.
 
-It is a virtual environment, because in one ``.pth`` files work: parts of FlashAttention-4 are found through them.
+It is a virtual environment, because parts of FlashAttention-4 are found through ``.pth`` files, which work only there.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _BORROW = "import site; [site.addsitedir(one) for one in {folders!r}]\n"
 
 
 def python_with(folder: Path) -> Path:
-    """Return the interpreter of an environment with the wheels and archives of a folder; made once for its content.
+    """Return the interpreter of an environment with the wheels and archives of a folder; made once per content.
 
     Raises:
-        SystemExit: the folder holds none, or they do not fit this Python.
+        SystemExit: the folder has no packages, or they do not fit this Python.
     """
     folder = folder.resolve()
     files = sorted([*folder.glob("*.whl"), *folder.glob("*.tar.xz")])
@@ -38,12 +38,12 @@ def python_with(folder: Path) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, symlinks=True)
     packages = packages_of(python)
-    # After what is unpacked here, which replaces older versions of the same.
+    # After the unpacked packages, which replace older versions.
     borrowed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (packages / "zz_borrowed.pth").write_text(_BORROW.format(folders=borrowed))
     wheels = [str(file) for file in files if file.suffix == ".whl"]
     if wheels:
-        # Installed with the pip of this Python: the environment needs none.
+        # Installed with the pip of this Python, so the environment needs no pip.
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
         _run([*pip, "--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--ignore-installed", *wheels])
     for file in files:

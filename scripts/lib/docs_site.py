@@ -1,8 +1,8 @@
-"""Pages of the site that are not files in docs/, and links from pages to files of the repository.
+"""Add pages to the site that are not files in docs/, and resolve links from pages to files of the repository.
 
-MkDocs calls the functions ``on_...`` (``hooks`` in mkdocs.yml). The README and its like become
+MkDocs calls the functions ``on_...`` (``hooks`` in mkdocs.yml). The README and similar files become
 pages; recipe keys, the command line and the objectives' options are written from the code. A link to a file that is
-no page becomes plain text, because the site has no repository to link to.
+not a page becomes plain text, because the site has no repository to link to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-# The package is read where it lies, whether it is installed or not.
+# The package is read from this checkout, installed or not.
 sys.path.insert(0, str(ROOT))
 
 FILES = {
@@ -33,7 +33,7 @@ FILES = {
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-# Files and folders of the repository that a page is made of.
+# Files and folders of the repository that become pages.
 PAGES_OF = {source: page for page, source in FILES.items()} | {
     "mcore_prefix_tree/settings/sections.py": "reference/recipe.md",
     "mcore_prefix_tree/arguments/group.py": "reference/command-line.md",
@@ -45,7 +45,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made here."""
+    """Add the generated pages."""
     for page, source in FILES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for page, make in GENERATED.items():
@@ -75,12 +75,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show the last part of a name that a docstring gives a role of Sphinx."""
+    """Show only the last part of a name in a Sphinx role of a docstring."""
     return re.sub(r":(?:class|mod|func|meth|data|attr):<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)
 
 
 def cell(text: object) -> str:
-    """Return a table cell: one line, code as Markdown has it."""
+    """Return a table cell: one line, with code in Markdown."""
     return " ".join(str(text).replace("``", "`").replace("|", "\\|").split())
 
 
@@ -110,14 +110,14 @@ def type_text(hint: Any) -> str:
 
 
 def default_text(default: Any) -> str:
-    """Return a default as YAML has it."""
+    """Return a default in YAML."""
     if default is None:
         return "null"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`" if default != "" else "empty"
 
 
 def fields_table(kind: type) -> str:
-    """Return a table of a dataclass's fields, less those that are sections of their own."""
+    """Return a table of a dataclass's fields, except those that have their own section."""
     hints, meanings = get_type_hints(kind), attributes_of(kind)
 
     def rows() -> Iterator[tuple[object, ...]]:
@@ -151,7 +151,7 @@ def recipe_page() -> str:
 
 
 def summary_of(kind: Any) -> str:
-    """Return a docstring down to its sections."""
+    """Return a docstring without its sections."""
     return re.split(r"\n\n(?:Attributes|Args|Raises):", inspect.getdoc(kind) or "")[0].replace("``", "`")
 
 
@@ -165,7 +165,7 @@ def command_page() -> str:
     parts = ["# Command line", "Written from the commands; `mcore-prefix-tree COMMAND --help` prints the same."]
     parts += commands_of(typer.main.get_command(app), "mcore-prefix-tree")
     group = add_argument_group(argparse.ArgumentParser(add_help=False))
-    parts += ["## pretrain_gpt --prefix-tree", "Besides every argument of Megatron-LM's `pretrain_gpt.py`:"]
+    parts += ["## pretrain_gpt --prefix-tree", "In addition to all arguments of Megatron-LM's `pretrain_gpt.py`:"]
     rows = (
         (f"`{action.option_strings[0]}`", action.metavar or "", (action.help or "") % {"default": action.default})
         for action in group._actions
@@ -215,13 +215,13 @@ def objectives_page() -> str:
 
     parts = [
         "# Formulas of the objectives",
-        "Written from the modules of `mcore_prefix_tree/objectives`. What each reads, and how to use them: "
+        "Written from the modules of `mcore_prefix_tree/objectives`. For the fields that each reads, see "
         "[Objectives](../objectives.md).",
     ]
     for heading, modules in _FORMULAS.items():
         parts.append(f"## {heading}")
         for name in modules:
-            # Where the functions have the formulas, not the module.
+            # In these modules, the functions have the formulas.
             members = "true" if name in ("advantages", "gae", "normalise") else "[]"
             parts.append(
                 f"::: mcore_prefix_tree.objectives.{name}\n    options: {{members: {members}, heading_level: 3}}"

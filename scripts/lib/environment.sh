@@ -1,16 +1,16 @@
-# Sourced by the scripts beside this folder: creates .venv if it is missing and installs what a requirements file pins.
+# The scripts in the parent folder source this file. It creates .venv if it is missing and installs a requirements file.
 #
-# requirements/base.txt pins the newest tested megatron-core for Python 3.12, and an older one for Pythons without it. So a
-# Python 3.12 is preferred to any other; PYTHON overrides the choice.
+# requirements/base.txt pins the newest tested megatron-core for Python 3.12, and an older one for older Pythons. So
+# Python 3.12 is preferred; PYTHON overrides the choice.
 #
-# requirements/torch.txt pins torch and Triton. Where the Python that runs this already has a torch that sees a GPU, the
-# environment borrows that one and its Triton instead, and pip never replaces them.
+# requirements/torch.txt pins torch and Triton. If the Python that runs this already has a torch that sees a GPU, the
+# environment uses that torch and its Triton instead, and pip never replaces them.
 
-# As it was called, before this goes elsewhere.
+# The path of the script, before the folder changes.
 called=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# answer_help ARGUMENTS: where they ask for help, print what the script says of itself at its top, and do nothing more.
+# answer_help ARGUMENTS: if they contain --help or -h, print the comment at the top of the script, and exit.
 answer_help() {
     local argument
     for argument in "$@"; do
@@ -24,8 +24,8 @@ answer_help() {
     done
 }
 
-# find_python VERSION ...: the first Python of the first of these versions, such as 3.12, that can be found: as PYTHON, on
-# the path, or among pyenv's. One on the path can be pyenv's placeholder, which does not run.
+# find_python VERSION ...: the first Python of the first of these versions, for example 3.12, that is found as PYTHON,
+# on the path, or in pyenv. A Python on the path can be pyenv's placeholder, which does not run.
 find_python() {
     local version candidate
     for version in "$@"; do
@@ -40,7 +40,7 @@ find_python() {
     return 1
 }
 
-# version_of PYTHON: such as 3.12; empty if it does not run.
+# version_of PYTHON: its version, for example 3.12; empty if it does not run.
 version_of() {
     if [ -n "$1" ]; then
         "$1" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")' 2>/dev/null || true
@@ -60,7 +60,7 @@ prepare_environment() {
     local folder=${2:-.venv}
     local python=${3:-${PYTHON:-}}
     local why="as PYTHON is set"
-    # Without a Python that runs, or with this mark, its making was interrupted or its Python was removed.
+    # If its Python does not run, or with this mark, its creation was interrupted or its Python was removed.
     if [ -z "$(version_of "$folder/bin/python")" ] || [ -e "$folder/unfinished" ]; then
         if [ -z "$python" ]; then choose_python; fi
         check_python "$python"
@@ -74,14 +74,14 @@ prepare_environment() {
     local has
     has=$(version_of "$folder/bin/python")
     if [ "$folder" = .venv ]; then echo "Python $has and megatron-core $(core_for "$has"), $why"; fi
-    # Installed once for each content of the requirements; an interrupted installation leaves no stamp and starts again.
+    # Install once per content of the requirements; an interrupted installation leaves no stamp and starts again.
     local stamp="$folder/installed-$(basename "$requirements" .txt)"
     local wanted
     wanted=$(hash_of "$folder" "$requirements")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "installing $requirements into $folder"
         install_beside_torch "$folder" -r "$requirements"
-        # Megatron-Bridge and why it is installed without what it depends on: see that file.
+        # Megatron-Bridge is installed without its dependencies; that file explains why.
         pip_install "$folder" --no-deps --editable . -r requirements/bridge.txt
         echo "$wanted" >"$stamp"
     fi
@@ -89,7 +89,7 @@ prepare_environment() {
     . "$folder/bin/activate"
 }
 
-# choose_python: sets python and why, where PYTHON does not.
+# choose_python: sets python and why, unless PYTHON is set.
 choose_python() {
     python=python3
     if sees_gpu python3; then
@@ -114,24 +114,24 @@ check_same_version() {
     has=$(version_of "$1/bin/python")
     wanted=$(version_of "$2")
     if [ "$has" != "$wanted" ]; then
-        echo "$2 is Python $wanted, and $1 was made with Python $has; remove $1, and it is made anew" >&2
+        echo "$2 is Python $wanted, and $1 was made with Python $has; remove $1 to make it again" >&2
         exit 2
     fi
 }
 
-# newer_than FOLDER: a remark where a new FOLDER would have a newer megatron-core.
+# newer_than FOLDER: a remark if a new FOLDER would have a newer megatron-core.
 newer_than() {
     if [[ $(version_of "$1/bin/python") =~ ^3\.1[01]$ ]] && [ -z "$(borrowed_torch "$1")" ] && find_python 3.12 >/dev/null; then
         echo "; remove $1 to get Python 3.12 and megatron-core $(core_for 3.12)"
     fi
 }
 
-# sees_gpu PYTHON: whether it has a torch that does.
+# sees_gpu PYTHON: whether its torch sees a GPU.
 sees_gpu() {
     "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 }
 
-# make_environment FOLDER PYTHON: one that borrows the packages of PYTHON if the torch among them sees a GPU.
+# make_environment FOLDER PYTHON: make an environment that uses the packages of PYTHON if their torch sees a GPU.
 make_environment() {
     local folder=$1
     local python=$2
@@ -145,7 +145,7 @@ make_environment() {
         exit 2
     fi
     if sees_gpu "$python"; then
-        # Unlike --system-site-packages this works where PYTHON is itself in a virtual environment.
+        # Unlike --system-site-packages, this works if PYTHON itself is in a virtual environment.
         "$python" -c "import sys
 for path in sys.path:
     if path.endswith(('site-packages', 'dist-packages')):
@@ -155,7 +155,7 @@ for path in sys.path:
     rm "$folder/unfinished"
 }
 
-# install_beside_torch FOLDER ARGUMENTS OF pip install: with the pinned torch, or around the one that FOLDER borrows.
+# install_beside_torch FOLDER ARGUMENTS OF pip install: install with the pinned torch, or with the torch FOLDER borrows.
 install_beside_torch() {
     local folder=$1
     shift
@@ -168,7 +168,7 @@ install_beside_torch() {
     fi
 }
 
-# borrowed_torch FOLDER: the versions of the torch and the Triton that it sees outside of itself, as pip's constraints.
+# borrowed_torch FOLDER: the versions of torch and Triton that it uses from outside, as pip's constraints.
 borrowed_torch() {
     "$1/bin/python" -c 'import pathlib, sys
 from importlib.metadata import distributions
@@ -178,14 +178,14 @@ for name in ("torch", "triton"):
         print(f"{name}=={found.version}")'
 }
 
-# hash_of FOLDER REQUIREMENTS: changes with everything that decides what is installed.
+# hash_of FOLDER REQUIREMENTS: changes with every input of the installation.
 hash_of() {
     cat pyproject.toml requirements/*.txt "$2" |
         "$1/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-# run_pytest ARGUMENTS: with more workers than cores, because many tests wait for a process that they started; four at
-# most, for their memory. Files go to workers whole, for what their tests share, and in the order of tests/conftest.py.
+# run_pytest ARGUMENTS: use more workers than cores, because many tests wait for a process that they started, but at
+# most four, to limit memory. A worker runs all tests of a file, because they share state, in the order of tests/conftest.py.
 run_pytest() {
     local workers
     workers=$(python -c 'import os; print(min(4, max(1, os.cpu_count() * 3 // 2)))')

@@ -1,4 +1,4 @@
-"""Import what the documentation's pages import after each extra of pyproject.toml; scripts/extras calls it.
+"""Import the modules that the documentation uses after each extra of pyproject.toml; scripts/extras calls it.
 
 python scripts/lib/extras.py                        # in the environment of this Python
 python scripts/lib/extras.py --newest [EXTRA ...]   # each extra in an empty environment, from the package index
@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What is imported after each extra; tests/docs/test_extras.py compares its keys with pyproject.toml, and its packages
-# with all imports of the package, the examples and the pages.
+# Imports after each extra; tests/docs/test_extras.py compares the keys with pyproject.toml, and the packages with all
+# imports of the package, the examples and the pages.
 IMPORTS = {
     "arrow": ("pyarrow.feather", "pyarrow.ipc", "pyarrow.parquet", "mcore_prefix_tree.data.write_tables"),
     "bridge": ("accelerate", "megatron.bridge", "mcore_prefix_tree.mcore.models.bridge"),
@@ -31,15 +31,15 @@ IMPORTS = {
     "tensorboard": ("torch.utils.tensorboard", "mcore_prefix_tree.mcore.loop.logs"),
     "wandb": ("wandb", "mcore_prefix_tree.mcore.loop.logs"),
 }
-# What docs/huggingface.md installs after an extra, with --no-deps.
+# Packages that docs/huggingface.md installs after an extra, with --no-deps.
 AFTERWARDS = {"bridge": "megatron-bridge"}
-# Extras that need another Python than requires-python, and why.
+# Extras that need a newer Python than requires-python, and the reason.
 NEEDS_PYTHON = {"bridge": ((3, 12), "Megatron-Bridge"), "docs": ((3, 11), "the site")}
-# These need a GPU's driver or belong to an environment of their own; scripts/test installs all other pins.
+# These need a GPU's driver or a separate environment; scripts/test installs all other pins.
 ELSEWHERE = {"gpu": "requirements/gpu.txt", "hub": "requirements/peers.txt"}
 # These are compiled against a torch for CUDA (docs/gpu.md), so they are imported only if they are installed.
 COMPILED = ("flash", "te")
-# Importing it needs TransformerEngine, which is built with CUDA: without it the tests' stand-in takes its place.
+# Importing it needs TransformerEngine, which is built with CUDA; without it, the tests' stand-in is used.
 IMPORT_BRIDGE = f"""
 from importlib.util import find_spec
 if find_spec("transformer_engine"):
@@ -53,15 +53,15 @@ else:
 
 
 def pin_of(package: str) -> str:
-    """The release that requirements/bridge.txt pins, which the page names too."""
+    """Return the release that requirements/bridge.txt pins and the page names."""
     (found,) = re.findall(rf"^({package}==[\w.]+)", (ROOT / "requirements/bridge.txt").read_text(), re.M)
     return str(found)
 
 
 def skipped_on(extra: str, python: tuple[int, int]) -> str | None:
-    """Why this Python cannot have an extra; None if it can."""
+    """Return why this Python cannot install an extra, or None."""
     if extra in COMPILED and find_spec(IMPORTS[extra][0].partition(".")[0]) is None:
-        return "it is compiled against a torch for CUDA, which docs/gpu.md says how to do"
+        return "it must be compiled against a torch for CUDA; see docs/gpu.md"
     wanted, what = NEEDS_PYTHON.get(extra, ((0, 0), ""))
     return f"{what} needs Python {wanted[0]}.{wanted[1]}" if python < wanted else None
 
@@ -84,7 +84,7 @@ def installed(package: str) -> str | None:
 
 
 def check_installed() -> int:
-    """Check the environment of this Python: the extras' bounds against what is installed, then the imports."""
+    """Check the environment of this Python: the extras' bounds against the installed versions, then the imports."""
     from packaging.requirements import Requirement
 
     failed = 0
@@ -115,12 +115,12 @@ def install_newest(extra: str) -> int:
     if why is not None:
         print(f"{extra}: skipped, {why}", flush=True)
         return 0
-    # Neither this checkout nor anything else is importable but what pip installs.
+    # Only packages that pip installs can be imported, not this checkout.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     with tempfile.TemporaryDirectory(prefix=f"extra-{extra}-") as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = str(Path(folder, "bin", "python"))
-        # Most modules of a torch are never imported here: compiling all of them takes longer than unpacking them.
+        # Most modules of torch are never imported here, and compiling all of them takes longer than unpacking them.
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         commands = [[*pip, f"{ROOT}[{extra}]"]]
         if extra in AFTERWARDS:
@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> int:
         return check_installed()
     unknown = [extra for extra in arguments[1:] if extra not in IMPORTS]
     if arguments[0] != "--newest" or unknown:
-        print(f"give --newest, then none or some of {', '.join(IMPORTS)}", file=sys.stderr)
+        print(f"use --newest, then none or some of {', '.join(IMPORTS)}", file=sys.stderr)
         return 2
     return max(install_newest(extra) for extra in arguments[1:] or IMPORTS)
 

@@ -52,7 +52,7 @@ Installed = Annotated[
 ]
 AsVersion = Annotated[
     str | None,
-    typer.Option(metavar="VERSION", help="Of a fork with a version number of its own: the version it descends from."),
+    typer.Option(metavar="VERSION", help="For a fork with its own version numbers: the version it descends from."),
 ]
 
 Examined = tuple[Target, Series, list[FileState]]
@@ -60,12 +60,12 @@ Examined = tuple[Target, Series, list[FileState]]
 
 @app.callback()
 def _options() -> None:
-    """Source patches for people who keep a fork. The layer specs of mcore_prefix_tree need none of them."""
+    """Source patches for forks. The layer specs of mcore_prefix_tree do not need them."""
 
 
 @app.command("list")
 def list_() -> None:
-    """Show every patch: for which version, what it changes, why, whether upstream has it and when it can go."""
+    """Show every patch: its version, files and reason, whether upstream has it and when it can be removed."""
     console = Console(highlight=False)
     for series in read_manifest():
         console.print(f"\n[bold]{series.title}[/bold] ({series.commit[:12]}), for {', '.join(series.versions)}")
@@ -89,9 +89,9 @@ def check(
     installed: Installed = False,
     as_version: AsVersion = None,
 ) -> None:
-    """Say for every file whether the patches are applied or can be, and which hunks have moved; change nothing.
+    """Report for every file whether the patches are applied or can be, and which hunks have moved; change nothing.
 
-    A version that there are no patches for is compared with those that fit best.
+    A version without patches is compared with the patches that fit best.
     """
     for target, series, files in _examined(megatron_lm, transformer_engine, installed, as_version, or_nearest=True):
         typer.echo(f"{TITLES[target.project]} {target.version} in {target.root}, patches of {series.base}:")
@@ -117,7 +117,7 @@ def apply(
     installed: Installed = False,
     as_version: AsVersion = None,
 ) -> None:
-    """Apply the patches for the version that is found: all of them or, where one does not fit, nothing."""
+    """Apply all patches for the version that is found, or none of them if one does not fit."""
     _change(_examined(megatron_lm, transformer_engine, installed, as_version), State.ORIGINAL)
 
 
@@ -128,7 +128,7 @@ def revert(
     installed: Installed = False,
     as_version: AsVersion = None,
 ) -> None:
-    """Put back the bytes that were there before the patches were applied."""
+    """Restore the files to their content before the patches were applied."""
     _change(_examined(megatron_lm, transformer_engine, installed, as_version), State.PATCHED)
 
 
@@ -141,16 +141,16 @@ def _examined(
     or_nearest: bool = False,
 ) -> list[Examined]:
     if installed and (megatron_lm or transformer_engine):
-        raise ValueError("--installed finds the folders itself: leave out --megatron-lm and --transformer-engine")
+        raise ValueError("--installed finds the folders itself; omit --megatron-lm and --transformer-engine")
     targets = _installed_targets() if installed else []
     if megatron_lm is not None:
         targets.append(Target.megatron_lm(megatron_lm.resolve()))
     if transformer_engine is not None:
         targets.append(Target.transformer_engine(transformer_engine.resolve()))
     if not targets:
-        raise ValueError("name what to patch: --megatron-lm DIR, --transformer-engine DIR or --installed")
+        raise ValueError("nothing to patch; set --megatron-lm DIR, --transformer-engine DIR or --installed")
     if as_version is not None and len(targets) > 1:
-        raise ValueError("--as-version belongs to one project: name only one")
+        raise ValueError("--as-version applies to one project; name only one")
     every = read_manifest()
     chosen = []
     for target in targets:
@@ -174,7 +174,7 @@ def _installed_targets() -> list[Target]:
 
 
 def _change(examined: list[Examined], wanted: State) -> None:
-    """Give the files that are in a state their other content; those of all targets, or none."""
+    """Switch the files in a state to their other content; all targets, or none."""
     revert = wanted is State.PATCHED
     for target, series, files in examined:
         check_fits(target, series, files, revert=revert)
@@ -182,8 +182,8 @@ def _change(examined: list[Examined], wanted: State) -> None:
     for target, series, files in examined:
         if target.wheel and not revert and any(file.state is wanted for file in files):
             typer.echo(
-                f"warning: {target.root} was installed by pip, which will not know of this change: do it only to an "
-                "environment of your own, and revert before you upgrade",
+                f"warning: {target.root} was installed by pip, which does not know about this change; patch only your "
+                "own environment, and revert before you upgrade",
                 err=True,
             )
         _say_left_out(target, series)
@@ -202,7 +202,7 @@ def _already(revert: bool) -> str:
 
 def _say_left_out(target: Target, series: Series) -> None:
     if names := left_out(target, series):
-        typer.echo(f"  left out, which a wheel has no place for: {', '.join(names)}")
+        typer.echo(f"  skipped, because a wheel does not contain them: {', '.join(names)}")
 
 
 def _say_moved(files: Sequence[FileState]) -> None:

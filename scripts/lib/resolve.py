@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Resolve the requirements as pip would on a machine that has nothing but its package index; install nothing.
+"""Resolve the requirements as pip would on a machine with only its package index; install nothing.
 
     python3 scripts/lib/resolve.py python3.10 python3.11 python3.12  # without arguments: this Python
 
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What the scripts and the README install, by their names; see environment.sh and versions.sh.
+# Requirements that the scripts and the README install, by name; see environment.sh and versions.sh.
 INSTALLED = {
     "scripts/quickstart": ["-r", "requirements/torch.txt", "-r", "requirements/base.txt"],
     "scripts/docs": ["-r", "requirements/torch.txt", "-r", "requirements/docs.txt"],
@@ -36,14 +36,14 @@ SHOWN = ("torch", "triton", "megatron-core", "flash-attn-4", "verl")
 
 
 def environment() -> dict[str, str]:
-    """This one's, less what tells pip of other places and other versions."""
+    """Return this environment's variables without those that give pip other indexes or versions."""
     local = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT")
     kept = {name: value for name, value in os.environ.items() if name not in local}
     return kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def resolve(pip: Path, arguments: list[str]) -> str:
-    """The versions of what pip would install, or what it says against it."""
+    """Return the versions that pip would install, or its error."""
     command = [pip, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     if done.returncode:

@@ -1,7 +1,7 @@
-"""Train the same steps with two trees of the package, and compare their bits; scripts/same_steps calls it.
+"""Train the same steps with two trees of the package, and compare them bitwise; scripts/same_steps calls it.
 
 python scripts/lib/same_steps.py FOLDER         # FOLDER/base and FOLDER/head are the trees
-python scripts/lib/same_steps.py FOLDER TREE    # the runs of one of them, on whose code PYTHONPATH is set
+python scripts/lib/same_steps.py FOLDER TREE    # the runs of one tree; PYTHONPATH must point to its code
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ device: cpu
 compare: false
 verify: {{enabled: false}}
 """
-# Each with a tokenizer of its own.
+# Each has a different tokenizer.
 MODELS = ("student", "teacher")
 P_KL = "{{mode: p_kl, top_k: 60, scaling: dynamic, projection: {inputs}/w.safetensors}}"
 OBJECTIVES = {

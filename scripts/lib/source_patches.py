@@ -1,8 +1,8 @@
-"""Apply and revert the series of ``patches/``: all files of a series or none, and to the byte.
+"""Apply and revert the series of ``patches/``: all files of a series or none, and byte for byte.
 
-``git apply`` does what is hard: it works outside of repositories, finds a hunk whose lines have only moved, and never
-guesses. It is run on copies in a temporary folder; what comes out is written beside the originals and renamed over
-them. So a file of the target is either as it was or finished at every moment.
+``git apply`` works outside of repositories, finds a hunk whose lines have only moved, and never guesses. It is run on
+copies in a temporary folder; its output is written next to the originals and renamed over them. So a file of the
+target is always either unchanged or complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TITLES = {"megatron-lm": "Megatron-LM", "transformer-engine": "TransformerEngine
 
 
 class PatchError(ValueError):
-    """A target that a series cannot be applied to or taken from. Nothing of it was changed."""
+    """A series cannot be applied to a target or reverted. No file of the target was changed."""
 
 
 @dataclass(frozen=True)
@@ -40,33 +40,33 @@ class Hunk:
 
     Attributes:
         header: ``@@ -1,2 +3,4 @@ where``.
-        lines: with their mark: space, plus or minus.
+        lines: lines with their mark: space, plus or minus.
     """
 
     header: str
     lines: tuple[str, ...]
 
     def start(self, *, reverse: bool) -> int:
-        """Line at which the hunk expects to begin, from 1: in the file before the patch, or after it."""
+        """Return the expected first line of the hunk, from 1: in the file before the patch, or after it."""
         found = re.match(r"@@ -(\d+)(?:,\d+)? \+(\d+)", self.header)
         assert found is not None
         return int(found[2 if reverse else 1])
 
     def expected(self, *, reverse: bool) -> list[str]:
-        """Lines that have to be there before the hunk is applied, or reverted."""
+        """Return the lines that must exist before the hunk is applied, or reverted."""
         return [line[1:] for line in self.lines if line[:1] in (" ", "+" if reverse else "-")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One patch file and what ``manifest.toml`` says of it.
+    """One patch file and its entry in ``manifest.toml``.
 
     Attributes:
-        path: of the patch file.
-        files: that it changes, relative to the target.
-        why: it exists.
-        upstream: whether it was sent.
-        until: when it can go.
+        path: path of the patch file.
+        files: files that it changes, relative to the target.
+        why: reason for the patch.
+        upstream: whether it was sent upstream.
+        until: when it can be removed.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class Patch:
         return ""
 
     def hunks(self, file: str) -> list[Hunk]:
-        """A file's hunks, in their order."""
+        """Return a file's hunks, in their order."""
         parts = re.split(r"^(@@ .*)\n", self._section(file), flags=re.MULTILINE)[1:]
         return [Hunk(header, tuple(body.splitlines())) for header, body in zip(parts[::2], parts[1::2], strict=True)]
 
@@ -97,10 +97,10 @@ class Series:
 
     Attributes:
         project: a key of :data:`TITLES`.
-        versions: of the project that the series is for; the first is the base's.
-        base: what it was written on: a tag or a branch, or a release on the package index.
-        commit: of the tag or branch, 40 hexadecimal digits; of a release the sha256 of its wheel, 64.
-        patches: of the series.
+        versions: versions of the project that the series supports; the first is the base's.
+        base: the source that it was written for: a tag or a branch, or a release on the package index.
+        commit: commit of the tag or branch, 40 hexadecimal digits; for a release the sha256 of its wheel, 64 digits.
+        patches: patches of the series.
     """
 
     project: str
@@ -146,7 +146,7 @@ class Target:
     Attributes:
         project: a key of :data:`TITLES`.
         root: contains ``megatron`` or ``transformer_engine``.
-        version: of the project.
+        version: version of the project.
     """
 
     project: str
@@ -155,16 +155,16 @@ class Target:
 
     @property
     def wheel(self) -> bool:
-        """Return whether pip put the files there."""
+        """Return whether pip installed the files."""
         found = _distribution(self.root, self.project)
         return found is not None and found.read_text("RECORD") is not None
 
     @classmethod
     def megatron_lm(cls, root: Path) -> Target:
-        """Megatron-LM, or megatron-core alone.
+        """Return the target of Megatron-LM, or of megatron-core without it.
 
         Raises:
-            PatchError: it is not there.
+            PatchError: the folder does not contain it.
         """
         info = root / "megatron" / "core" / "package_info.py"
         if not info.is_file():
@@ -181,10 +181,10 @@ class Target:
 
     @classmethod
     def transformer_engine(cls, root: Path) -> Target:
-        """TransformerEngine.
+        """Return the target of TransformerEngine.
 
         Raises:
-            PatchError: it is not there.
+            PatchError: the folder does not contain it.
         """
         if not (root / "transformer_engine" / "pytorch").is_dir():
             raise PatchError(
@@ -196,7 +196,7 @@ class Target:
         checkout = root / "build_tools" / "VERSION.txt"
         if not checkout.is_file():
             raise PatchError(
-                f"{root} does not say which version of TransformerEngine it is: it has neither a "
+                f"{root} does not state its version of TransformerEngine: it has neither a "
                 "transformer_engine-*.dist-info nor build_tools/VERSION.txt"
             )
         return cls(project="transformer-engine", root=root, version=checkout.read_text().strip())
@@ -208,10 +208,10 @@ def _distribution(root: Path, project: str) -> importlib.metadata.Distribution |
 
 
 def series_for(target: Target, every: Sequence[Series], *, as_version: str | None = None) -> Series:
-    """The series for a target's version, or for the version that a fork is known to descend from.
+    """Return the series for a target's version, or for the version that a fork descends from.
 
     Raises:
-        PatchError: there is none; names those that there are.
+        PatchError: no series matches; the error names the available versions.
     """
     version = as_version or target.version
     known = [series for series in every if series.project == target.project]
@@ -220,13 +220,13 @@ def series_for(target: Target, every: Sequence[Series], *, as_version: str | Non
             return series
     versions = ", ".join(version for series in known for version in series.versions)
     raise PatchError(
-        f"{target.root} is {TITLES[target.project]} {version}, and there are patches for {versions}; for a fork of one "
-        "of these with a version number of its own say which with --as-version"
+        f"{target.root} is {TITLES[target.project]} {version}, and there are patches for {versions}; if it is a fork "
+        "of one of these with its own version numbers, set --as-version"
     )
 
 
 def nearest(target: Target, every: Sequence[Series]) -> Series:
-    """The series of a target's project of which most hunks fit, for a version that no series is for."""
+    """Return the series of a target's project with the most hunks that fit, for a version without a series."""
     known = [series for series in every if series.project == target.project]
 
     def misfits(series: Series) -> int:
@@ -248,13 +248,14 @@ class FileState:
     """A file of a target, examined.
 
     Attributes:
-        path: of the file.
-        name: relative to the target.
-        state: of it.
-        before: its bytes; None where there is no file.
-        after: its bytes with the series the other way: applied if it is not, reverted if it is; None for no file.
-        moved: hunks that were found at another line, in words.
-        problems: hunks that were not found by direction (False: apply, True: revert), in words. Empty unless OTHER.
+        path: path of the file.
+        name: path relative to the target.
+        state: state of the file.
+        before: its bytes; None if the file does not exist.
+        after: its bytes with the series toggled: applied if it is not, reverted if it is; None for no file.
+        moved: descriptions of hunks that were found at another line.
+        problems: descriptions of hunks that were not found, by direction (False: apply, True: revert). Empty unless
+            OTHER.
     """
 
     path: Path
@@ -270,7 +271,7 @@ def examine(target: Target, series: Series) -> list[FileState]:
     """Return the state of every file that a series changes.
 
     Raises:
-        PatchError: there is no git.
+        PatchError: git is not installed.
     """
     if shutil.which("git") is None:
         raise PatchError("git is not installed: its git apply applies the patches; install git")
@@ -278,18 +279,18 @@ def examine(target: Target, series: Series) -> list[FileState]:
     return [_examine_file(target, name, [p for p in series.patches if name in p.files]) for name in names]
 
 
-# What is installed. Whatever else a patch changes, a wheel lacks.
+# A wheel contains only these folders, and not the other files that a patch changes.
 _PACKAGES = ("megatron/core/", "transformer_engine/")
 
 
 def _belongs(target: Target, patch: Patch, name: str) -> bool:
-    """Whether a target has a place for a file: tests and scripts are in a checkout alone."""
+    """Return whether a target can contain a file: only a checkout has tests and scripts."""
     path = target.root / name
     return name.startswith(_PACKAGES) or (path.parent.is_dir() if patch.creates(name) else path.exists())
 
 
 def left_out(target: Target, series: Series) -> list[str]:
-    """Files of a series that the target has no place for."""
+    """Return the files of a series that the target cannot contain."""
     return sorted({name for patch in series.patches for name in patch.files if not _belongs(target, patch, name)})
 
 
@@ -305,7 +306,7 @@ def _examine_file(target: Target, name: str, patches: list[Patch]) -> FileState:
         problems = {False: missing, True: missing}
         return FileState(path=path, name=name, state=State.OTHER, before=None, after=None, problems=problems)
     before = path.read_bytes() if path.is_file() else None
-    # Reverting first: lines that were added are not found in a file that lacks them.
+    # Revert first: a file without the patch lacks the added lines.
     reverted = _git_apply(name, before, patches[::-1], reverse=True) if before is not None else _Result(None, (), ("",))
     if not reverted.problems:
         return FileState(
@@ -369,7 +370,7 @@ def _git_apply(name: str, content: bytes | None, patches: Sequence[Patch], *, re
                 )
             rejected = [int(number) for number in re.findall(r"^Rejected hunk #(\d+)\.$", result.stdout, re.MULTILINE)]
             if result.returncode and not rejected:
-                # A file that exists already and the patch would add, or one that is gone.
+                # The patch adds a file that already exists, or removes one that is missing.
                 problems.append(f"{name}: another file than {patch.path.name} adds")
             problems += [
                 f"{name}, hunk {number} of {len(hunks)} ({hunks[number - 1].header}) of {patch.path.name}"
@@ -380,13 +381,13 @@ def _git_apply(name: str, content: bytes | None, patches: Sequence[Patch], *, re
 
 
 def _difference(hunk: Hunk, content: str, *, reverse: bool) -> str:
-    """Where the lines of a hunk that was not found probably are, and the first of them that differs there."""
+    """Describe the probable place of a hunk that was not found, and the first line that differs there."""
     expected, lines = hunk.expected(reverse=reverse), content.splitlines()
     start = hunk.start(reverse=reverse)
     places: dict[str, list[int]] = {}
     for index, line in enumerate(lines):
         places.setdefault(line, []).append(index)
-    # Each line that is there votes for the beginning of the hunk that puts it in its place.
+    # Each line that is found votes for the start of the hunk that matches its position.
     votes: dict[int, float] = {}
     for offset, line in enumerate(expected):
         for index in places.get(line, []) if line.strip() else []:
@@ -402,11 +403,11 @@ def _difference(hunk: Hunk, content: str, *, reverse: bool) -> str:
             return f"expected at line {start}, found at line {best + 1}, where line {index + 1} should be " + (
                 f"{line.strip()!r} and {stands}" if there is None else f"{line.strip()!r} but {stands}"
             )
-    return f"expected at line {start}; its lines are at line {best + 1}, but not alone"
+    return f"expected at line {start}; its lines are at line {best + 1}, but not only there"
 
 
 def _git_environment(scratch: str) -> dict[str, str]:
-    """Nothing of the caller's repository or configuration has a say, and the messages are in English."""
+    """Return an environment that ignores the caller's repository and configuration, with English messages."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     return kept | {
         "GIT_CEILING_DIRECTORIES": str(Path(scratch).parent),
@@ -429,13 +430,13 @@ def check_fits(target: Target, series: Series, files: Sequence[FileState], *, re
 
 
 def replace_files(files: Sequence[FileState]) -> None:
-    """Give all files their other content, or none.
+    """Switch all files to their other content, or none.
 
-    Everything is written beside the files first. Only renames follow, which Ctrl-C waits for; if one fails, those
-    before it are taken back.
+    All content is first written next to the files. The renames follow, and Ctrl-C waits for them; if one fails, the
+    earlier ones are undone.
 
     Raises:
-        OSError: a file cannot be written; all are as they were.
+        OSError: a file cannot be written; no file was changed.
     """
     staged: list[Path] = []
     try:
@@ -463,7 +464,7 @@ def replace_files(files: Sequence[FileState]) -> None:
 
 
 def _put(staged: Path | None, path: Path) -> None:
-    """Give a path its staged content, or remove the file."""
+    """Move the staged content to a path, or remove the file."""
     if staged is None:
         path.unlink()
     else:
@@ -484,7 +485,7 @@ def _write_beside(path: Path, content: bytes, staged: list[Path]) -> Path:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Ctrl-C and a polite kill take effect after the block."""
+    """Delay Ctrl-C and SIGTERM until after the block."""
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}

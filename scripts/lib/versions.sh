@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Sourced by scripts/versions, after environment.sh: an environment for each megatron-core.
+# scripts/versions sources this file after environment.sh. It makes an environment for each megatron-core.
 
-# prepare_version VERSION: what requirements/versions/VERSION.txt pins over requirements/test.txt, in .venv-versions/VERSION
+# prepare_version VERSION: install requirements/versions/VERSION.txt over requirements/test.txt in its environment
 prepare_version() {
     local version=$1
     local folder=.venv-versions/$version
@@ -25,31 +25,31 @@ prepare_version() {
     if [ "$version" = main ]; then use_checkout "$folder"; fi
 }
 
-# use_checkout FOLDER: the megatron-core of MEGATRON_LM_PATH is that of this environment, for every process in it.
+# use_checkout FOLDER: every process in this environment uses the megatron-core of MEGATRON_LM_PATH.
 use_checkout() {
     "$1/bin/python" -m pip uninstall --quiet --yes megatron-core
     (cd "$MEGATRON_LM_PATH" && pwd) >"$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
 }
 
-# is_checkout_of VERSION: whether MEGATRON_LM_PATH is of its release series; of main any checkout is, that names itself.
+# is_checkout_of VERSION: whether MEGATRON_LM_PATH is of its release series; for main, any checkout with a version.
 is_checkout_of() {
     local package="${MEGATRON_LM_PATH:-}/megatron/core/package_info.py"
     [ -f "$package" ] && { [ "$1" = main ] || [ "$(sed -n 's/^MINOR = //p' "$package")" = "$(echo "$1" | cut -d. -f2)" ]; }
 }
 
-# tested_commit: of main.
+# tested_commit: the tested commit of main.
 tested_commit() {
     grep -oE '\b[0-9a-f]{40}\b' requirements/versions/main.txt
 }
 
-# say_commit: one sentence where the checkout is not at the commit of main that is tested.
+# say_commit: print a sentence if the checkout is not at the tested commit of main.
 say_commit() {
     local there tested
     tested=$(tested_commit)
-    # A checkout without .git may lie within another repository, whose commit says nothing.
+    # A checkout without .git may be inside another repository, whose commit means nothing here.
     if [ ! -e "$MEGATRON_LM_PATH/.git" ] || ! there=$(git -C "$MEGATRON_LM_PATH" rev-parse HEAD 2>/dev/null); then
-        echo "$MEGATRON_LM_PATH has no history that git can read: whether it is main at ${tested:0:10}, which is tested, only you know"
+        echo "$MEGATRON_LM_PATH has no history that git can read: check that it is main at ${tested:0:10}, the tested commit"
     elif [ "$there" != "$tested" ]; then
-        echo "$MEGATRON_LM_PATH is at ${there:0:10}, and main is tested at ${tested:0:10}: what fails may have changed in between"
+        echo "$MEGATRON_LM_PATH is at ${there:0:10}, and main is tested at ${tested:0:10}: changes in between can cause failures"
     fi
 }

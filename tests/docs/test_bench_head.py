@@ -57,7 +57,7 @@ def test_a_way_that_fails_loses_its_row_alone(bench_head, monkeypatch, tmp_path)
         raise torch.OutOfMemoryError("CUDA out of memory\nwith details")
 
     monkeypatch.setattr(bench_head.Case, "torch_two_steps", broken)
-    with pytest.raises(SystemExit, match="some ways failed"):
+    with pytest.raises(SystemExit, match="some heads failed"):
         run_bench_head(bench_head, monkeypatch, tmp_path)
     result = json.loads((tmp_path / "head.json").read_text())
     ways = result["cases"][0]["ways"]

@@ -131,7 +131,7 @@ def test_failed_import_is_named(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert EXTRAS["tell"]("plot", problem, "") == 1
     assert capsys.readouterr().out == f"plot: FAILED: {problem}\n"
     assert EXTRAS["main"](["--newest", "plots"]) == 2
-    assert "give --newest, then none or some of arrow, " in capsys.readouterr().err
+    assert "use --newest, then none or some of arrow, " in capsys.readouterr().err
 
 
 def test_paths_are_folders_of_this_repository() -> None:

@@ -144,7 +144,7 @@ def test_exit_code_is_0_when_time_is_up(tmp_path):
     assert code == 0
     assert time.monotonic() - started < 40
     assert list(rows) in (["first"], [])  # a busy machine may not get as far
-    assert "time is up; call it again to go on" in said
+    assert "time is up; call it again to continue" in said
 
 
 def test_output_goes_to_out_where_that_is_set(tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_no_gpu_is_said_in_one_line(monkeypatch, capsys):
 def test_python_without_torch_is_named(monkeypatch, capsys):
     monkeypatch.setattr(check, "ask_machine", lambda parts: {"gpu": None, "missing": {"torch": "ModuleNotFoundError"}})
     assert check.main([]) == 2
-    said = f"gpu_check: torch does not import in {sys.executable} (ModuleNotFoundError); name one that has a torch with"
+    said = f"gpu_check: torch does not import in {sys.executable} (ModuleNotFoundError); name a Python with torch:"
     assert capsys.readouterr().err == f"{said} PYTHON=/path/to/python\n"
 
 
@@ -205,7 +205,7 @@ def test_file_stays_below_its_limit_and_has_no_nan(tmp_path, monkeypatch):
 
 def test_a_file_that_is_none_is_named(tmp_path):
     (tmp_path / RESULT).write_text("{}")
-    with pytest.raises(ValueError, match=rf"{RESULT}: not a result of scripts/gpu_check; move it away"):
+    with pytest.raises(ValueError, match=rf"{RESULT}: not a result of scripts/gpu_check; move it to another folder"):
         ResultFile(tmp_path / RESULT, {})
 
 

@@ -112,4 +112,4 @@ def test_a_number_that_is_not_finite_is_a_failure_and_no_end(tune):
     broken = [one.clone() for one in expected]
     broken[1][0] = float("nan")
     results, known = tune.why_not(lambda: broken, expected, 1e-3)
-    assert (results, known["failed"]) == ([], "it is nan from the table's result")
+    assert (results, known["failed"]) == ([], "it differs by nan from the table's result")

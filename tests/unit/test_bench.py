@@ -263,7 +263,7 @@ def test_prefix_grouper_computes_the_same():
 
 @pytest.mark.parametrize("lens", [([5, 3], [-1, -1]), ([5, 3, 2], [-1, 0, 1]), ([5], [-1])])
 def test_prefix_grouper_is_not_asked_for_other_forests(lens):
-    assert "shares one prefix" in PEERS["PrefixGrouper"].misfit(metadata_of(*lens))
+    assert "supports one prefix" in PEERS["PrefixGrouper"].misfit(metadata_of(*lens))
 
 
 def test_peers_are_not_asked_for_what_they_lack():

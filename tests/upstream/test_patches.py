@@ -301,7 +301,7 @@ def test_installed(core: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert f"warning: {core} was installed by pip" in result.stderr
     assert "applied to 12 of 12 files" in result.stdout
-    assert "left out, which a wheel has no place for: pretrain_gpt.py, tests/unit_tests/" in result.stdout
+    assert "skipped, because a wheel does not contain them: pretrain_gpt.py, tests/unit_tests/" in result.stdout
     command[1] = "revert"
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (result.returncode, result.stderr) == (0, "")
@@ -326,10 +326,10 @@ def test_versions_without_patches_are_refused_by_name(core: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["apply"], "name what to patch"),
+        (["apply"], "nothing to patch; set"),
         (["apply", "--megatron-lm", "/"], "/ has no megatron/core"),
         (["apply", "--transformer-engine", "/"], "/ has no transformer_engine/pytorch"),
-        (["revert", "--installed", "--megatron-lm", "/"], "leave out --megatron-lm"),
+        (["revert", "--installed", "--megatron-lm", "/"], "omit --megatron-lm"),
     ],
 )
 def test_mistakes_get_one_sentence(arguments: list[str], sentence: str) -> None:
