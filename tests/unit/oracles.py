@@ -1,4 +1,4 @@
-"""What folding means, spelled out token by token: slow, and too simple to be wrong in the same way as the package."""
+"""The definition of folding, token by token: slow, and too simple to be wrong in the same way as the package."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def metadata_of(node_lens: Sequence[int], node_parent: Sequence[int], *, padding
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """One sample alone, ``[n, H, D] x [n, K, D] x [n, K, W]``, row by row."""
+    """One sample, ``[n, H, D] x [n, K, D] x [n, K, W]``, row by row."""
     group = query.shape[1] // key.shape[1]
     rows = []
     for i in range(len(query)):

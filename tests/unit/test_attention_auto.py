@@ -57,7 +57,7 @@ def test_the_nearest_shape_decides(table):
     assert "(many: cascade 1e+03 ms, path 2e+03 ms)" in choice.reason
 
 
-def test_only_what_supports_the_run_counts(table):
+def test_unsupported_back_ends_are_ignored(table):
     table.append(row("any", path=1.0, cascade=2.0))
     assert choose(cpu(), SHARED).backend == "path"
     # SDPA has no sinks, so path is out however fast it is.
@@ -141,7 +141,7 @@ def test_a_run_that_nothing_supports_is_told_why(table):
         choose(cpu(window=5), SHARED)
 
 
-def test_validation_runs_what_training_runs(table):
+def test_validation_uses_the_back_end_of_training(table):
     """A forward without gradients must not choose a back-end that cannot train: both are asked for the same case."""
     assert choose(cpu(needs_grad=False), SHARED) == choose(cpu(), SHARED)
 
@@ -272,7 +272,7 @@ def test_a_refusal_for_another_reason_does_not_blame_determinism(hopper):
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch, table):
-    """Starts a job on a GPU with flash-attn-4 that is answered by the CPU. Gives its back-end, what it said, the calls.
+    """Starts a job on a GPU with flash-attn-4 answered by the CPU. Returns its back-end, its messages, the calls.
 
     ``table`` has no time of ``triton``, whose kernels would be compiled for the GPU that is not there.
     """
@@ -338,14 +338,14 @@ def test_auto_passes_fa4_by(gpu, capability, settings):
     assert "left out" not in said
 
 
-def test_auto_leaves_out_a_kernel_that_is_wrong(gpu):
+def test_auto_excludes_a_wrong_kernel(gpu):
     name, said, calls = gpu((9, 0), deterministic=False, error=0.1)
     assert name == "flex"
     assert calls
     assert "left out: attention backend 'fa4' is wrong on this machine: out is off by" in said
 
 
-def test_unmeasured_auto_prefers_fa4_where_it_is_installed(gpu):
+def test_unmeasured_auto_prefers_installed_fa4(gpu):
     name, said, _ = gpu((9, 0), deterministic=False, seconds={"reference": 1.0})
     assert name == "fa4"
     assert "first in order of preference" in said

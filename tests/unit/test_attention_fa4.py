@@ -1,4 +1,4 @@
-"""FlashAttention-4 without a GPU: what is refused, and that its kernels take our lists and compile."""
+"""FlashAttention-4 without a GPU: rejected cases, and kernels that take our lists and compile."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_refusals_name_the_argument(case, says, installed):
         BLACKWELL | {"deterministic": True},
     ],
 )
-def test_what_it_takes_is_not_refused(case, installed):
+def test_supported_cases_are_accepted(case, installed):
     assert fa4.refusal(case_of(**case)) is None
 
 
@@ -93,13 +93,13 @@ def test_a_cpu_is_refused_with_the_way_out():
         tree_attention(*inputs, metadata, softmax_scale=0.3, backend="fa4")
 
 
-# What the package takes from a GPU, where there is none.
+# Stands in for the calls that the package makes to a GPU.
 ON_HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
 ON_BLACKWELL = {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"}
 
 
 def compiles(*arguments, target=ON_HOPPER):
-    """Run the gate in a process of its own: the package reads its target from the environment, once."""
+    """Run the gate in a separate process: the package reads its target from the environment, once."""
     gate = Path(__file__).with_name("fa4_compile_gate.py")
     return subprocess.run(
         [sys.executable, str(gate), *arguments], env=os.environ | target, capture_output=True, text=True, check=False

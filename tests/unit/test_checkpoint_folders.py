@@ -1,4 +1,4 @@
-"""Where checkpoints lie and which one counts; what they hold is tested in tests/model."""
+"""Locations of checkpoints and the choice of one; tests/model tests their contents."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_tracker_names_the_iteration(checkpoint, tmp_path, text, iteration):
 
 
 def test_weights_may_be_of_no_iteration(checkpoint, tmp_path):
-    """As Megatron-LM's converters leave them; a run cannot go on from them."""
+    """As Megatron-LM's converters leave them; a run cannot continue from them."""
     assert checkpoint.latest_weights(tmp_path) is None
     (tmp_path / TRACKER).write_text("12")
     assert checkpoint.latest_weights(tmp_path) == 12
@@ -126,7 +126,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(checkpoint, save, tmp_pa
     assert checkpoint.latest_iteration(tmp_path) == 2
     assert (tmp_path / "iter_0000002" / "weights").read_text() == "2"
 
-    # What it left behind does not mix with the next one of that iteration.
+    # Its leftovers do not mix with the next checkpoint of that iteration.
     save(tmp_path, 4, lambda target: (target / "other").write_text("4"))
     assert {path.name for path in (tmp_path / "iter_0000004").iterdir()} == {"other", "recipe.yaml"}
 

@@ -125,7 +125,7 @@ def test_a_terminal_has_a_bar(terminal, step_report):
     reporter.step(replace(step_report, iteration=6))
     reporter.close()
     shown = ANSI.sub("", printed(console))
-    assert "step 2/6" in shown, "a resumed run starts where it stopped"
+    assert "step 2/6" in shown, "a resumed run starts at its last step"
     assert "step 6/6" in shown
     assert [line for line in shown.splitlines() if line.startswith("step 3 | loss 1.234568 | ")], "above the bar"
     assert printed(console).rindex("\x1b[?25h") > printed(console).rindex("\x1b[?25l"), "the cursor is back"
@@ -184,7 +184,7 @@ def test_an_evaluation_has_lines_like_a_step(log):
     assert printed(console) == "validation after step 4 | loss 2.500000 | 1,200 samples in 61 s\n  nll 2.5\n"
 
 
-def test_the_last_line_says_where_the_checkpoint_is(log, terminal):
+def test_last_line_names_the_checkpoint(log, terminal):
     for console, reporter in (log, terminal):
         reporter.finished("runs/mine/iter_0000004")
         reporter.finished(None)
@@ -380,7 +380,7 @@ def test_every_rank_but_the_first_leaves_the_word_to_it(recipe, waits, monkeypat
 
 
 def test_under_torchrun_the_first_to_speak_speaks_for_all(recipe, waits, monkeypatch, tmp_path):
-    for attempt in range(2):  # a restart has a word of its own
+    for attempt in range(2):  # a restart has a separate word
         for place, rank in enumerate(("1", "0", "2")):
             folder = tmp_path / f"attempt_{attempt}" / rank
             folder.mkdir(parents=True)

@@ -49,7 +49,7 @@ def test_equal_answers_are_counted_for_each_file(
     ]
 
 
-def test_what_is_held_out_counts_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_pairs_in_held_out_data_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(f"{json.dumps(one)}\n" for one in ROWS[:4]))
     source(path, grouped_by=None).held_out([str(path)], "pair", lambda samples: None, setting="validation.path")

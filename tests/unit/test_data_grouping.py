@@ -84,7 +84,7 @@ def test_lines_of_a_group_may_lie_apart():
 
 
 def test_turns_of_a_conversation_are_one_rollout(tmp_path):
-    """Also where the data have no field but ``messages``: nothing else says whose turns they are."""
+    """Also if the data have no field but ``messages``: nothing else identifies the rollout of a turn."""
     write = tmp_path / "chats.jsonl"
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
     write.write_text("".join(f"{json.dumps({'messages': chat[:count]})}\n" for count in (4, 6)))
@@ -143,7 +143,7 @@ def test_pairs():
         ),
     ],
 )
-def test_what_a_step_would_cut_is_named(given, by, step, says):
+def test_error_names_groups_that_a_step_would_cut(given, by, step, says):
     with pytest.raises(SampleError, match=says):
         whole_groups(given, by, step=step, setting="the test")
 

@@ -1,4 +1,4 @@
-"""Reading JSONL: what comes out, and that every kind of bad data is named by file, line and field."""
+"""Reading JSONL: the samples, and errors that name file, line and field of every kind of bad data."""
 
 import bz2
 import gzip
@@ -52,7 +52,7 @@ class CharacterTokenizer:
 
 
 class ForgetfulTokenizer(CharacterTokenizer):
-    """Shows only the last user message and what follows, so the history changes."""
+    """Shows only the last user message and later ones, so the history changes."""
 
     name = "forgetful"
 
@@ -226,12 +226,12 @@ def test_gzip(tmp_path, suffix):
 def test_conversation_is_one_sample_with_every_turn_scored(write):
     path = write({"messages": CHAT})
     (sample,) = read_samples(path, tokenizer=CharacterTokenizer())
-    assert text_of(sample) == "UhiAyo\0UokAa\0"  # what follows the last assistant turn is left out
+    assert text_of(sample) == "UhiAyo\0UokAa\0"  # text after the last assistant turn is dropped
     assert scored_text(sample) == "yo\0a\0"
     assert sample.source == f"{path}:1"
 
 
-def test_expanded_turns_branch_where_the_conversations_do(write):
+def test_expanded_turns_branch_like_the_conversations(write):
     other = [*CHAT[:3], message("assistant", "b")]
     path = write({"messages": CHAT, "merge_key": 1}, {"tokens": [1, 2]}, {"messages": other})
     groups = list(iter_sample_groups(path, LineOptions(tokenizer=CharacterTokenizer(), expand_turns=True)))
@@ -332,7 +332,7 @@ def test_bad_lines_name_file_line_and_field(write, case):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_twice_inside_a_field_is_not_looked_at(write):
+def test_duplicate_keys_inside_a_field_are_ignored(write):
     path = write('{"note": {"a": 1, "a": 2}, "messages": [{"role": "user", "role": "assistant", "content": "a"}]}')
     assert text_of(read_samples(path, tokenizer=CharacterTokenizer())[0]) == "Aa\0"
 

@@ -66,7 +66,7 @@ def official():
 
 
 def official_tokens(tokenizer, messages, tools=None):
-    """What mistral-common makes of ``messages``, written independently of the code under test."""
+    """mistral-common's encoding of ``messages``, written independently of the code under test."""
     converted = []
     for message in messages:
         if message.role == "system":
@@ -106,7 +106,7 @@ def test_every_turn_is_the_official_encoding(name, official):
     check_against_official(tokenizer_of(name), official[name], parse_messages(ROLLOUT))
 
 
-def test_content_beside_a_call_and_parallel_calls(tokenizer, official):
+def test_content_with_a_call_and_parallel_calls(tokenizer, official):
     rows = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "Looking.", "tool_calls": [call("a"), call("b")]},
@@ -187,7 +187,7 @@ def any_conversations(draw):
 
 
 def one_by_one(tokenizer, messages, tools):
-    """Each turn's tokens and start, from an encoding of its own."""
+    """Each turn's tokens and start, from a separate encoding."""
     roles = [message.role for message in messages]
     ends = [i + 1 for i in range(len(roles)) if roles[i] == "assistant" and roles[i + 1 : i + 2] != ["assistant"]]
     converted = tokenizer._convert(messages)
@@ -199,7 +199,7 @@ def one_by_one(tokenizer, messages, tools):
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["untold", "told"])
 @pytest.mark.parametrize("name", OFFICIAL)
 @given(messages=any_conversations())
-def test_turns_that_are_encoded_together_are_what_each_is_by_itself(loaded, name, tools, messages):
+def test_turns_encoded_together_equal_turns_encoded_separately(loaded, name, tools, messages):
     tokenizer, tools = loaded[name], parse_tools(tools)
     try:
         expected = one_by_one(tokenizer, messages, tools)
@@ -223,7 +223,7 @@ def test_turns_behind_one_user_message_are_encoded_once(name, monkeypatch):
     assert [len(given[0]) for given in encoded] == [20, 40]
 
 
-def test_scored_tokens_decode_to_what_the_assistant_wrote(tokenizer, official, tmp_path):
+def test_scored_tokens_decode_to_the_assistants_text(tokenizer, official, tmp_path):
     path = tmp_path / "rollout.jsonl"
     path.write_text(json.dumps({"messages": ROLLOUT}))
     decode = official["mistral-v7"].decode
@@ -292,7 +292,7 @@ def test_v3_rewrites_the_history_and_says_so(tmp_path):
         ),
     ],
 )
-def test_what_the_format_refuses(tokenizer, rows, reason):
+def test_format_errors_give_the_reason(tokenizer, rows, reason):
     with pytest.raises(ChatError) as caught:
         tokenizer.encode_turns(parse_messages(rows))
     assert str(caught.value).startswith("field 'messages' does not fit the chat format of tokenizer 'mistral-v7': ")
@@ -379,7 +379,7 @@ UNWRITTEN = {
 
 
 @pytest.mark.parametrize("case", UNWRITTEN)
-def test_what_the_format_cannot_write_is_refused(loaded, tmp_path, case):
+def test_messages_outside_the_format_are_rejected(loaded, tmp_path, case):
     rows, message = UNWRITTEN[case]
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": rows}))

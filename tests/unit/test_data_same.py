@@ -22,7 +22,7 @@ WAY_OUT = "; give all machines the same files, and the same tokenizer in the sam
 
 @pytest.fixture
 def of_ranks(monkeypatch):
-    """``of_ranks(check)`` calls ``check(ranks)`` on four ranks of two machines; what each of them raised, or None."""
+    """``of_ranks(check)`` calls ``check(ranks)`` on four ranks of two machines; returns each rank's error, or None."""
     here = local()
     monkeypatch.setattr("socket.gethostname", lambda: HOSTS[here.rank])
 
@@ -56,7 +56,7 @@ def of_ranks(monkeypatch):
 
 @pytest.fixture
 def copies(tmp_path):
-    """``copies(rows)``: the path of each rank's file. Of node-a's it holds ``ROWS``, of node-b's what is given."""
+    """``copies(rows)``: the path of each rank's file, ``ROWS`` on node-a and the given rows on node-b."""
 
     def write(theirs):
         for host, rows in (("node-a", ROWS), ("node-b", theirs)):
@@ -111,7 +111,7 @@ def test_an_odd_machine_is_named_and_how_much_it_read(of_ranks, copies):
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_whatever_differs_is_noticed(of_ranks, copies, other):
+def test_any_difference_is_detected(of_ranks, copies, other):
     (sentence,) = set(of_ranks(held(copies(changed(**other)))))
     assert sentence.startswith(
         "ranks 2-3 on node-b and rank 0 on node-a each read 9 samples of 27 tokens in 9 records, but not the same ones"
@@ -130,7 +130,7 @@ def test_the_same_tokens_in_other_samples_or_records_are_noticed(of_ranks):
 
 
 def test_an_id_that_is_the_file_s_place_is_no_difference(of_ranks, copies):
-    """What the turns of a conversation get for the id of their rollout."""
+    """Values that the turns of a conversation get as the id of their rollout."""
     paths = copies(ROWS)
 
     def check(ranks):
@@ -162,7 +162,7 @@ def test_streamed_files_are_compared_before_they_are_gone_through(of_ranks, copi
 
 
 def test_of_several_files_those_are_named_that_differ_in_size(of_ranks, tmp_path, monkeypatch):
-    """Here each machine has a folder of its own, and the recipe names files in it."""
+    """Here each machine has a separate folder, and the recipe names files in it."""
     sizes = {"a.jsonl": (10, 10), "b.jsonl": (20, 22), "c.jsonl": (30, 30)}
     hosts = local()
 

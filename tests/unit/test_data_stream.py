@@ -117,7 +117,7 @@ def test_the_samples_are_those_of_the_reader(write, ending):
 
 
 def by_ranks(size, make):
-    """``make`` on as many ranks, each a thread; what each returned or raised."""
+    """``make`` on as many ranks, each a thread; each one's result or error."""
     values, outcomes, barrier = [None] * size, [None] * size, Barrier(size)
 
     def run(rank):
@@ -206,7 +206,7 @@ def test_nothing_is_no_samples(write):
 
 
 @pytest.mark.parametrize("path", ["-", "rows.jsonl.gz"])
-def test_what_cannot_be_read_from_the_middle(tmp_path, monkeypatch, path):
+def test_files_without_random_access_are_rejected(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl.gz").touch()
     with pytest.raises(SampleError, match=r"cannot be read from the middle.*data\.streaming=false"):
@@ -223,7 +223,7 @@ def test_the_order_is_that_of_samples_in_memory(write, kind, num_workers):
     assert streamed.samples_per_epoch == epoch
     expected = told(order.take(0, 3 * epoch + 5))
     assert told(streamed.take(0, 3 * epoch + 5)) == expected
-    # Stopped anywhere, it goes on there: within a line, at an epoch's end, in a later one.
+    # It continues from any stop: within a line, at an epoch's end, in a later one.
     for consumed in (0, 1, 2, epoch - 1, epoch, epoch + 3):
         with streamed.stream(consumed, num_workers=num_workers) as stream, order.stream(consumed) as held:
             at = consumed
@@ -251,7 +251,7 @@ def test_a_file_that_changes_is_noticed(write, num_workers):
 
 
 def test_a_line_that_gives_other_samples_is_noticed(write):
-    """What neither size nor time of a file tell: here by hand, in a job by a chat format that looks at the clock."""
+    """A change that keeps a file's size and time: here by hand, in a job by a chat format that looks at the clock."""
     (path,) = write([tokens(number) for number in range(9)])
     order = SampleOrder(StreamedGroups(path, OPTIONS), seed=0, order="file")
     first = path.stat()
@@ -261,7 +261,7 @@ def test_a_line_that_gives_other_samples_is_noticed(write):
         order.take(0, 1)
 
 
-def test_it_can_be_sent_to_a_process_of_its_own(write):
+def test_stream_can_be_pickled(write):
     streamed = StreamedGroups(write(GOOD), OPTIONS)
     again = pickle.loads(pickle.dumps(streamed))
     assert [told(group) for group in again] == [told(group) for group in streamed]
@@ -319,7 +319,7 @@ print("saved", len(noted), sum(int(sample.tokens.sum()) for sample in taken))
 
 @contextmanager
 def job(path, num_workers):
-    """The job, leading a process group of its own, once it has begun to read; and its workers."""
+    """The job, leading a separate process group, once it has begun to read; and its workers."""
     with subprocess.Popen(
         [sys.executable, "-c", JOB, str(path), str(num_workers)],
         stdin=subprocess.PIPE,
@@ -337,7 +337,7 @@ def job(path, num_workers):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_job_that_is_told_to_end_saves_first(write, num_workers):
-    """torchrun and Slurm tell all of its processes; what reads ahead must not end before it."""
+    """torchrun and Slurm signal all of its processes; the prefetch process must not end before it."""
     (path,) = write([tokens(number) for number in range(100)])
     with job(path, num_workers) as (process, workers):
         os.killpg(process.pid, signal.SIGTERM)

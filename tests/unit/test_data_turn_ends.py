@@ -17,7 +17,7 @@ QUESTION = {"role": "user", "content": "a"}
 
 
 def template_of(turn, end):
-    """Return a template from what it writes of an assistant message, and at the end of a conversation."""
+    """Return a template from its text for an assistant message, and for the end of a conversation."""
     assistant = "{%- if m.role == 'assistant' -%}" + turn + "{%- endif -%}"
     return "{%- for m in messages -%}" + USER + assistant + "{%- endfor -%}" + end
 
@@ -27,7 +27,7 @@ def opens(prompt):
 
 
 def scored(tmp_path, answer, template, *, eos="<|e|>", **keys):
-    """Return the text of a one-turn conversation, ``[[`` and ``]]`` around what is scored."""
+    """Return the text of a one-turn conversation, ``[[`` and ``]]`` around scored text."""
     control = ("<|u|>", "<|a|>", "<|r|>", "<|e|>", "<|end|>")
     family = replace(CHATML, template=template, control=control, words=(), eos=eos)
     tokenizer = load_tokenizer(family.make(tmp_path / "tokenizer"))

@@ -147,7 +147,7 @@ def test_zero_masks_supervise_nothing():
     assert not layout.loss_weight.any()
 
 
-def test_no_samples_give_padding_alone():
+def test_no_samples_give_only_padding():
     layout = fold([], pad_to_multiple_of=8)
     assert layout.padded_size == 8
     assert layout.physical_tokens == layout.logical_tokens == layout.num_nodes == layout.num_samples == 0

@@ -45,7 +45,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=[f"{name}{i}" for i, (name, _) in enumerate(SETTINGS)])
 @given(data=st.data())
-def test_equal_to_each_sample_alone_whatever_the_cut(name, options, data):
+def test_loss_equals_unfolded_samples_for_any_cut(name, options, data):
     samples = data.draw(sample_lists(max_samples=9, min_samples=4))
     seed = data.draw(st.integers(0, 99))
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
@@ -156,7 +156,7 @@ def test_ratios_of_an_unchanged_policy_are_one_to_the_bit():
         assert output.metrics["clip_fraction"][0] == output.metrics["kl_old"][0] == 0
 
 
-def test_k3_is_constant_where_it_would_overflow():
+def test_k3_is_constant_instead_of_overflowing():
     difference = torch.tensor([-19.0, -LOG_RATIO_LIMIT, -20.1, -40.0, -1000.0, 3.0], requires_grad=True)
     value = kl_estimate(difference, torch.zeros(()), "k3")
     (slope,) = torch.autograd.grad(value.sum(), difference)
@@ -230,7 +230,7 @@ def test_turns_of_one_rollout_count_its_reward_once():
         targets = [objective.targets(samples) for samples in (whole, [*turns, whole[1]])]
         assert targets[0].columns["advantage"] == pytest.approx(targets[1].columns["advantage"], abs=1e-15)
         assert targets[0].metrics["reward"] == targets[1].metrics["reward"] == (7.0, 2.0)
-    # reward: the sum of what is still to come.
+    # reward: the sum of all later rewards.
     assert PolicyGradient(advantage="reward", on_policy=True).targets(whole).columns["advantage"].tolist() == [
         5.0, 5.0, 4.0, 4.0, 2.0,
     ]  # fmt: skip
@@ -253,7 +253,7 @@ def test_turns_of_one_rollout_count_its_reward_once():
         ({}, {"rollout": 1}, None),
     ],
 )
-def test_what_a_sample_lacks_is_named_with_it(options, fields, says):
+def test_error_names_sample_and_missing_field(options, fields, says):
     samples = pairs_of_rollouts()
     samples[1] = changed(samples[1], **fields)
     objective = make_objective("grpo", options)

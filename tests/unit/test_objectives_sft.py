@@ -18,7 +18,7 @@ from mcore_prefix_tree.objectives.scored import ScoredTokens
 
 @pytest.mark.parametrize(("by", "length"), [("token", None), ("sample", None), ("group", None), ("sample_sum", 5.0)])
 @given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
-def test_equal_to_each_sample_alone_whatever_the_cut(by, length, samples, seed):
+def test_loss_equals_unfolded_samples_for_any_cut(by, length, samples, seed):
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     objective = make_objective("sft", {"normalise": by, "normalise_length": length})
     weights, divisor = token_weights(world.samples, by, length)

@@ -33,7 +33,7 @@ def test_the_smallest_bucket_that_holds(buckets, multiple, data):
         ({"buckets": (8, 8)}, "must increase"),
     ],
 )
-def test_what_is_refused(options, words):
+def test_invalid_padding_is_rejected(options, words):
     with pytest.raises(ValueError, match=words):
         Padding(**options)
 

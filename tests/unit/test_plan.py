@@ -14,7 +14,7 @@ from mcore_prefix_tree.trie import sort_samples
 
 
 def flat(plan):
-    """All micro-batches, whatever their rank."""
+    """All micro-batches of all ranks."""
     return list(chain.from_iterable(plan.micro_batches))
 
 
@@ -24,7 +24,7 @@ def physical(samples, indices):
 
 
 def content(samples, plan):
-    """What each micro-batch of each rank holds, without reference to the caller's order."""
+    """Contents of each micro-batch of each rank, without reference to the caller's order."""
     return [
         [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
         for rank in plan.micro_batches

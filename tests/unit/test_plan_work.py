@@ -1,4 +1,4 @@
-"""FLOPs by hand, counts by brute force. What torch counts in a step: tests/model/test_train_bound.py."""
+"""FLOPs by hand, counts by brute force. For torch's own count of a step, see tests/model/test_train_bound.py."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_flops_of_experts_by_hand():
     dense = ModelWork.from_dimensions(**DENSE)
     work = ModelWork.from_dimensions(**DENSE, settings={"num_moe_experts": 8} | settings)
     assert work.token - dense.token == 2 * (8 * 8 + 3 * 8 * (3 * 6 + 4) - 3 * 8 * 16)
-    # As Megatron-LM's arguments call them, with what they leave out as None.
+    # As Megatron-LM's arguments call them, with omitted ones as None.
     assert ModelWork.from_dimensions(**DENSE, settings={"num_experts": 8, "moe_latent_size": None} | settings) == work
     narrow = ModelWork.from_dimensions(**DENSE, settings={"num_experts": 8, "moe_latent_size": 5} | settings)
     assert work.token - narrow.token == 2 * (3 * (8 - 5) * 3 * 6 - 2 * 8 * 5)
@@ -109,7 +109,7 @@ def test_the_layers_with_a_window_are_megatron_s(skip):
 
 
 def paths(samples):
-    """All prefixes of each sample that computes for itself what its merge key does not share."""
+    """All prefixes of each sample that computes the tokens that its merge key does not share."""
     return [(repr(one.merge_key), tuple(one.tokens[: n + 1].tolist())) for one in samples for n in range(len(one))]
 
 
@@ -150,7 +150,7 @@ def test_the_expected_speedup_is_the_mean_of_its_parts():
     assert expected.ratio == pytest.approx(sum(ratio * share for ratio, share in parts.values()))
     assert sum(share for _, share in parts.values()) == pytest.approx(1)
     assert expected.ratio < parts["body"][0]
-    # Scoring is a forward alone, of which attention has less.
+    # Scoring is only a forward, of which attention has less.
     assert expected.forward_ratio != expected.ratio
     said = json.loads(json.dumps(expected.to_json()))
     assert said["ratio"] == expected.ratio

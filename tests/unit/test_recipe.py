@@ -35,7 +35,7 @@ def recipe(tmp_path):
     return path
 
 
-def test_what_is_left_out_has_its_default(recipe):
+def test_unset_settings_have_their_defaults(recipe):
     loaded = load_recipe(recipe)
     assert (loaded.data.path, loaded.model.hidden_size, loaded.train_iters) == ("rollouts.jsonl", 32, 4)
     assert loaded.batch == BatchConfig(global_batch_size=6, max_tokens=64)

@@ -87,7 +87,7 @@ def test_a_malformed_field_is_named_with_its_source(signals, field, says):
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
-def test_what_is_not_scored_may_be_unknown(name):
+def test_unscored_values_may_be_unknown(name):
     values = getattr(sample(**{name: [None, NAN, -1, -2, float("inf"), -3]}).signals, name)
     assert values.dtype == np.float32
     assert values[[2, 3, 5]].tolist() == [-1, -2, -3]

@@ -1,4 +1,4 @@
-"""Bytes of tokens: what tokenizers encode is spelled back to the same bytes."""
+"""Bytes of tokens: encoded text is spelled back to the same bytes."""
 
 import json
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_byte_level_table_is_that_of_gpt2():
     assert [table.of(token) for token in range(256)] == [bytes([byte]) for byte in range(256)]
 
 
-def test_a_beginning_is_spelled_as_it_is_in_the_whole(wheel):
+def test_prefix_is_spelled_as_in_the_full_text(wheel):
     for tokenizer, table in wheel.values():
         tokens = [table.bos, *tokenizer.encode_text("An  Étude\n日本"), table.eos, *tokenizer.encode_text("more")]
         whole = table.spell(tokens)
