@@ -25,7 +25,7 @@ NAMED = (
 
 
 class Adapter(torch.nn.Module):
-    """A low-rank adapter beside a linear layer, as Megatron-Bridge's are."""
+    """A low-rank adapter on a linear layer, as Megatron-Bridge's are."""
 
     def __init__(self, linear: Any, kind: type[torch.nn.Module], rate: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A hybrid model that folds packed rows inside answers what the stock HybridModel answers for each row by itself."""
+"""A hybrid model that folds packed rows inside gives the stock HybridModel's outputs for each separate row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def inside(name: str, **settings: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", quick("attention and MLPs", "experts", of=VARIANTS))
 def test_logits_and_losses(name: str) -> None:
-    # Upstream's scores of experts are in fp32 whatever the dtype of the model.
+    # Upstream's scores of experts are in fp32 for any dtype of the model.
     limit = 1e-6 if name == "experts" else FP64
     model, stock = inside(name, check_first=True)
     check_logits(model, stock, packed(ROWS, gap=1, tail=2), limit)
@@ -115,7 +115,7 @@ def test_the_report_counts_the_layers_of_the_pattern() -> None:
     assert few.folding.last.work.token != many.folding.last.work.token
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_calls_are_rejected() -> None:
     model, _ = inside("attention and MLPs")
     with pytest.raises(NotImplementedError, match="HybridModel takes none; pass RowLogprobs, or labels"):
         model(**packed(ROWS), output_processor=lambda **_: torch.zeros(1))

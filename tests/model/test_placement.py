@@ -1,4 +1,4 @@
-"""What a GPU would refuse or wait for, found without one: see placement_job.py."""
+"""Operations that a GPU would reject or wait for, found without one: see placement_job.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_prefix_tree.objectives import OBJECTIVES
 
 pytestmark = pytest.mark.ci
 OBJECTIVE_TEST = "test_an_objective_stays_on_the_device"
-# Each of the others does on the device what one of these does.
+# Each of the others runs the device operations of one of these.
 KINDS = ("sft", "grpo", "dpo", "kto", "critic", "reward_model", "distill")
 # One needs a second model.
 EVERY = quick(*KINDS, of=[name for name in OBJECTIVES if name != "xtoken"])

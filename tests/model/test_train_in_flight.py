@@ -1,4 +1,4 @@
-"""What a step of many micro-batches holds at a time, and in which thread their attention is planned."""
+"""Micro-batches that a step holds at a time, and the thread in which their attention is planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, and that a run which was stopped goes on as if it had not been."""
+"""Checkpoints: their contents, and a stopped run that resumes as if it had not been stopped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, l
     return recipe, folder / "saved", train(recipe, *saving(folder / "saved")).losses
 
 
-def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path, list[float]]) -> None:
+def test_checkpoints_have_megatrons_layout(undisturbed: tuple[Path, Path, list[float]]) -> None:
     _, saved, _ = undisturbed
     assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
     assert (saved / TRACKER).read_text() == "6"
@@ -74,12 +74,12 @@ def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path,
     }
 
 
-def test_the_last_step_saves_whatever_the_interval(job: Path, tmp_path: Path) -> None:
+def test_last_step_saves_with_any_interval(job: Path, tmp_path: Path) -> None:
     train(job, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=100", "train_iters=3")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["iter_0000003", TRACKER]
 
 
-def test_only_the_last_checkpoints_are_kept_and_a_run_goes_on_from_them(
+def test_run_resumes_with_only_the_last_checkpoints_kept(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
 ) -> None:
     recipe, reference, losses = undisturbed
@@ -93,7 +93,7 @@ def test_only_the_last_checkpoints_are_kept_and_a_run_goes_on_from_them(
     assert_same_bits(checkpoint_content(saved, 6), checkpoint_content(reference, 6))
 
 
-def test_an_interrupted_run_goes_on_with_the_same_bits(
+def test_interrupted_run_resumes_with_the_same_bits(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
 ) -> None:
     recipe, reference, losses = undisturbed
@@ -134,7 +134,7 @@ def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, l
     shutil.copytree(reference, tmp_path / "saved")
     result = command("train", recipe, *saving(tmp_path / "saved"), "--resume")
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[1:] == [  # after what auto chose
+    assert result.stdout.splitlines()[1:] == [  # after the choice of auto
         f"resumed from {tmp_path / 'saved' / 'iter_0000006'}",
         "nothing to train: train_iters=6 are done",
         f"saved: {tmp_path / 'saved' / 'iter_0000006'}",
@@ -150,14 +150,16 @@ def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path
     notes = train(recipe, *saving(tmp_path / "saved", *changed), resume=True)
     assert notes.spans == [(7, 8)]
     assert (tmp_path / "saved" / TRACKER).read_text() == "8"
-    # What the recipe says now counts.
+    # The recipe's present settings count.
     fresh = train(recipe, *changed)
     assert [report.lr for report in notes.reports] == [report.lr for report in fresh.reports[6:]]
     groups = checkpoint_content(tmp_path / "saved", 8)["optimizer"]["param_groups"]
     assert {group["betas"] for group in groups} == {(0.5, 0.95)}
 
 
-def test_what_a_resumed_run_does_otherwise_is_said(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+def test_changed_settings_of_a_resumed_run_are_reported(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
     recipe, reference, _ = undisturbed
     saved = tmp_path / "saved"
     shutil.copytree(reference, saved)
@@ -226,7 +228,7 @@ def test_resume_needs_a_folder(job: Path) -> None:
         ("batch.global_batch_size=5", "was written with global_batch_size=6, this run has global_batch_size=5"),
     ],
 )
-def test_what_must_not_change_is_refused_by_name(
+def test_forbidden_changes_are_rejected_by_name(
     undisturbed: tuple[Path, Path, list[float]], override: str, says: str
 ) -> None:
     recipe, saved, _ = undisturbed
@@ -254,7 +256,7 @@ def test_as_many_other_samples_are_refused(job: Path, tmp_path: Path, streaming:
 
 
 def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Path) -> None:
-    """Optimizer and steps go on; and that run resumes as any other."""
+    """Optimizer and steps continue; and that run resumes as any other."""
     assert train(job, *saving(tmp_path / "first", "train_iters=2")).spans == [(1, 2)]
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     other = write_rows(tmp_path / "other.jsonl", rows()[::-1][:11])
@@ -346,7 +348,7 @@ def test_damage_is_told_by_name(
     saved = tmp_path / "saved"
     shutil.copytree(reference, saved)
     if name.endswith("common.pt") and not (saved / name).exists():
-        pytest.skip("this megatron-core keeps what is common to all ranks in the other files")
+        pytest.skip("this megatron-core keeps the state common to all ranks in the other files")
     damage(saved / name)
     with pytest.raises(RecipeError) as error:
         train(recipe, *saving(saved), resume=True)
@@ -395,7 +397,7 @@ def assert_same_but_for_checksums(one: Path, other: Path) -> None:
 def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, num_workers: int
 ) -> None:
-    """Bit for bit what samples in memory give; steps 3 and 6 reach over the end of an epoch."""
+    """Bit for bit as with samples in memory; steps 3 and 6 reach over the end of an epoch."""
     recipe, reference, losses = undisturbed
     streamed = ("data.streaming=true", f"data.num_workers={num_workers}")
     first = train(recipe, *saving(tmp_path / "saved", *streamed), stop_after=3)
@@ -407,7 +409,7 @@ def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
 
 @pytest.mark.parametrize("form", quick("parquet", of=["parquet", "arrow"]))
 def test_tables_are_the_same_data(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, form: str) -> None:
-    """Bit for bit what JSON Lines give, streamed and resumed in the middle of an epoch."""
+    """Bit for bit as with JSON Lines, streamed and resumed in the middle of an epoch."""
     recipe, reference, losses = undisturbed
     table, data = pa.Table.from_pylist(rows()), tmp_path / f"rows.{form}"
     if form == "parquet":

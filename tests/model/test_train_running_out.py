@@ -1,4 +1,4 @@
-"""What a job says when something runs out, or when it was told nonsense: one sentence, exit code 2, nothing written."""
+"""Exhausted resources and nonsensical settings: one sentence, exit code 2, nothing written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def sentence(done: Any) -> str:
-    """What a command that failed says."""
+    """The error of a command that failed."""
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")

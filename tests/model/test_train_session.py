@@ -56,7 +56,7 @@ def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch, gpus: in
 
 @pytest.fixture
 def fused_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if megatron-core had been imported beside TransformerEngine: its optimizers are kernels that want a GPU."""
+    """As if megatron-core had been imported with TransformerEngine: its optimizers are kernels that want a GPU."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as mixed_precision
 
@@ -77,7 +77,7 @@ def fused_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("setting", ["model.dtype=float32", "model.dtype=bfloat16"])
-def test_training_on_the_cpu_leaves_a_gpus_optimizers_alone(
+def test_training_on_the_cpu_does_not_change_gpu_optimizers(
     tmp_path: Path, setting: str, request: pytest.FixtureRequest
 ) -> None:
     job = write_job(tmp_path)
@@ -102,7 +102,7 @@ def test_ranks_wait_as_long_as_the_recipe_says(tmp_path: Path) -> None:
         assert timeouts() == [timedelta(minutes=30)] * 2, "torch's for gloo, and Megatron's"
 
 
-def test_what_another_machine_wrote_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_machine_may_appear_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As network file systems show it."""
     monkeypatch.setattr(checkpoint, "_LOOK_S", 0.01)
     late = tmp_path / "runs" / "late"

@@ -1,4 +1,4 @@
-"""Where the unfolded side does not fit, it says so instead of running out of memory."""
+"""An unfolded side that does not fit raises an error instead of running out of memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe_of(job: Path, dtype: str, implementation: str = "local", **transforme
         ("bfloat16", HALF_SOFTMAX, 2),
     ],
 )
-def test_what_a_score_takes_is_what_megatron_keeps_of_it(
+def test_memory_per_score_equals_megatrons(
     job: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, transformer: dict[str, bool], expected: int
 ) -> None:
     kept: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What is told of samples that are held out, against a step on all of them and against stock Megatron."""
+"""Reports on held-out samples, against a step on all of them and against stock Megatron."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def held_out_groups(recipe: Recipe) -> list[Any]:
 
 
 def test_the_loss_is_the_stock_model_s(job: Path, held_out: Path) -> None:
-    """Before the first step, in fp64, of each sample alone; 16 samples that a step of 6 does not divide."""
+    """Before the first step, in fp64, of each unfolded sample; 16 samples that a step of 6 does not divide."""
     recipe = load_recipe(job, [*FLOAT64, "train_iters=2", f"validation.path={held_out}"])
     notes = train(recipe)
     samples = [sample for group in held_out_groups(recipe) for sample in group]
@@ -169,8 +169,8 @@ def test_nothing_is_learnt_from_them(tmp_path: Path, job: Path, held_out: Path) 
     assert_same_bits(checkpoint_content(with_it, 6), checkpoint_content(without, 6))
 
 
-def test_a_resumed_run_goes_on_with_the_next(tmp_path: Path, job: Path, held_out: Path) -> None:
-    """The file has every evaluation once, and those alone beside the steps."""
+def test_resumed_run_continues_with_the_next_evaluation(tmp_path: Path, job: Path, held_out: Path) -> None:
+    """The file has every evaluation once, and nothing else but the steps."""
     log = tmp_path / "metrics.jsonl"
     settings = (
         f"checkpoint.save={tmp_path / 'saved'}",
@@ -260,7 +260,7 @@ def test_samples_that_cannot_be_used_are_told_before_the_first_step(tmp_path: Pa
         load_recipe(job, ["validation.eval_interval=0"])
 
 
-def test_what_is_skipped_is_told(tmp_path: Path, job: Path) -> None:
+def test_skipped_held_out_samples_are_reported(tmp_path: Path, job: Path) -> None:
     held_out = write_rows(tmp_path / "held_out.jsonl", [*rows(seed=1), {"tokens": [1] * 60}])
     notes = train(
         job, "train_iters=1", "data.on_error=skip", f"validation.path={held_out}", "optimizer.lr_warmup_steps=0"
@@ -284,7 +284,7 @@ def test_an_output_that_is_not_finite_names_the_sample(tmp_path: Path) -> None:
             evaluated.evaluate([model], 0)
 
 
-def test_parts_take_whole_groups(tmp_path: Path) -> None:
+def test_parts_take_complete_groups(tmp_path: Path) -> None:
     """Groups of three and of two, two groups a part; steps that count groups evaluate the same."""
     assert GROUPS == 5
     job, overrides = job_of(tmp_path, "grpo", {"on_policy": True})

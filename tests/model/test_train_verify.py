@@ -101,7 +101,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
 
 @pytest.fixture(scope="module")
 def certain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Of samples that share prefixes, each of which says what follows: nothing is left to learn."""
+    """Samples share prefixes, each of which determines the next token: nothing is left to learn."""
     rng = np.random.default_rng(3)
     trunks = [[root, *rng.integers(8, VOCAB, size=5).tolist()] for root in range(1, 5)]
     content = [
@@ -200,8 +200,8 @@ def converged(folder: Path, content: list[dict[str, Any]]) -> tuple[Path, str]:
 
 
 @pytest.mark.ci
-def test_training_goes_on_from_a_loss_near_zero(tmp_path: Path) -> None:
-    """Nothing is shared: what a stock run of such a model loses to rounding is all that there is."""
+def test_training_continues_from_a_loss_near_zero(tmp_path: Path) -> None:
+    """Nothing is shared: all differences are the rounding of a stock run of such a model."""
     rng = np.random.default_rng(0)
     alone = [{"tokens": [root, *rng.integers(8, VOCAB, size=12).tolist()]} for root in range(1, 7)]
     job, start = converged(tmp_path, alone)
@@ -443,7 +443,7 @@ def test_json_of_a_failure(job: Path, broken: Callable[[Break], None]) -> None:
     assert report["gradient_error"] > report["tolerance"]
 
 
-def test_verify_refuses_what_would_hide_gradients(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_rejects_settings_that_hide_gradients(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(job)
     with world_of_one(recipe) as place:
         model = built(recipe, place)
@@ -467,7 +467,7 @@ def check_comparison(comparison: Comparison, logical: int, physical: int) -> Non
     assert 0 < comparison.gain.speedup < 100
 
 
-def test_what_a_comparison_says(job: Path) -> None:
+def test_comparison_report(job: Path) -> None:
     recipe = load_recipe(job, ["batch.max_tokens=1000"])
     samples = batch_of(recipe, 1)
     comparison, is_main = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)

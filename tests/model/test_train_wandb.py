@@ -1,4 +1,4 @@
-"""What Weights & Biases receives of a run: by a stand-in that writes down its calls, and by the real client offline."""
+"""Data of a run for Weights & Biases: by a stand-in that records its calls, and by the real client offline."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def init(*, project, id, resume, config, settings):
 
 
 class Calls:
-    """What the stand-in was called with."""
+    """The stand-in's calls."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -126,7 +126,7 @@ def test_a_lost_network_ends_no_run(job: Path, wandb: Calls, monkeypatch: pytest
 def test_a_missing_client_is_told_before_anything_runs(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder by that name, which the client leaves where it ran, is not the client."""
+    """A folder by that name, which the client creates in its working directory, is not the client."""
     (tmp_path / "cwd" / "wandb").mkdir(parents=True)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr("sys.path", [str(tmp_path / "cwd"), *without_wandb()])

@@ -117,7 +117,7 @@ def test_conversation_scores_every_turn_or_is_refused(made, read, name, data):
 
 
 def check(sample, tokens, mask, *, open_end):
-    """Compare a sample with its expected tokens and mask; ``open_end`` allows tokens missing after the last scored one."""
+    """Compare a sample with expected tokens and mask; ``open_end`` allows missing tokens after the last scored one."""
     found, weights = sample.tokens.tolist(), sample.loss_mask.tolist()
     shortest = len(tokens) if not open_end else max((at + 1 for at, weight in enumerate(mask) if weight), default=1)
     assert found == tokens[: max(len(found), shortest)]
