@@ -1,4 +1,4 @@
-"""``scripts/gpu_check``: files are whole at every moment, a failure costs nothing else, a later run goes on."""
+"""``scripts/gpu_check``: files are complete at every moment, a failure affects nothing else, a later run continues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
 
 
 def run(folder: Path, *words: str, **more: str) -> tuple[int, str, dict[str, dict]]:
-    """Exit code, what it printed, and its rows by method."""
+    """Exit code, output, and its rows by method."""
     process = start(folder, *words, **more)
     said, _ = process.communicate(timeout=120)
     return process.returncode, said, rows_in(folder)
@@ -86,18 +86,18 @@ def test_failing_measurement_leaves_others(tmp_path, end, entry, reason):
         assert said.index("2 measured, 1 failed, 0 not run") < said.rindex(reason)
 
 
-def test_later_run_measures_what_is_missing(tmp_path):
+def test_later_run_measures_missing_rows(tmp_path):
     run(tmp_path, FAKE_PART="crash")
     _, _, rows = run(tmp_path)
     assert rows["second"]["seconds"] == [0.5]
     assert seen(tmp_path) == ["first", "second", "third", "second"]
-    # What a row used is another version: it is measured again.
+    # A row is measured again if a package that it used has another version.
     run(tmp_path, FAKE_VERSION="2")
     assert seen(tmp_path)[4:] == ["first", "second", "third"]
 
 
-def test_figures_outlive_what_is_missing_later(tmp_path):
-    """Two folders travel one after the other; the second does not have what some rows of the first used."""
+def test_figures_outlive_packages_missing_later(tmp_path):
+    """Two folders travel one after the other; the second lacks packages that some rows of the first used."""
     run(tmp_path)
     _, _, rows = run(tmp_path, FAKE_PART="refused", FAKE_VERSION="2")
     assert rows["second"]["seconds"] == [0.5]
@@ -124,7 +124,7 @@ def wait_for_row(folder: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_leaves_a_whole_file_and_no_process(tmp_path, number):
+def test_signal_leaves_a_complete_file_and_no_process(tmp_path, number):
     process = start(tmp_path, FAKE_PART="hang")
     wait_for_row(tmp_path, "second")
     process.send_signal(number)
@@ -147,7 +147,7 @@ def test_exit_code_is_0_when_time_is_up(tmp_path):
     assert "time is up; call it again to go on" in said
 
 
-def test_output_goes_to_out_where_that_is_set(tmp_path, monkeypatch):
+def test_output_goes_to_out_if_set(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     assert arguments.parse([]).output == tmp_path
     assert arguments.parse(["--output", "elsewhere"]).output == Path("elsewhere")
@@ -168,7 +168,7 @@ def test_wrong_arguments_are_rejected(words):
     assert ended.value.code == 2
 
 
-def test_plan_names_what_is_missing():
+def test_plan_names_missing_packages():
     planned = check.plan(
         list(PARTS.values()), {"megatron.core": "ModuleNotFoundError: no module", "liger_kernel": "no"}
     )
@@ -198,7 +198,7 @@ def test_file_stays_below_its_limit_and_has_no_nan(tmp_path, monkeypatch):
         file.put({"part": "tests", "workload": str(number), "method": "", "mode": "", "used": {}, "text": "x" * 9999})
     file.put({"part": "head", "workload": "", "method": "", "mode": "", "used": {}, "error": float("nan")})
     content = (tmp_path / RESULT).read_text()
-    assert len(content) < 3000 + 1000  # the names of what is left out
+    assert len(content) < 3000 + 1000  # the names of omitted tests
     assert json.loads(content, parse_constant=pytest.fail)["left_out"]
     assert not [path for path in tmp_path.iterdir() if path.name != RESULT]
 
@@ -209,7 +209,7 @@ def test_a_file_that_is_none_is_named(tmp_path):
         ResultFile(tmp_path / RESULT, {})
 
 
-def test_rows_depend_only_on_what_they_used(tmp_path):
+def test_rows_depend_only_on_packages_that_they_used(tmp_path):
     """A package that a row does not load may change; our sources, the GPU and the settings may not."""
     context = Context(part="attention", options=Options(), device_name="H100")
     used = context.used("numpy", "no-such-package", sources=("scripts/gpu_check_parts",), rounds=5)
@@ -327,7 +327,7 @@ def check_on(machine: Path, out: Path, *words: str, **more: str) -> tuple[str, l
 
 @pytest.mark.ci
 def test_every_part_runs_on_a_bare_machine(machine, tmp_path):
-    """Without an index and with what is missing there: every import, option, file and program."""
+    """Without an index, with the packages missing there: every import, option, file and program."""
     said, rows = check_on(machine, tmp_path, "--wheels", str(machine / "wheels"))
     failed = [row for row in rows if "failed" in row]
     assert failed == [], said
@@ -341,7 +341,7 @@ def test_every_part_runs_on_a_bare_machine(machine, tmp_path):
 
 
 @pytest.mark.ci
-def test_bare_machine_says_what_is_missing_and_survives_a_crash(machine, tmp_path):
+def test_bare_machine_reports_missing_packages_and_survives_a_crash(machine, tmp_path):
     words = ("--no-install", "--only", "parity", "--only", "steps")
     said, rows = check_on(machine, tmp_path, *words, FAKE_GPU_CRASH="triton")
     assert "[missing: megatron.core (ModuleNotFoundError" in said

@@ -1,4 +1,4 @@
-"""Every recipe and launcher: well formed, the same job whoever starts it, and on Slurm what goes on after an end."""
+"""Every recipe and launcher: well formed, the same job from every launcher, and on Slurm the job after an end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.s
 
 
 def torchrun_of(call: Call) -> tuple[argparse.Namespace, list[str]]:
-    """What torchrun's own parser makes of a call, and the words that it hands on."""
+    """A call in torchrun's own parser, and the words that it hands on."""
     words = call.words
     if call.program == "srun":
         words = words[words.index("torchrun") + 1 :]
@@ -103,7 +103,7 @@ def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: P
     replica = number(options, "--tensor-model-parallel-size") * pipeline
     experts = number(options, "--expert-tensor-parallel-size") * number(options, "--expert-model-parallel-size")
     world_size = int(call.environment["WORLD_SIZE"])
-    for nodes in (1, 2, 4):  # times what the recipe starts with
+    for nodes in (1, 2, 4):  # times the recipe's initial number
         ranks = world_size * nodes
         assert ranks % replica == 0
         assert ranks % (experts * pipeline) == 0
@@ -141,7 +141,7 @@ def test_a_dry_run_is_of_all_ranks(tmp_path: Path) -> None:
     assert call.environment["WORLD_SIZE"] == "8"
 
 
-def test_what_is_exported_counts(tmp_path: Path) -> None:
+def test_exported_variables_are_used(tmp_path: Path) -> None:
     call = launch(
         tmp_path,
         "dry_run.sh",
@@ -173,7 +173,7 @@ def test_a_micro_batch_size_that_is_given_asks_no_dry_run(tmp_path: Path) -> Non
 
 
 def test_sizes_at_the_end_of_the_command_win(tmp_path: Path) -> None:
-    """The dry run finds what is left out, which may be nothing."""
+    """The dry run finds the sizes that are unset, which may be none."""
     given = ("--micro-batch-size", "4", "--seq-length", "900")
     done = launch(tmp_path, "torchrun.sh", RECIPES[0], *given, ANSWER_python="283 samples an epoch")
     assert done.status == 0, done.error
@@ -197,7 +197,7 @@ def test_a_dry_run_that_fails_ends_the_launch(tmp_path: Path) -> None:
 
 @each_recipe
 def test_without_apex_its_kernel_is_switched_off(tmp_path: Path, recipe: Path) -> None:
-    """Megatron-LM's default needs it, and the launcher says what it adds."""
+    """Megatron-LM's default needs it, and the launcher prints its addition."""
     flag, note = "--no-gradient-accumulation-fusion", "NVIDIA Apex is not installed"
     for launcher in ("torchrun.sh", "dry_run.sh"):
         without = launch(tmp_path, launcher, recipe, NO_APEX=1, NNODES=1)
@@ -258,7 +258,7 @@ def test_slurm_meets_on_the_first_node(tmp_path: Path) -> None:
         ("50", "100", 0, False),  # done
     ],
 )
-def test_slurm_goes_on_as_long_as_there_is_progress(
+def test_slurm_requeues_while_there_is_progress(
     tmp_path: Path, before: str | None, after: str | None, status: int, requeued: bool
 ) -> None:
     tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
@@ -282,7 +282,7 @@ def test_slurm_gives_the_workers_the_time_that_torchrun_does(tmp_path: Path) -> 
     assert "#SBATCH" not in rest
 
 
-# Those of a Hugging Face folder have no model of their own: tests/peers/test_grpo_own_model.py.
+# Those of a Hugging Face folder have no separate model: tests/peers/test_grpo_own_model.py.
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize(
     "recipe", [path for path in YAML_FILES if "--hf" not in path.read_text()], ids=lambda path: path.stem

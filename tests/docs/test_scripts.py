@@ -1,4 +1,4 @@
-"""Whoever asks a script for help is told what it does, and nothing is done."""
+"""A script's help describes it, and does nothing else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_help_behind_two_dashes_is_for_another_program(tmp_path: Path) -> None:
 def test_help_of_a_python_script_changes_nothing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which has imported what most of them import."""
+    """In this process, which has imported most of their modules."""
     wanted = [ROOT / "README.md", ROOT / "docs" / "attention_roofline.png", ROOT / "recipes" / "data"]
     before = [path.stat().st_mtime_ns for path in wanted]
     monkeypatch.chdir(tmp_path)
