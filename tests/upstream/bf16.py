@@ -1,4 +1,4 @@
-"""How far training in bf16 goes from training in fp32, folded and with each sample alone."""
+"""How far training in bf16 departs from training in fp32, folded and unfolded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bf16_errors(data: str, folded: str, common: str, folder: Path) -> dict[str, 
 
     Args:
         data: the arguments that name the samples.
-        folded: those of the folded run alone.
+        folded: those of only the folded run.
         common: those of every run.
         folder: for checkpoints.
     """

@@ -1,6 +1,6 @@
-"""Prints what stock models compute, to the bit: the same on a patched megatron-core as on the released one.
+"""Prints the results of stock models, to the bit: the same on a patched megatron-core as on the released one.
 
-Run by test_patched_core.py with either on the path, and the folders of what it imports.
+Run by test_patched_core.py with either on the path, and the folders of its imports.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A patched megatron-core: stock layer specs train folded, and without a tree nothing has changed.
 
-What runs on it runs in another process, with the patched copy first on the path: this one has the installed
+The patched copy is used in another process, with it first on the path: this one has the installed
 megatron-core.
 """
 
@@ -18,7 +18,7 @@ from sources import MEGATRON, ROOT, copied, megatron_core, patches, require_seri
 
 pytestmark = pytest.mark.ci
 HERE = Path(__file__).parent
-# Of tests/model/test_mcore_seam.py: what does not look at how the rotary rows are gathered, nor at each back-end.
+# Of tests/model/test_mcore_seam.py: tests that depend neither on how rotary rows are gathered nor on a back-end.
 SEAM = "unfolded or forward_step or block_specs or float32 or one_micro_batch or stock_to_the_bit or both_ways"
 
 
@@ -52,7 +52,7 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def run(core: Path, *arguments: str) -> str:
-    """What Python prints with a megatron-core first on its path."""
+    """Python's output with a megatron-core first on its path."""
     path = [core, HERE.parent, HERE.parent / "unit", HERE.parent / "model", ROOT]
     result = subprocess.run(
         [sys.executable, *arguments],
@@ -91,7 +91,7 @@ def test_without_a_tree_it_computes_the_same_bits(copies: Copies) -> None:
     assert lines[0] == lines[1]
 
 
-@pytest.mark.slow  # test_patches.py looks at what the patches import
+@pytest.mark.slow  # test_patches.py checks the patches' imports
 def test_it_does_not_need_this_package(copies: Copies) -> None:
     """Megatron-Core imports, and attends, where mcore_prefix_tree cannot be imported."""
     script = (

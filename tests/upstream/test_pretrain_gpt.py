@@ -49,7 +49,7 @@ require_checkout()
 
 
 def check(run: Run, stock: Stock, folder: Path, *, first: int = FIRST + 1) -> None:
-    """Every loss, what is counted, and the weights and optimizer state at the end."""
+    """Every loss, the counts, and the weights and optimizer state at the end."""
     assert sorted(run.losses) == list(range(first, ITERATIONS + 1))
     for iteration, loss in run.losses.items():
         assert loss == pytest.approx(stock.losses[iteration], rel=LOSS), iteration
@@ -300,7 +300,7 @@ def test_the_dry_run_plans_the_first_step_of_a_ramp_up(stock: Stock) -> None:
     assert "batch size (12) is not divisible by micro-batch-size (8)" in run.output
 
 
-def test_help_has_a_group_of_its_own() -> None:
+def test_help_has_a_separate_group() -> None:
     run = megatron(ENTRY, "--help")
     assert run.status == 0
     ours = run.output.split("\nprefix-tree:\n")[1]
@@ -413,7 +413,7 @@ def test_dry_run_pads_the_vocabulary_of_a_tokenizer_that_it_does_not_build(stock
     assert "--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size" in run.output
 
 
-def test_dry_run_finds_the_sizes_that_are_left_out(stock: Stock) -> None:
+def test_dry_run_finds_unset_sizes(stock: Stock) -> None:
     """They fill the budget; a job with them has the losses of the job without folding."""
     left_out = FOLDED.replace("--micro-batch-size 4", "")
     model = MODEL.replace("--seq-length 64 ", "")

@@ -67,7 +67,7 @@ MORE = {
 
 
 class Models:
-    """Checkpoints of Megatron-LM after two steps, and what ``mcore-prefix-tree score`` writes with them."""
+    """Checkpoints of Megatron-LM after two steps, and the output of ``mcore-prefix-tree score`` with them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.data = folder, folder / "rollouts.jsonl"
