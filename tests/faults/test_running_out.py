@@ -21,7 +21,7 @@ train_iters: 2
 compare: false
 verify: {{enabled: false}}
 """
-# Megatron alone takes seconds to import, and more on a busy machine.
+# Megatron by itself takes seconds to import, and more on a busy machine.
 LIMIT_S = 20 if os.cpu_count() and os.getloadavg()[0] < (os.cpu_count() or 1) else 90
 
 
@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def sentence(*arguments: object, limit: str = "true", **streams: object) -> str:
-    """What a command says that fails under ``ulimit``."""
+    """The error of a command that fails under ``ulimit``."""
     program = f'{limit} && exec "$@"'
     started = time.monotonic()
     done = subprocess.run(  # type: ignore[call-overload]

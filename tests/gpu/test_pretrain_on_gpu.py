@@ -36,7 +36,7 @@ LATENT = (
 MODELS = {"grouped queries": MODEL, "latent attention": LATENT}
 SCALE = 8
 IMPLEMENTATIONS = {
-    # What its fusions need is in Apex or in Megatron-LM's own extensions.
+    # Its fusions need Apex or Megatron-LM's own extensions.
     "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion",
     "transformer_engine": "--transformer-impl transformer_engine",
 }

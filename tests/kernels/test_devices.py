@@ -1,7 +1,7 @@
-"""Kernels are launched on the device of their tensors, where the current device of the process is another.
+"""Kernels are launched on the device of their tensors, even if the current device of the process is another.
 
-No GPU is needed: tensors say that they are on a second one, and Triton has a driver that runs nothing but takes down
-where it was asked to. The kernels are really compiled, for Hopper.
+No GPU is needed: tensors report a second one as their device, and Triton has a driver that runs nothing but records
+the device of each launch. The kernels are really compiled, for Hopper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECOND = 1
 
 
 class Driver:
-    """What Triton asks of a driver; ``launches`` are names of kernels, devices and streams."""
+    """The calls of a driver by Triton; ``launches`` are names of kernels, devices and streams."""
 
     def __init__(self):
         self.current, self.launches = 0, []

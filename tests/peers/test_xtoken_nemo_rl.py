@@ -1,4 +1,4 @@
-"""Alignment and projections against NeMo-RL's own functions, where its definitions are ours.
+"""Alignment and projections against NeMo-RL's own functions, if its definitions are ours.
 
 Needs a checkout of NeMo-RL that NEMO_RL_PATH names; nothing of it has to be installed.
 """
@@ -34,13 +34,13 @@ SCORES = {
     "max_combination_len": 4,
     "ignore_leading_char_diff": False,
 }
-# What their loss utilities import for other functions than those compared here: Ray, DTensor, hydra.
+# Imports of their loss utilities for functions that are not compared here: Ray, DTensor, hydra.
 UNUSED = ("nemo_rl.distributed.model_utils", "nemo_rl.models.dtensor", "nemo_rl.models.dtensor.parallelize")
 
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Their modules by name; what is imported for them disappears again."""
+    """Their modules by name; their imports are removed again."""
     before = dict(sys.modules)
     assert CHECKOUT is not None
     sys.path.insert(0, CHECKOUT)

@@ -30,7 +30,7 @@ VOCAB = 64
 
 
 class Provider:
-    """What Megatron-Bridge's provider does for verl."""
+    """A replacement for Megatron-Bridge's provider in verl."""
 
     fp16 = bf16 = sequence_parallel = False
 
@@ -215,7 +215,7 @@ def _but_last(rows: torch.Tensor) -> torch.Tensor:
 
 
 def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> dict[str, Any]:
-    """Every rank: what verl's own engine and ours answer for the same batch, and the metrics of ours."""
+    """Every rank: results of verl's own engine and ours for the same batch, and the metrics of ours."""
     answers: list[dict[str, Any]] = []
     weights: list[Any] = []
     shape = {
@@ -263,7 +263,7 @@ def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> di
 
 
 def track(layout: Any, folder: str, backends: list[str]) -> Any:
-    """Every rank: what SFT's trainer hands its trackers; the first rank of the last stage logs it with ``Tracking``."""
+    """Every rank: SFT's metrics for trackers; the first rank of the last stage logs it with ``Tracking``."""
     from verl.utils import tensordict_utils as tu
     from verl.utils.tracking import Tracking
     from verl.workers.engine_workers import TrainingWorker

@@ -1,4 +1,4 @@
-"""What two ranks report of mistakes and of a verification, once."""
+"""Reports of two ranks on mistakes and on a verification, printed once."""
 
 from __future__ import annotations
 

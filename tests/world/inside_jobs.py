@@ -109,7 +109,7 @@ def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample])
     of_tree = dict(tree.named_parameters())
     for name, parameter in stock.named_parameters():
         expected, found = parameter.grad, of_tree[name].grad
-        if getattr(parameter, "sequence_parallel", False):  # each rank has the gradient of its own tokens
+        if getattr(parameter, "sequence_parallel", False):  # each rank has the gradient of its tokens
             torch.distributed.all_reduce(expected)
             torch.distributed.all_reduce(found)
         errors[name] = float((found - expected).norm() / expected.norm())

@@ -347,7 +347,7 @@ class OneByOne:
         wide = functools.partial(torch.promote_types, torch.float32)
         sums = {p: torch.zeros_like(p, dtype=wide(p.dtype)) for p in self.model.parameters()}
         for output, leaf in self.runs:
-            if leaf.grad is None:  # it has no loss, such as a mismatched sample of kto
+            if leaf.grad is None:  # it has no loss, for example a mismatched sample of kto
                 continue
             output.backward(leaf.grad.to(output.dtype))
             for parameter, total in sums.items():

@@ -67,7 +67,7 @@ def train(layout: Layout, kind: str, dtype: torch.dtype, distributed_optimizer: 
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = microbatches()[rank::size]
     trainer.backward(forward_step, mine, seq_length=max(LENGTHS))
-    # The distributed optimizer leaves each data-parallel rank with the sum of its own shard only.
+    # The distributed optimizer leaves each data-parallel rank with the sum of its shard only.
     gradients = [] if distributed_optimizer else local_parts(trainer.chunks, lambda p: p.main_grad)
     reports = [trainer.step(forward_step, mine, seq_length=max(LENGTHS)) for _ in range(STEPS)]
     if parallel_state.get_tensor_model_parallel_rank() > 0:
