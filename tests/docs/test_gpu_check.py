@@ -103,7 +103,7 @@ def test_figures_outlive_packages_missing_later(tmp_path):
     assert rows["second"]["seconds"] == [0.5]
 
 
-def test_part_that_cannot_run_is_one_row_until_it_can(tmp_path, monkeypatch):
+def test_unrunnable_part_has_one_row_until_it_runs(tmp_path, monkeypatch):
     machine = {"gpu": True, "machine": {"device": "H100"}, "file": "gpu_h100", "missing": {"megatron.core": "absent"}}
     monkeypatch.setattr(check, "ask_machine", lambda parts: machine)
     monkeypatch.setattr(check.PartRun, "run", lambda self: True)
@@ -178,7 +178,7 @@ def test_plan_names_missing_packages():
     assert "without liger_kernel" in check.plan_text(planned, {"liger_kernel": "no"}, 9)
 
 
-def test_no_gpu_is_said_in_one_line(monkeypatch, capsys):
+def test_missing_gpu_is_reported_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(check, "ask_machine", lambda parts: {"gpu": False, "missing": {}})
     assert check.main([]) == 2
     assert capsys.readouterr().err == "gpu_check: torch sees no GPU; run it on a machine with one\n"
@@ -272,7 +272,7 @@ def test_rows_become_the_sections_that_documents_read(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--no-install", "--only", "steps"], ["--only", "steps", "--no-install"]])
-def test_python_at_hand_runs_it_without_an_installation(tmp_path, words):
+def test_check_runs_on_an_installed_python(tmp_path, words):
     """With the package from the checkout, wherever the flag stands."""
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\necho "$PYTHONPATH"\necho "$@"\n')

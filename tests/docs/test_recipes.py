@@ -227,7 +227,7 @@ def test_a_copy_of_a_recipe_elsewhere_is_one_too(tmp_path: Path) -> None:
         ((RECIPES[0],), {"NNODES": 2}, "HEAD: with NNODES=2 name one of the machines, the same on all: HEAD=HOST"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_mistakes_are_reported_in_one_sentence(
     tmp_path: Path, arguments: tuple[object, ...], variables: dict[str, object], says: str
 ) -> None:
     done = launch(tmp_path, "torchrun.sh", *arguments, **variables)

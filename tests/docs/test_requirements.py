@@ -274,7 +274,7 @@ def test_each_megatron_core_is_tested(tmp_path: Path) -> None:
     assert f"scripts/versions {found['3.11']} " in (ROOT / ".ci" / "run").read_text()
 
 
-def test_each_tested_version_is_named_where_users_look() -> None:
+def test_each_tested_version_is_named_in_the_docs() -> None:
     """The files of scripts/versions, the sentence about other versions, and the page of supported versions."""
     files = {file.stem: file for file in (ROOT / "requirements-versions").glob("*.txt")}
     main = files.pop("main")

@@ -426,7 +426,7 @@ def test_malicious_files_run_nothing(kind: Callable[[Path], Iterator[Case]], run
     assert table.faults == [], "\n".join(table.faults)
 
 
-def test_the_payload_would_run(tmp_path: Path) -> None:
+def test_payload_runs_in_an_unsafe_loader(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
 

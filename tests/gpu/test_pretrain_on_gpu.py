@@ -70,7 +70,7 @@ def test_fp32_equals_the_stock_run(model, data, tmp_path):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bf16_goes_no_further_from_fp32_than_the_stock_run_does(implementation, model, data, tmp_path, record_property):
+def test_bf16_stays_as_close_to_fp32_as_the_stock_run(implementation, model, data, tmp_path, record_property):
     if implementation == "transformer_engine":
         pytest.importorskip("transformer_engine.pytorch")
     errors = bf16_errors(data, FOLDED, layers(implementation, model), tmp_path)

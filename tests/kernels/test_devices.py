@@ -101,7 +101,7 @@ def test_every_kernel_of_ours(machine, deterministic, apart, engine):
     assert machine.current == 0
 
 
-def test_a_launch_without_a_guard_is_noticed(machine):
+def test_launch_without_a_device_guard_is_detected(machine):
     """The test above can fail."""
     metadata = metadata_of([40], [-1])
     inputs = inputs_of(metadata)

@@ -117,7 +117,7 @@ def test_a_group_is_split_and_not_split_by_the_same_kernel():
     assert grids == [(blocks[0] * 8,), (blocks[1],)]
 
 
-def test_a_number_that_is_not_exempt_is_noticed():
+def test_specialized_number_is_detected():
     """The test above can fail: without its exemptions a kernel has several keys."""
     kernel = triton.JITFunction(forward.forward_kernel.fn)
     with mock.patch.dict(KERNELS, forward_kernel=kernel):

@@ -97,7 +97,7 @@ def test_broken_spilling_and_wrong_candidates_are_skipped(tune, tmp_path, monkey
         assert not any("seconds" in row for row in others)
 
 
-def test_without_a_gpu_or_the_interpreter_it_says_so(tune, monkeypatch, capsys):
+def test_tuning_without_gpu_or_interpreter_is_rejected(tune, monkeypatch, capsys):
     monkeypatch.setattr(tune.triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=False)))
     assert tune.main([]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err

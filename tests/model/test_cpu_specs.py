@@ -30,7 +30,7 @@ def test_norms_equal_torchs_and_exchange_weights(kind: str) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_norms_say_whether_their_gradients_are_partial(sequence_parallel: bool) -> None:
+def test_norms_mark_partial_gradients(sequence_parallel: bool) -> None:
     settings = {"sequence_parallel": sequence_parallel, "tensor_model_parallel_size": 2, "params_dtype": torch.float64}
     norm = Norm(config(normalization="LayerNorm", **settings), 8)
     assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2

@@ -80,7 +80,7 @@ def test_missing_requirements_are_reported_before_the_run(
     assert capsys.readouterr().err.endswith(f"error: {says}\n")
 
 
-def test_the_recipe_says_that_it_is_the_script_s() -> None:
+def test_recipe_says_it_is_not_for_train() -> None:
     """``train`` would end with a missing group: the prompts are no rollouts."""
     recipe = ROOT / "recipes/grpo_arithmetic.yaml"
     top = recipe.read_text().partition("\ndata:")[0]

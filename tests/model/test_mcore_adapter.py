@@ -86,7 +86,7 @@ def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytes
     assert arguments["extra_args_provider"].keywords == {"args_defaults": {"vocab_size": 8}}
 
 
-def test_help_has_our_arguments_where_pretrain_parses_without_them(
+def test_help_has_our_arguments_if_pretrain_parses_without_them(
     load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """core_v0.16.1's ``pretrain`` parses once for its fault tolerance before it parses with extra arguments."""

@@ -85,7 +85,7 @@ def test_a_missing_name_is_named(uses: Uses, monkeypatch: pytest.MonkeyPatch) ->
     assert list(missing_of(uses)) == [f"{module}.{qualified}"]
 
 
-def test_everything_that_moved_is_told_at_once() -> None:
+def test_all_moved_names_are_reported_at_once() -> None:
     table = [Uses("megatron.core:nonsense"), Uses("megatron.core.gone:Thing"), *compat.SEAM]
     with pytest.raises(MegatronCoreError, match=r"megatron\.core\.nonsense; megatron\.core\.gone\.Thing \(No module"):
         compat.check(table)

@@ -155,7 +155,7 @@ def test_layers_that_follow_a_tree_are_accepted(pattern: str) -> None:
     check_pattern(pattern)
 
 
-def test_a_stack_refuses_before_it_builds_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_rejects_settings_before_building_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerLayer, "__init__", lambda *_, **__: pytest.fail("built a layer"))
     with pytest.raises(NotImplementedError, match=r"support M \(Mamba"):
         hybrid(tiny_config(num_layers=3), "-M*", with_prefix_tree(hybrid_stack))

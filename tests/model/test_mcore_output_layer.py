@@ -368,7 +368,7 @@ def test_a_frozen_output_layer() -> None:
         assert_same_gradients(grads, {name: expected[name] for name in grads}, 1e-12)
 
 
-def test_a_model_without_the_head_says_so() -> None:
+def test_model_without_an_edge_head_is_rejected() -> None:
     _, tree = twins(tiny_config())
     with pytest.raises(
         ValueError, match=r"^Logprobs asks the fused head, but the model's .* only has logits; pass the"
@@ -384,7 +384,7 @@ def test_a_request_never_passes_for_a_flag() -> None:
 
 
 @pytest.mark.parametrize("readout", [TopLogprobs(k=2, fused=True), Hidden(fused=False)])
-def test_a_readout_refuses_the_way_that_it_lacks(readout: Any) -> None:
+def test_readout_rejects_unsupported_heads(readout: Any) -> None:
     _, tree = twins(tiny_config())
     batch = batch_of()
     with pytest.raises(NotImplementedError, match=f"{type(readout).__name__} .*; set fused={not readout.fused}"):

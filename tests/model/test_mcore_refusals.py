@@ -243,7 +243,7 @@ def test_an_unknown_attention_backend_is_refused_when_the_batch_is_made():
         batch(attention_backend="flash")
 
 
-def test_attention_is_deterministic_unless_asked_otherwise():
+def test_attention_is_deterministic_by_default():
     assert batch().packed_seq_params.deterministic_attention
     assert not batch(deterministic_attention=False).packed_seq_params.deterministic_attention
 
@@ -282,7 +282,7 @@ def test_with_prefix_tree_changes_two_classes_and_not_its_input():
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_applying_it_twice_is_harmless(block):
+def test_with_prefix_tree_can_be_applied_twice(block):
     spec = get_gpt_layer_local_spec()
     spec = TransformerBlockSubmodules(layer_specs=[spec] * 2) if block else spec
     once = with_prefix_tree(spec)
@@ -313,7 +313,7 @@ def test_subclasses_of_attention_are_followed():
 
 
 @pytest.mark.parametrize(("name", "width"), [("linear_kv_down_proj", 24), ("linear_qkv_down_proj", 36)])
-def test_rotary_keys_whose_gradient_upstream_loses_are_refused(name, width):
+def test_rotary_keys_without_upstream_gradients_are_rejected(name, width):
     config = tiny_config(
         multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=20, qk_pos_emb_head_dim=4, num_query_groups=4
     )
@@ -416,7 +416,7 @@ def test_the_local_specs_are_megatrons():
     assert repr(local_layer_spec(**rms_norm)) == repr(with_prefix_tree(get_gpt_layer_local_spec(**rms_norm)))
 
 
-def test_transformer_engine_specs_without_transformer_engine_say_so(monkeypatch):
+def test_missing_transformer_engine_is_reported(monkeypatch):
     monkeypatch.setattr(layer_specs, "_have_te", lambda: False)
     with pytest.raises(ImportError, match=r"needs TransformerEngine, which is not installed.*gpt_layer_local"):
         te_layer_spec(qk_layernorm=True)

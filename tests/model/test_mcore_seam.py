@@ -298,7 +298,7 @@ def test_windows_and_sinks_change_the_result(name):
 
 
 @pytest.mark.parametrize("name", ["window", "learnable sinks"])
-def test_a_backend_without_them_refuses_and_names_one_that_has_them(name):
+def test_backend_without_options_names_one_with_them(name):
     config = tiny_config(**WINDOWS_AND_SINKS[name])
     _, tree = twins(config)
     with pytest.raises(ValueError, match=r"'path' does not support (window=4|sinks) .*backends that do: .*reference"):

@@ -49,7 +49,7 @@ def test_attention_stays_on_the_device(outcomes: dict[str, str], backend: str) -
     assert outcomes[f"attention {backend}"] == ""
 
 
-def test_it_would_be_noticed(outcomes: dict[str, str]) -> None:
+def test_device_faults_are_detected(outcomes: dict[str, str]) -> None:
     assert "found at least two devices" in outcomes["two devices"]
     assert outcomes["read back"].startswith("DataDependentOutputException")
     assert "a copy to the host" in outcomes["copied back"]

@@ -240,9 +240,7 @@ def test_the_data_are_not_replaced(job: Path, tmp_path: Path) -> None:
     assert data.read_bytes() == before
 
 
-def test_a_table_without_pyarrow_is_told_before_anything_runs(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_pyarrow_is_reported_before_the_run(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     result = command("score", job, "--output", str(tmp_path / "out.parquet"), "model.hidden_size=64")
     assert result.exit_code == 2
@@ -251,7 +249,7 @@ def test_a_table_without_pyarrow_is_told_before_anything_runs(
     )
 
 
-def test_a_name_of_another_kind_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:
+def test_unknown_output_suffix_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     result = command("score", job, "--output", str(output), "model.hidden_size=64")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -267,7 +265,7 @@ def test_help_names_read_and_replaced_files() -> None:
     assert "checkpoint.save is the folder of a run, in the recipe or given here; it is only read." in said
 
 
-def test_a_folder_that_is_missing_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:
+def test_missing_output_folder_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
     result = command("score", job, "--output", str(tmp_path / "no" / "out.jsonl"))
     assert result.exit_code == 2
     assert "its folder does not exist; create it" in result.stderr

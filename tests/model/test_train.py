@@ -162,7 +162,7 @@ def test_step_report_fields(job: Path) -> None:
     assert rates[-1] > 1e-3
 
 
-def test_a_step_larger_than_the_data_is_said(job: Path) -> None:
+def test_step_larger_than_the_data_is_reported(job: Path) -> None:
     notes = train(job, "batch.global_batch_size=20", "train_iters=2")
     assert notes.told == [
         "a step of 20 samples takes the 16 there are more than once; its fold ratio counts the repeats, which other "
@@ -171,7 +171,7 @@ def test_a_step_larger_than_the_data_is_said(job: Path) -> None:
     assert train(job, "batch.global_batch_size=16", "train_iters=2").told == []
 
 
-def test_new_weights_are_said_to_be(job: Path) -> None:
+def test_new_weights_are_reported(job: Path) -> None:
     said = "the weights are new, drawn with seed=1234"
     assert train(job, "train_iters=2").messages[-1] == said
     policy = write_job(job.parent, [{**row, "reward": index % 2, "group": 0} for index, row in enumerate(rows())])

@@ -103,7 +103,7 @@ def test_unwritable_output_is_rejected_before_measuring(
     assert result.stderr.endswith("nowhere/measured.json: its folder does not exist; create it\n")
 
 
-def test_nothing_is_trained_and_the_schedule_is_left_as_it_was(job: Path) -> None:
+def test_calibration_trains_nothing_and_restores_the_schedule(job: Path) -> None:
     recipe = load_recipe(job)
     assert len(batch_of(recipe, 1)) == 6
     found, _ = run_once(recipe, partial(measure_costs, repeats=1), is_trained=True)

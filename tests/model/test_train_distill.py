@@ -115,7 +115,7 @@ def check_steps(recipe: Recipe, divergence: str, loss_of: Callable[[Any, Any], t
 
 
 @pytest.mark.parametrize("fused_head", ["true", "false"])
-def test_with_every_token_of_the_vocabulary_there_is_no_rest(tmp_path: Path, fused_head: str) -> None:
+def test_top_k_of_the_full_vocabulary_has_no_rest(tmp_path: Path, fused_head: str) -> None:
     """The rest of 1 in single precision is no token: the loss is exactly the divergence from the file's rows."""
     recipe = load_recipe(
         write_job(tmp_path, taught(rows(), VOCAB)),
@@ -147,14 +147,14 @@ def test_a_teacher_is_learnt(job: Path) -> None:
     assert reports[-1].metrics["forward_kl"] < reports[0].metrics["forward_kl"] / 5
 
 
-def test_verification_and_comparison_go_with_it(job: Path) -> None:
+def test_verification_and_comparison_support_distillation(job: Path) -> None:
     notes = train(job, *overrides_of(OPTIONS), "train_iters=2", "verify.enabled=true", "compare=true")
     assert notes.verifications[0].passed
     assert len(notes.comparisons) == 1
     assert command("verify", job, *overrides_of(OPTIONS)).exit_code == 0
 
 
-def test_a_teacher_asked_about_each_sample_by_itself(tmp_path: Path) -> None:
+def test_teacher_on_unfolded_samples(tmp_path: Path) -> None:
     """It says the same of a shared prefix but for its last digits."""
     content = taught(rows())
     rng = np.random.default_rng(0)
@@ -283,7 +283,7 @@ def test_a_second_model_is_asked_again_after_a_resume(tmp_path: Path) -> None:
     assert train(job, *settings, saving, resume=True).losses == whole.losses[2:]
 
 
-def test_verification_goes_with_a_second_model(tmp_path: Path) -> None:
+def test_verification_supports_a_second_model(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     taught_by = from_model(recipe_of_teacher(tmp_path, job))
     assert train(job, *taught_by, "train_iters=2", "verify.enabled=true").verifications[0].passed

@@ -146,7 +146,7 @@ def test_file_with_other_content_is_not_changed(job: Path, tmp_path: Path, conte
         ("folder.jsonl", "folder.jsonl: is a folder; name a file in it, such as"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_first_step(
+def test_unwritable_metrics_file_is_rejected_before_the_first_step(
     job: Path, tmp_path: Path, name: str, says: str
 ) -> None:
     (tmp_path / "in_the_way").touch()
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_first_step(
     assert "step 1" not in result.stdout
 
 
-def test_a_full_disk_is_told_by_name(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_the_setting(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, text: str) -> None:
             raise OSError(28, "No space left on device")
@@ -239,7 +239,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(job: Path, tmp_path: Pat
     assert shown == pytest.approx(seconds), "step 5 is the second run's"
 
 
-def test_a_folder_that_tensorboard_cannot_write_to_is_told_before_the_first_step(job: Path, tmp_path: Path) -> None:
+def test_unwritable_tensorboard_folder_is_rejected_before_the_first_step(job: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "in_the_way").touch()
     result = command("train", job, f"log.tensorboard={tmp_path / 'in_the_way' / 'board'}", "train_iters=2")
@@ -251,7 +251,7 @@ def test_a_folder_that_tensorboard_cannot_write_to_is_told_before_the_first_step
     assert "step 1" not in result.stdout
 
 
-def test_tensorboard_that_is_missing_is_told_before_anything_runs(
+def test_missing_tensorboard_is_reported_before_the_run(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[:3] == ["torch", "utils", "tensorboard"]]:

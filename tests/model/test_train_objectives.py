@@ -242,7 +242,7 @@ def test_command_line_shows_metrics_and_dropped_samples(tmp_path: Path) -> None:
     assert "each epoch leaves out 3 samples: steps take whole groups" in done.output
 
 
-def test_verification_and_comparison_go_with_any_objective(tmp_path: Path) -> None:
+def test_verification_and_comparison_support_every_objective(tmp_path: Path) -> None:
     for name in ("grpo", "dpo"):
         job, overrides = job_of(tmp_path, name)
         notes = train(job, *overrides, "train_iters=2", "verify.enabled=true", "compare=true")
@@ -283,7 +283,7 @@ def test_unknown_keys_of_an_objective(tmp_path: Path) -> None:
         load_recipe(job, ["objective.kl_coef=1"])
 
 
-def test_a_step_that_would_cut_a_group(tmp_path: Path) -> None:
+def test_step_that_cuts_a_group_is_rejected(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo")
     with pytest.raises(SampleError, match=r"data.jsonl:1: group 'prompt 0' has 3 samples, and steps .* multiple of 3"):
         train(job, *overrides, "batch.global_batch_size=4")
@@ -340,7 +340,7 @@ def test_missing_signals_are_reported_before_the_first_step(tmp_path: Path) -> N
         ("grpo", {"tis_cap": 2.0}, "rollout_logprobs", "and tis_cap=2.0 needs it"),
     ],
 )
-def test_a_missing_field_is_told_with_the_command_that_writes_it(
+def test_missing_field_error_names_the_command_that_writes_it(
     tmp_path: Path, name: str, options: dict[str, Any], field: str, ends: str
 ) -> None:
     content = [{key: value for key, value in row.items() if key != field} for row in rows(neighbours=2)[:12]]
@@ -371,7 +371,7 @@ def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_p
     train(job, *overrides, "train_iters=1", "optimizer.lr_warmup_steps=0")
 
 
-def test_chunks_of_the_head_are_as_large_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_chunks_follow_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are those of any other; of samples that are longer than a chunk, logits are formed twice."""
     job, overrides = job_of(tmp_path, "gspo")
     formed, logits = [], head_chunks.Chunks.logits

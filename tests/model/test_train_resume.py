@@ -255,7 +255,7 @@ def test_as_many_other_samples_are_refused(job: Path, tmp_path: Path, streaming:
     assert f"{holds}; the data would not" in str(error.value)
 
 
-def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Path) -> None:
+def test_new_data_start_at_their_first_sample_on_request(job: Path, tmp_path: Path) -> None:
     """Optimizer and steps continue; and that run resumes as any other."""
     assert train(job, *saving(tmp_path / "first", "train_iters=2")).spans == [(1, 2)]
     shutil.copytree(tmp_path / "first", tmp_path / "second")
@@ -289,7 +289,7 @@ def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Pat
     assert result.stderr == "error: --new-data goes with --resume: a run that begins has no other data\n"
 
 
-def test_a_checkpoint_goes_into_an_untouched_stock_model(undisturbed: tuple[Path, Path, list[float]]) -> None:
+def test_stock_model_loads_a_checkpoint(undisturbed: tuple[Path, Path, list[float]]) -> None:
     recipe_file, saved, _ = undisturbed
     recipe = load_recipe(recipe_file)
     with world_of_one(recipe) as place, torch.no_grad():
@@ -305,7 +305,7 @@ def test_a_checkpoint_goes_into_an_untouched_stock_model(undisturbed: tuple[Path
         assert not torch.allclose(logits_of(stock, samples[0].tokens.tolist()), untrained)
 
 
-def test_a_stock_checkpoint_goes_into_the_tree_model(job: Path, tmp_path: Path) -> None:
+def test_tree_model_loads_a_stock_checkpoint(job: Path, tmp_path: Path) -> None:
     recipe = load_recipe(job)
     (tmp_path / "stock").mkdir()
     with world_of_one(recipe) as place, torch.no_grad():
@@ -341,7 +341,7 @@ def cut_in_half(path: Path) -> None:
         ("iter_0000006/__0_0.distcp", Path.unlink, "{file} is missing; restore it"),
     ],
 )
-def test_damage_is_told_by_name(
+def test_damaged_checkpoint_error_names_the_file(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, name: str, damage: object, says: str
 ) -> None:
     recipe, reference, _ = undisturbed
@@ -425,7 +425,7 @@ def test_tables_are_the_same_data(undisturbed: tuple[Path, Path, list[float]], t
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])
-def test_bad_lines_are_skipped_and_told_twice(tmp_path: Path, streaming: str) -> None:
+def test_skipped_lines_are_reported_before_and_after_training(tmp_path: Path, streaming: str) -> None:
     (tmp_path / "good").mkdir()
     good = train(write_job(tmp_path / "good"))
     recipe = write_job(tmp_path, [{"tokens": [99]}, *rows(), {"tokens": list(range(50))}, {}])

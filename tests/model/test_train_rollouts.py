@@ -231,7 +231,7 @@ def test_contradictory_settings_are_rejected(tmp_path: Path, overrides: tuple[st
         train(job, *overrides)
 
 
-def test_unequal_groups_counted_in_samples_are_told_the_way_out(tmp_path: Path) -> None:
+def test_error_of_unequal_groups_names_the_way_out(tmp_path: Path) -> None:
     job = write_job(tmp_path, conversations())
     with pytest.raises(SampleError, match=r"jsonl:4 turn 0: group 1 has 6 samples and group 0 has 9 sam.*per_step"):
         train(job, "batch.max_tokens=60", "data.tokenizer=letters", "data.expand_turns=true", *options())

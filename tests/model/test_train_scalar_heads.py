@@ -201,7 +201,7 @@ def test_a_policy_starts_from_a_language_model(job: Path, tmp_path: Path, langua
     assert notes.losses[0] < train(job, "train_iters=2").losses[0]
 
 
-def test_one_kind_of_model_is_not_mistaken_for_another(job: Path, tmp_path: Path, language_model: Path) -> None:
+def test_checkpoints_of_another_kind_of_model_are_rejected(job: Path, tmp_path: Path, language_model: Path) -> None:
     train(job, *overrides_of("critic"), "train_iters=2", f"checkpoint.save={tmp_path / 'critic'}")
     with pytest.raises(RecipeError, match=r"critic/iter_0000002 is damaged or does not fit .*output_layer\.weight"):
         train(job, f"checkpoint.pretrained_checkpoint={tmp_path / 'critic'}")
@@ -309,7 +309,7 @@ def test_verification_detects_wrong_values(job: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", quick("critic", of=["critic", "reward_model"]))
-def test_comparison_and_calibration_go_with_them(job: Path, tmp_path: Path, name: str) -> None:
+def test_comparison_and_calibration_support_scalar_heads(job: Path, tmp_path: Path, name: str) -> None:
     notes = train(job, *overrides_of(name), "train_iters=2", "compare=true")
     assert notes.comparisons[0].stock is not None
     done = command("calibrate", job, *overrides_of(name), "--output", str(tmp_path / "costs.json"))

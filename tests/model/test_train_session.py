@@ -41,7 +41,7 @@ def test_a_rank_takes_the_gpu_of_its_place_on_the_machine(
 
 
 @pytest.mark.parametrize("gpus", [4, pytest.param(1, id="torchrun with one GPU")])
-def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+def test_more_ranks_than_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_RANK", str(gpus))
     if gpus == 1:
@@ -94,7 +94,7 @@ def timeouts() -> list[timedelta]:
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
-def test_ranks_wait_as_long_as_the_recipe_says(tmp_path: Path) -> None:
+def test_ranks_use_the_recipes_timeout(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     with world_of_one(load_recipe(job, ["distributed_timeout_minutes=47"])):
         assert timeouts() == [timedelta(minutes=47)] * 2

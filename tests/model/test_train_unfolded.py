@@ -111,13 +111,13 @@ def test_it_fits_to_the_byte(
                 assert obstacle.startswith(f"{whose} needs about 0 GiB for the 15 tokens of {job.parent}/data.jsonl:")
 
 
-def test_verify_says_it_in_a_sentence(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reports_missing_memory_in_one_sentence(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfolded, "available_bytes", lambda device: 0)
     with pytest.raises(RecipeError, match=r"^verify cannot run the unfolded side: .* alone, and 0 GiB are available; "):
         train(job, "verify.enabled=true")
 
 
-def test_a_comparison_goes_without_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_skips_an_unfolded_side_beyond_memory(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfolded, "available_bytes", lambda device: 0)
     (comparison,) = train(job, "compare=true", "train_iters=2").comparisons
     assert comparison.stock is None

@@ -237,7 +237,7 @@ def test_a_signal_ends_the_run_before_an_evaluation(tmp_path: Path, job: Path, h
     assert (len(notes.reports), list(losses(notes))) == (2, [0])
 
 
-def test_samples_that_cannot_be_used_are_told_before_the_first_step(tmp_path: Path) -> None:
+def test_unusable_held_out_samples_are_rejected_before_the_first_step(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "dpo")
     good = rows_with_signals(1, neighbours=2)[:6]
 

@@ -246,7 +246,7 @@ def test_a_batch_in_which_nothing_is_scored_proves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_recipe_says_whether_attention_is_deterministic(
+def test_recipe_controls_deterministic_attention(
     job: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
@@ -352,7 +352,7 @@ def test_nothing_is_trained_when_folding_is_broken(job: Path, broken: Callable[[
         train(job, "verify.enabled=true")
 
 
-def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worst_parameter_has_the_wrong_gradient(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is wrong in one parameter, and only in the folded run."""
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     recipe = load_recipe(job, ["attention_backend=path"])
@@ -388,7 +388,7 @@ def test_weights_and_gradients_are_untouched(job: Path) -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_training_after_it_has_the_same_bits(job: Path) -> None:
+def test_training_after_verify_has_the_same_bits(job: Path) -> None:
     verified = train(job, "verify.enabled=true", "compare=true")
     skipped = train(job, "verify.enabled=false", "compare=false")
     assert verified.losses == skipped.losses

@@ -169,7 +169,7 @@ def test_average_of_one_teacher_is_that_teacher_for_any_weight(folder):
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
-def test_verification_goes_with_a_teacher(folder):
+def test_verification_supports_a_teacher(folder):
     assert command("verify", folder / "student.yaml", *settings(folder)).exit_code == 0
 
 

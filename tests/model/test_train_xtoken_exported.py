@@ -64,7 +64,7 @@ def test_rows_of_the_full_vocabulary_equal_the_teacher(folder, all_rows, mode, c
 
 
 @pytest.mark.parametrize("mode", ["p_kl", "alm"])
-def test_likeliest_tokens_train_from_lines_however_steps_are_cut(folder, lines, mode):  # noqa: F811
+def test_likeliest_tokens_train_equally_for_any_cut_of_a_step(folder, lines, mode):  # noqa: F811
     given = [*settings(folder, mode), EXPORTED, f"data.path={lines}", "train_iters=3"]
     narrow = train(folder / "student.yaml", *given)
     held_out = [f"validation.path={lines}", "validation.eval_interval=3"]

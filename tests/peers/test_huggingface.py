@@ -158,7 +158,7 @@ def test_teacher_is_a_folder(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_folders_whose_parts_disagree(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_folders_with_inconsistent_parts_are_rejected(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))

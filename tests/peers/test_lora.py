@@ -103,7 +103,7 @@ def test_adapter_scores_equal_pefts(
 @pytest.mark.parametrize(
     "layout", [(), pytest.param(TP2_SP, marks=pytest.mark.ci), pytest.param(PP2, marks=pytest.mark.ci)]
 )
-def test_adapter_goes_through_unchanged(layout: tuple[str, ...], tmp_path: Path) -> None:
+def test_adapter_is_exported_unchanged(layout: tuple[str, ...], tmp_path: Path) -> None:
     """A step that changes no bit lies between reading and writing."""
     recipe, source, adapter, _ = write_adapter(tmp_path, "Llama 3", ALL)
     exported = tmp_path / "exported"

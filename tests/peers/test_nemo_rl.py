@@ -60,7 +60,7 @@ def worker() -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in impl.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_worker_builds_its_model_from_the_configuration_that_it_keeps(worker: dict[str, ast.FunctionDef]) -> None:
+def test_worker_stores_its_configuration_before_building_the_model(worker: dict[str, ast.FunctionDef]) -> None:
     statements = [ast.unparse(statement) for statement in worker["__init__"].body]
     kept = next(i for i, text in enumerate(statements) if text.startswith("self.megatron_cfg = "))
     built = next(

@@ -92,7 +92,7 @@ def cut(random_, text):
     return [text[a:b] for a, b in pairwise(places)]
 
 
-def test_bytes_and_their_aligner_agree_where_each_chunk_has_one_token_on_a_side(theirs):
+def test_bytes_and_their_aligner_agree_on_chunks_with_one_token_per_side(theirs):
     """Different letters, so that no other path scores as much; runs of up to four tokens, as theirs."""
     random_ = random.Random(12)
     compared = 0

@@ -392,7 +392,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes, says):
         tree_attention(*(torch.zeros(shape) for shape in shapes), metadata, softmax_scale=1.0)
 
 
-def test_an_unknown_backend_is_refused_with_those_there_are():
+def test_unknown_backend_error_lists_the_backends():
     with pytest.raises(
         ValueError, match=r"attention backend 'flash' does not exist; choose one of .*path, .*reference"
     ):

@@ -78,7 +78,7 @@ def test_the_nearest_head_dim_decides_between_equal_shapes(table):
     assert choose(cpu(head_dim=192), SHARED).backend == "cascade"
 
 
-def test_without_sharing_it_is_the_stock_kernel(table):
+def test_auto_without_sharing_selects_the_stock_kernel(table):
     table.append(row("any", shape=UNSHARED, path=1.0, cascade=2.0))
     choice = choose(cpu(), UNSHARED)
     assert choice.backend == "cascade"
@@ -93,7 +93,7 @@ def triton_runs(monkeypatch):
         monkeypatch.setattr(auto.load_backend("triton"), name, lambda case: None)
 
 
-def test_on_a_gpu_nothing_is_measured_and_it_says_so(table, triton_runs):
+def test_auto_reports_that_nothing_was_measured_on_a_gpu(table, triton_runs):
     case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
     choice = choose(case, SHARED, device_name="NVIDIA H200")
     assert choice.backend == "triton"
@@ -134,7 +134,7 @@ def test_on_a_cpu_one_measurement_counts_for_both_modes(table, deterministic):
     assert choose(cpu(deterministic=deterministic), SHARED).backend == "cascade"
 
 
-def test_a_run_that_nothing_supports_is_told_why(table):
+def test_unsupported_run_error_gives_the_reasons(table):
     with pytest.raises(
         ValueError, match=r"'auto' finds none that supports this run \(path: window=5.*name 'reference'"
     ):
@@ -218,7 +218,7 @@ def config(**changes):
 STEP = [Sample(tokens=[*range(20), *range(100 * index, 100 * index + 5)]) for index in range(1, 6)]
 
 
-def test_a_job_is_told_once(caplog):
+def test_choice_is_reported_once_per_job(caplog):
     said = []
     device = torch.device("cpu")
     name = resolve_backend("auto", config(), lambda: STEP, device=device, say=said.append)

@@ -129,7 +129,7 @@ def test_rounding_is_that_of_one_softmax(kernel, dtype):
     assert_close_to_reference(through(kernel), metadata, dim=32, dtype=dtype, limit=limit)
 
 
-def test_without_sharing_it_is_one_causal_call():
+def test_cascade_without_sharing_is_one_causal_call():
     """Only chains: the plan has no full call, and the result is the kernel's own, bit for bit."""
     metadata = metadata_of([5, 6, 7, 2], [-1, 0, -1, -1])
     plan = build_plan(metadata)

@@ -48,7 +48,7 @@ def dense(counts, blocks):
 
 
 @given(st.integers(0, 10_000), st.sampled_from([None, 1, 40, 150]))
-def test_the_block_mask_says_which_blocks_meet(seed, window):
+def test_block_mask_marks_blocks_with_visible_pairs(seed, window):
     metadata = metadata_of(*random_forest(seed, nodes=12, node_lens=(0, 1, 60, 130, 200)), padding=seed % 3 + 1)
     mask = flex.build_mask(metadata, window)
     visible = visibility(metadata)

@@ -362,7 +362,7 @@ def test_one_that_fails_does_not_cost_the_others(field):
     }
 
 
-def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, monkeypatch):
+def test_failing_contestant_leaves_the_others(field, monkeypatch):
     difference, calls = contest.difference, []
 
     def too_large(results, first):
@@ -587,7 +587,7 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
         ),
     ],
 )
-def test_mistakes_are_told(arguments, says):
+def test_mistakes_are_reported(arguments, says):
     done = bench_cli(*arguments)
     assert says in str(done.exception)
 

@@ -65,7 +65,7 @@ def test_the_tracker_names_the_iteration(checkpoint, tmp_path, text, iteration):
     assert checkpoint.latest_iteration(str(tmp_path)) == iteration
 
 
-def test_weights_may_be_of_no_iteration(checkpoint, tmp_path):
+def test_weights_without_an_iteration(checkpoint, tmp_path):
     """As Megatron-LM's converters leave them; a run cannot continue from them."""
     assert checkpoint.latest_weights(tmp_path) is None
     (tmp_path / TRACKER).write_text("12")
@@ -131,7 +131,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(checkpoint, save, tmp_pa
     assert {path.name for path in (tmp_path / "iter_0000004").iterdir()} == {"other", "recipe.yaml"}
 
 
-def test_a_file_in_the_place_of_a_checkpoint_is_told(checkpoint, save, tmp_path):
+def test_file_in_place_of_a_checkpoint_is_reported(checkpoint, save, tmp_path):
     (tmp_path / "iter_0000004").write_text("not a folder")
     with pytest.raises(checkpoint.SaveError) as error:
         save(tmp_path, 4, lambda target: None)

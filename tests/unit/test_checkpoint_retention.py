@@ -112,7 +112,7 @@ def test_failed_removal_is_reported_and_others_are_removed(remove_older, tmp_pat
     assert left(tmp_path) == names(30)
 
 
-def test_a_folder_that_cannot_be_read_is_told(remove_older, tmp_path):
+def test_unreadable_folder_is_reported(remove_older, tmp_path):
     told = []
     remove_older(tmp_path / "gone", 10, keep=1, say=told.append)
     assert told == [

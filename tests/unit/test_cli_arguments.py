@@ -57,7 +57,7 @@ def test_numbers_have_limits_that_are_named(data: Path, command: str, option: st
         (["plan", "x.jsonl", "--order", "random"], "error: Invalid value for '--order': "),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(arguments: list[str], says: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(arguments: list[str], says: str) -> None:
     done = cli(*arguments)
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()

@@ -89,7 +89,7 @@ def test_json_is_one_object_and_nothing_else(forest):
     }
 
 
-def test_the_drawing_says_the_same(forest):
+def test_drawing_matches_the_report(forest):
     result = inspect(forest)
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
@@ -154,7 +154,7 @@ def test_a_model_has_an_expected_speedup(chat, tmp_path):
     ]
 
 
-def test_trees_limits_the_drawings_and_says_so(forest):
+def test_trees_option_limits_the_drawings_and_counts_the_rest(forest):
     assert "9 9 9" not in inspect(forest, "--trees", 1).stdout
     assert "… 1 more tree\n" in inspect(forest, "--trees", 1).stdout
     assert "├" not in inspect(forest, "--trees", 0).stdout
@@ -220,7 +220,7 @@ def test_chat_is_encoded_with_the_default_tokenizer(chat):
     assert turns["longest_sample"].endswith(" turn 1")
 
 
-def test_the_tokenizer_is_the_one_that_was_named(chat):
+def test_tokenizer_option_selects_the_tokenizer(chat):
     assert json.loads(inspect(chat, "--json", "--tokenizer", "mistral-v3-tekken").stdout)["tokenizer"] == (
         "mistral-v3-tekken"
     )

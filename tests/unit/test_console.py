@@ -148,7 +148,7 @@ def test_the_closing_table_ends_the_bar(terminal, comparison):
     assert printed(console) == before
 
 
-def test_nothing_to_train_is_said(log, terminal):
+def test_missing_training_samples_are_reported(log, terminal):
     for console, reporter in (log, terminal):
         reporter.started(7, 6)
         assert printed(console) == "nothing to train: train_iters=6 are done\n"
@@ -222,7 +222,7 @@ def test_the_errors_fit_80_columns(verify_report, log):
 
 
 @pytest.mark.parametrize("error", [1.1e-5, float("inf"), float("nan")])
-def test_an_error_above_its_limit_stands_out(verify_report, error):
+def test_error_above_its_limit_is_highlighted(verify_report, error):
     report = replace(verify_report, entropy_error=error)
     lines = shown(print_verified, report)
     assert cells(lines, "entropies")[-1] == "TOO LARGE"
@@ -407,7 +407,7 @@ def test_reading_shows_bytes_on_a_terminal_until_training_starts():
     reporter.close()
 
 
-def test_reading_says_a_line_now_and_then_elsewhere(monkeypatch):
+def test_reading_progress_without_a_terminal_is_printed_in_lines(monkeypatch):
     now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
     monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
     console = Console(file=io.StringIO())

@@ -264,13 +264,13 @@ def test_next_role_stops_a_turn_without_thinking(shown):
     [([said("", tool_calls=call())], "<|observation|>"), ([said("x")], "<|user|>"),
      ([said("x"), tool("y")], "<|observation|>"), ([said("x"), user("y")], "<|user|>")],
 )  # fmt: skip
-def test_last_turn_of_glm_gets_the_token_that_would_follow(shown, last, stop):
+def test_last_turn_of_glm_gets_the_next_turns_token(shown, last, stop):
     (text,) = shown("glm", [user("a"), *last])
     assert text.startswith("[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\n")
     assert text.endswith(f"{stop}]]")
 
 
-def test_only_listed_tokens_stop_where_some_are_listed(shown):
+def test_only_listed_stop_tokens_are_used(shown):
     messages = [user("a"), said("", tool_calls=call()), tool("b"), said("c")]
     assert shown("glm", messages, stops=("<|endoftext|>", "<|user|>")) == [
         "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\n<tool_call>find\n</tool_call>]]<|observation|>\n"
@@ -310,7 +310,7 @@ def test_cut_turn_in_the_middle_leaves_the_others(shown):
 
 
 @pytest.mark.parametrize(("key", "value"), CUT_KEYS)
-def test_record_says_that_its_last_turn_was_cut(shown, key, value):
+def test_record_marks_its_last_turn_as_cut(shown, key, value):
     ended, cut = CHATML_ASKED + "[[b<|im_end|>]]", CHATML_ASKED + "[[b]]"
     conversation = [user("a"), said("b"), user("c"), said("d")]
     prompt = [user("a")]

@@ -69,7 +69,7 @@ def test_other_units_and_other_ranks_are_quiet(
     assert caplog.messages == []
 
 
-def test_ranks_that_see_one_pair_count_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_pair_on_several_ranks_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     pairs = EqualPairs(ranks=Ranks(size=2, gather=lambda found: [found, found]))
     sides = [
         Sample(tokens=[1, 2], source=f"d row {number}", signals=Signals(pair="p", chosen=not number))

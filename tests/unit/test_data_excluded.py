@@ -145,7 +145,7 @@ def test_other_name_and_tables(tmp_path):
     assert str(skipped) == "excluded 1 by the field 'exclude'"
 
 
-def test_writer_keeps_the_excluded_and_says_so(tmp_path):
+def test_writer_keeps_excluded_records_and_reports_them(tmp_path):
     """As ``score`` reads and writes them."""
     names = FieldNames(given={"exclude": "bad"}, keeps_others=True)
     rows = [{"tokens": [1, 2], "bad": 1}, {"tokens": [1, 3], "bad": 0, "other": 5}]

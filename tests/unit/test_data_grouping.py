@@ -148,7 +148,7 @@ def test_error_names_groups_that_a_step_would_cut(given, by, step, says):
         whole_groups(given, by, step=step, setting="the test")
 
 
-def test_groups_of_any_size_where_steps_count_them():
+def test_steps_that_count_groups_take_any_group_size():
     given = [line("a", 1, samples=3), line("b", 2), line("b", 3, samples=6), line("c", 4)]
     groups = whole_groups(given, "group", step=None, setting="grpo")
     assert groups == [given[0], given[1] + given[2], given[3]]

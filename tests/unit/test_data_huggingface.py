@@ -273,7 +273,7 @@ def test_a_tokenizer_that_cannot_write_behind_such_a_prompt(tmp_path):
 
 
 @needs_transformers
-def test_tools_are_told_by_the_template(tmp_path):
+def test_template_renders_tools(tmp_path):
     told = "{% for t in tools or [] %}<tool>{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", told + CHATML))
     tools = parse_tools([{"name": "find", "parameters": {"type": "object"}}])
@@ -300,7 +300,7 @@ def test_a_template_that_removes_reasoning(tmp_path):
 
 
 @needs_transformers
-def test_a_history_whose_text_stays_and_whose_tokens_do_not(tmp_path):
+def test_history_with_equal_text_and_other_tokens(tmp_path):
     """The first answer was written behind a line break, and with it is one token of the history."""
     folder = make_folder(tmp_path / "tokenizer", CHATML, joins=("\n\n",))
     rows = [
@@ -320,7 +320,7 @@ def test_a_history_whose_text_stays_and_whose_tokens_do_not(tmp_path):
 
 
 @needs_transformers
-def test_a_template_whose_answers_do_not_continue_its_prompt(tmp_path):
+def test_template_with_answers_that_do_not_continue_its_prompt(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", NO_CONTINUATION))
     with pytest.raises(ChatError, match=r"field 'messages\[2\]' does not continue its generation prompt"):
         tokenizer.encode_turns(parse_messages(ROWS))
@@ -391,7 +391,7 @@ TODAY = (
         ({"date_string": "1 Jan", "strftime_now": "2026-11-20"}, "1 Jan<"),
     ],
 )
-def test_a_template_s_clock_shows_the_date_that_it_is_told(tmp_path, given, starts):
+def test_templates_clock_uses_the_configured_date(tmp_path, given, starts):
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", TODAY + CHATML), given)
     assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith(starts)
 

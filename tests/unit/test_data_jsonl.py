@@ -171,7 +171,7 @@ def test_glob_is_sorted_and_lists_keep_their_order(tmp_path, write):
     assert [sample.tokens[0] for sample in samples] == [99, 1, 2, 10]
 
 
-def test_a_file_whose_name_looks_like_a_glob(write):
+def test_file_name_that_looks_like_a_glob(write):
     path = write({"tokens": [5]}, name="a[1].jsonl")
     assert [sample.tokens.tolist() for sample in read_samples(path)] == [[5]]
 

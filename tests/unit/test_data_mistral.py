@@ -126,7 +126,7 @@ TOOLS = [{"name": "find", "description": "It finds.", "parameters": {"type": "ob
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-def test_tools_are_told_as_the_official_encoding_tells_them(name, official):
+def test_tools_equal_the_official_encoding(name, official):
     tokenizer, messages, tools = tokenizer_of(name), parse_messages(ROLLOUT), parse_tools(TOOLS)
     told = [MistralTool(function=Function(**TOOLS[0]))]
     turns = tokenizer.encode_turns(messages, tools)
@@ -263,7 +263,7 @@ def test_call_ids_the_format_allows_are_kept_and_others_replaced(tokenizer, offi
     assert (renamed.count("call00001"), renamed.count("call00002"), renamed.count("toolu")) == (2, 2, 0)
 
 
-def test_v3_rewrites_the_history_and_says_so(tmp_path):
+def test_error_says_that_v3_rewrites_the_history(tmp_path):
     path = tmp_path / "rollout.jsonl"
     path.write_text(json.dumps({"messages": ROLLOUT}))
     tokenizer = tokenizer_of("mistral-v3")
@@ -305,7 +305,7 @@ def test_names_and_sizes(name, size):
     assert (tokenizer.name, tokenizer.vocab_size) == (name, size)
 
 
-def test_the_default_is_the_one_that_keeps_the_history(tokenizer):
+def test_default_tokenizer_keeps_the_history(tokenizer):
     assert tokenizer.name == DEFAULT_TOKENIZER == "mistral-v7"
 
 

@@ -84,11 +84,11 @@ def changed(**fields):
 
 
 @pytest.mark.parametrize("read", [held, streamed])
-def test_equal_copies_are_the_same_data_wherever_they_lie(of_ranks, copies, read):
+def test_equal_copies_in_other_folders_are_the_same_data(of_ranks, copies, read):
     assert of_ranks(read(copies(ROWS))) == [None] * 4
 
 
-def test_an_odd_machine_is_named_and_how_much_it_read(of_ranks, copies):
+def test_error_names_the_odd_machine_and_its_counts(of_ranks, copies):
     paths = copies(ROWS[:-2])
     (sentence,) = set(of_ranks(held(paths)))
     assert sentence == (
@@ -118,7 +118,7 @@ def test_any_difference_is_detected(of_ranks, copies, other):
     )
 
 
-def test_the_same_tokens_in_other_samples_or_records_are_noticed(of_ranks):
+def test_equal_tokens_in_other_samples_or_records_are_detected(of_ranks):
     def alike(*lengths):
         return [Sample(tokens=[5] * length, loss_mask=[0] * length) for length in lengths]
 

@@ -186,7 +186,7 @@ def test_skipping_loses_nothing_else(write, size):
     assert counted == [expected] * size
 
 
-def test_skipping_says_so(write):
+def test_skipped_samples_are_reported(write):
     (path,) = write(["{", tokens(1), *["[]"] * 30])
     with pytest.warns(
         UserWarning, match=r"skipped 31 bad samples \(31 unreadable\): .*:1: not valid JSON.* \| and 21 more"
@@ -234,7 +234,7 @@ def test_the_order_is_that_of_samples_in_memory(write, kind, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_file_that_changes_is_noticed(write, num_workers):
+def test_changed_file_is_detected(write, num_workers):
     other, path = write([tokens(8)], [tokens(number) for number in range(9)])
     order = SampleOrder(StreamedGroups([other, path], OPTIONS), seed=0, order="file")
     text, first = path.read_text(), path.stat()
@@ -250,7 +250,7 @@ def test_a_file_that_changes_is_noticed(write, num_workers):
         order.take(1, 1)
 
 
-def test_a_line_that_gives_other_samples_is_noticed(write):
+def test_changed_samples_of_a_line_are_detected(write):
     """A change that keeps a file's size and time: here by hand, in a job by a chat format that looks at the clock."""
     (path,) = write([tokens(number) for number in range(9)])
     order = SampleOrder(StreamedGroups(path, OPTIONS), seed=0, order="file")
@@ -267,7 +267,7 @@ def test_stream_can_be_pickled(write):
     assert [told(group) for group in again] == [told(group) for group in streamed]
 
 
-def test_progress_is_told(write, monkeypatch):
+def test_progress_is_reported(write, monkeypatch):
     monkeypatch.setattr("mcore_prefix_tree.data.stream._PROGRESS_BYTES", 20)
     heard = []
     (path,) = write([tokens(number) for number in range(50)])
@@ -336,7 +336,7 @@ def job(path, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_job_that_is_told_to_end_saves_first(write, num_workers):
+def test_terminated_job_saves_first(write, num_workers):
     """torchrun and Slurm signal all of its processes; the prefetch process must not end before it."""
     (path,) = write([tokens(number) for number in range(100)])
     with job(path, num_workers) as (process, workers):

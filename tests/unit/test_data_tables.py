@@ -357,7 +357,7 @@ def test_an_index_finds_every_row(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_file_that_changes_is_noticed(tmp_path, form):
+def test_changed_file_is_detected(tmp_path, form):
     path = write_table(tmp_path, GOOD, form)
     groups = StreamedGroups(path, OPTIONS)
     other = pickle.loads(pickle.dumps(groups))  # without the chunks

@@ -73,7 +73,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 @pytest.mark.parametrize("name", KINDS)
-def test_everything_that_samples_carry_comes_back(tmp_path, name, at_once):
+def test_all_sample_fields_are_read_back(tmp_path, name, at_once):
     path = write(tmp_path / name, ROWS, at_once)
     assert os.listdir(tmp_path) == [name]
     back = read_samples(path)
@@ -111,7 +111,7 @@ def test_tables_hold_the_same_rows_as_lines(tmp_path, name, at_once):
     assert table.schema.field("ref_logprobs").type == pa.list_(pa.float64()), "single and double are double together"
 
 
-def test_parts_are_neither_small_nor_large(tmp_path, monkeypatch):
+def test_parts_have_a_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(write_tables, "_PART_BYTES", 40_000)
     rows = [{"source": f"f:{number}", "tokens": np.arange(1000, dtype=np.int32)} for number in range(95)]
     table = pq.ParquetFile(write(tmp_path / "rows.parquet", rows, 3))

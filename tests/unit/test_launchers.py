@@ -34,7 +34,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | MEET | {"MASTER
         (SLURM | OPEN_MPI, {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}),
     ],
 )
-def test_a_launcher_says_it_in_its_own_words(said: dict[str, str], expected: dict[str, str]) -> None:
+def test_launcher_variables_are_translated(said: dict[str, str], expected: dict[str, str]) -> None:
     environment = said | MEET
     adopt_ranks(environment)
     assert environment == said | MEET | expected | {"MASTER_PORT": "29500"}

@@ -82,7 +82,7 @@ def test_padding_is_no_token_and_takes_no_probability() -> None:
     assert torch.equal(logits, before)
 
 
-def test_more_tokens_than_there_are() -> None:
+def test_more_candidates_than_the_vocabulary() -> None:
     for k in (0, V + 1):
         with pytest.raises(ValueError, match=f"{k} tokens were asked for, and the vocabulary has {V}"):
             top_logprobs(torch.zeros(P, V), torch.tensor([0]), k)

@@ -409,7 +409,7 @@ class Buffer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_gradient_may_go_elsewhere(dtype):
+def test_weight_gradient_may_be_accumulated_elsewhere(dtype):
     layout = fold(FORKED, pad_to_multiple_of=8)
     hidden, weight = parameters(layout, dtype=dtype)
     edges = Edges.from_layout(layout)
@@ -463,7 +463,7 @@ def test_forward_forms_no_unneeded_gradients():
     assert largest == 0
 
 
-def test_float16_is_refused_where_gradients_come_before_loss_scaling():
+def test_float16_with_gradients_before_loss_scaling_is_rejected():
     layout = fold(FORKED)
     hidden, weight = parameters(layout, dtype=torch.float16)
     edges = Edges.from_layout(layout)

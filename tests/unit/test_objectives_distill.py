@@ -200,7 +200,7 @@ def test_a_shared_row_is_computed_once_with_its_multiplicity():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_every_token_there_is_no_rest_and_with_few_it_is_a_lower_bound(kind):
+def test_top_k_divergence_is_a_lower_bound_and_exact_with_all_tokens(kind):
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 9, VOCAB, generator=generator, dtype=torch.float64)
     whole = vocabulary_divergence(student, teacher, torch.arange(9), kind, jsd_beta=0.4)

@@ -131,7 +131,7 @@ def test_a_rollout_of_many_turns_counts_once_by_hand():
     assert by_rollout.weight.tolist() == [1.0, 1 / 3, 1 / 3, 1 / 3]
 
 
-def test_a_rollout_by_itself():
+def test_group_of_one_rollout():
     samples = [turn(0, 1, 1.0), turn(1, 1, 1.0), turn(0, 2, 0.0, "q"), turn(0, 3, 1.0, "q")]
     for baseline in BASELINES:
         with pytest.raises(SampleError, match=r"^f:1 turn 0: group 'p' has only this rollout in the step.*alone=zero"):

@@ -62,7 +62,7 @@ def test_the_normaliser_by_hand(by, weight, count):
     assert normalised.count.dtype == "int64"
 
 
-def test_a_group_counts_though_its_first_sample_has_nothing_scored():
+def test_group_counts_if_its_first_sample_is_unscored():
     samples = samples_of_groups()[1:]
     assert normalise(ScoredTokens.of(samples), "group").count.sum() == 2
 

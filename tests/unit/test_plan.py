@@ -95,7 +95,7 @@ def smallest_maximum(samples, count):
     dp_size=st.integers(1, 3),
     multiple=st.integers(1, 2),
 )
-def test_the_largest_micro_batch_is_as_small_as_it_can_be(samples, slack, dp_size, multiple):
+def test_largest_micro_batch_is_minimal(samples, slack, dp_size, multiple):
     budget = max(map(len, samples)) + slack
     plan = plan_step(samples, max_tokens=budget, dp_size=dp_size, micro_batch_multiple=multiple)
     count = dp_size * plan.num_micro_batches

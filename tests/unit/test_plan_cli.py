@@ -221,7 +221,7 @@ def test_empty_micro_batches_are_named(rows):
     assert "without samples" not in plan(rows, *alone).stdout
 
 
-def test_too_small_a_budget_is_told_in_a_sentence(rows):
+def test_too_small_budget_is_reported_in_one_sentence(rows):
     result = plan(rows, "--max-tokens", "11")
     assert result.exit_code == 2
     assert "rows.jsonl:7: the sample has 12 tokens, but --max-tokens is 11; raise --max-tokens" in result.output
@@ -239,14 +239,14 @@ def test_too_small_a_budget_is_told_in_a_sentence(rows):
         ("missing/out.png", "its folder does not exist; create it"),
     ],
 )
-def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(tmp_path, name, says):
+def test_unwritable_plot_is_rejected_before_the_work(tmp_path, name, says):
     path = str(tmp_path / name)
     result = plan(str(tmp_path / "not even looked for.jsonl"), "--max-tokens", "14", "--plot", path)
     assert (result.exit_code, result.stderr) == (2, f"error: --plot {path}: {says}\n")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plot_without_matplotlib_says_how_to_get_it(rows, monkeypatch):
+def test_missing_matplotlib_error_names_the_install_command(rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = plan(rows, "--max-tokens", "14", "--plot", "out.png")
     assert result.exit_code == 2
@@ -285,7 +285,7 @@ def test_less_sharing(rows, tmp_path):
     assert plan(str(prompts), "--max-tokens", "100", "--share", "none").exit_code == 2
 
 
-def test_a_recipe_says_how_to_share_and_options_win(rows, tmp_path):
+def test_sharing_options_override_the_recipe(rows, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("max_tokens: 64}", "max_tokens: 64, min_shared_tokens: 11}"))
     model = ("--max-tokens", "64", "--model", str(recipe), "--json")
@@ -357,7 +357,7 @@ def test_on_error_option_overrides_the_recipe(rows, tmp_path):
     assert plan(rows, *model, "--on-error", "raise").exit_code == 2
 
 
-def test_a_recipe_says_how_to_read(tmp_path):
+def test_plan_uses_the_recipes_data_settings(tmp_path):
     turns = [{"role": role, "content": "go on"} for _ in range(3) for role in ("user", "assistant")]
     data = tmp_path / "chat.jsonl"
     data.write_text(json.dumps({"messages": turns}) + "\n")
@@ -418,7 +418,7 @@ def test_plan_needs_no_megatron(rows, tmp_path, without_megatron):
     assert done.stdout == plan(str(data), "--model", str(recipe), "--json").stdout
 
 
-def test_plan_rejects_settings_that_it_cannot_count_with(rows, tmp_path, without_megatron):
+def test_plan_rejects_unsupported_settings(rows, tmp_path, without_megatron):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {num_moe_experts: four}"))
     done = without_megatron("plan", rows, "--model", recipe)

@@ -80,7 +80,7 @@ def test_calibration_recovers_the_scoring_cost():
     assert vars(found) == pytest.approx({"token": 2e-6, "pair": 1e-9, "scored": 7e-6, "micro_batch": 0})
 
 
-def test_calibration_never_goes_below_zero():
+def test_calibrated_costs_are_never_negative():
     """Large micro-batches a little slow and small ones fast: plain least squares would give a negative overhead."""
     truth = CostModel(token=2e-6, pair=3e-11)
     found = CostModel(token=5.0).calibrated(measured(truth, SHAPES, [1.0, 1.0, 1.05, 1.1, 0.8]))

@@ -285,7 +285,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
         ("zzz=1", "(given 1), a recipe has data, model, batch, train_iters, seed, attention_backend, "),
     ],
 )
-def test_an_unknown_key_is_told_with_one_that_there_is(recipe, override, ends):
+def test_unknown_key_error_suggests_a_valid_key(recipe, override, ends):
     with pytest.raises(RecipeError) as error:
         load_recipe(recipe, [override])
     assert ends in str(error.value)

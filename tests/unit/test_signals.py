@@ -112,7 +112,7 @@ def test_rewards_and_advantages_are_a_number_or_an_array():
     assert sample(advantage=[NAN, NAN, 1, 2, NAN, 3]).signals.advantage[2:4].tolist() == [1.0, 2.0]
 
 
-def test_signals_neither_change_nor_follow_the_arrays_they_were_given():
+def test_signals_copy_their_arrays():
     given = np.full(6, -1.0)
     kept = sample(old_logprobs=given, reward=np.zeros(2)).signals
     given[2] = 9

@@ -199,7 +199,7 @@ def test_completions_of_one_prompt_share_only_the_prompt():
 
 
 @pytest.mark.parametrize(("mask", "length"), [([1, 0, 1], 2), ([1, 1, 0], 1), ([1, 0, 0], 3), ([0], 1), ([1], 1)])
-def test_a_prompt_ends_where_scoring_begins(mask, length):
+def test_prompt_ends_at_the_first_scored_token(mask, length):
     assert prompt_length(Sample(tokens=[5] * len(mask), loss_mask=mask)) == length
 
 

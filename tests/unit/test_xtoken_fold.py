@@ -47,7 +47,7 @@ def test_two_samples_of_the_worked_example_share_their_chunks(keyed_by_tokens):
 
 
 @pytest.mark.parametrize(("keyed_by_tokens", "multiplicity"), [(False, [2]), (True, [1, 1])])
-def test_chunks_of_equal_predictors_are_two_where_tokens_are_read(keyed_by_tokens, multiplicity):
+def test_chunks_of_equal_predictors_differ_by_their_tokens(keyed_by_tokens, multiplicity):
     student, teacher = Toy(["ab", "ac"]), Toy(["a", "b", "c"])
     pairing = Pairing(student, teacher)
     pairs = [pairing.reencode(student.sample("<s>", word)) for word in ("ab", "ac")]

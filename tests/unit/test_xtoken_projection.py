@@ -133,7 +133,7 @@ def test_trim_keeps_the_heaviest_and_normalises():
         BuildSettings(special_similarity=float("nan"))
 
 
-def test_entries_of_one_place_are_added_and_ties_go_to_the_lower_id():
+def test_equal_entries_are_added_and_ties_prefer_the_lower_id():
     random_ = random.Random(1)
     triples = [(random_.randrange(5), random_.randrange(6), random_.choice([0.25, 0.5, 1.0])) for _ in range(60)]
     rows, columns, weights = (np.array(one) for one in zip(*triples, strict=True))

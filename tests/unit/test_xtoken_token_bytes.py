@@ -133,7 +133,7 @@ def test_prefix_is_spelled_as_in_the_full_text(wheel):
             assert part.data.tobytes() == whole.text(0, cut)
 
 
-def test_hash_tells_vocabularies_apart(wheel):
+def test_hash_distinguishes_vocabularies(wheel):
     hashes = {table.hash for _, table in wheel.values()}
     again = token_bytes(load_tokenizer("mistral-v7")).hash
     assert len(hashes) == 2
@@ -164,7 +164,7 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path):
         token_bytes(load_tokenizer(str(tmp_path)))
 
 
-def test_hash_tells_the_order_of_merges_apart(tmp_path):
+def test_hash_distinguishes_the_order_of_merges(tmp_path):
     pytest.importorskip("transformers")
     folder = make_folder(tmp_path, PLAIN)
     before = token_bytes(load_tokenizer(folder))

@@ -133,7 +133,7 @@ def test_every_back_end_is_registered() -> None:
 
 
 @pytest.mark.parametrize("padded_size", [None, 40])
-def test_both_classes_say_the_same_of_a_tree(padded_size: int | None) -> None:
+def test_both_classes_describe_a_tree_equally(padded_size: int | None) -> None:
     ours = folded_batch().packed_seq_params.tree_metadata
     assert isinstance(ours, TreeMetadata)
     assert isinstance(ours, CoreTreeMetadata)

@@ -61,7 +61,7 @@ def test_its_own_context_parallelism_hands_merged_statistics_to_the_same_backwar
     assert "aux_tensors = [softmax_lse, rng_states[" in source
 
 
-def test_the_module_itself_neither_returns_nor_takes_statistics(released: Path) -> None:
+def test_module_has_no_statistics_argument_or_result(released: Path) -> None:
     """If a later version does so, the cascade can rely on it instead of on the code below."""
     path = released / "attention" / "dot_product_attention" / "dot_product_attention.py"
     (module,) = [

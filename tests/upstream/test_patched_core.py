@@ -84,7 +84,7 @@ def test_the_seam_still_works(copies: Copies) -> None:
     pytest_on(copies.patched, "tests/model/test_mcore_seam.py", "-k", SEAM)
 
 
-def test_without_a_tree_it_computes_the_same_bits(copies: Copies) -> None:
+def test_patched_core_without_a_tree_has_the_same_bits(copies: Copies) -> None:
     digests = [run(core, str(HERE / "stock_digest.py")) for core in (copies.released, copies.patched)]
     lines = [re.findall(r"^.* [0-9a-f]{64}$", digest, flags=re.MULTILINE) for digest in digests]
     assert len(set(lines[0])) == 7

@@ -116,7 +116,7 @@ def test_folded_is_unfolded(patched: tuple[str, ...], unfolded: Alone, data: str
     assert all(figures["fold ratio"] > 1.3 for figures in run.iterations.values())
 
 
-def test_without_the_flag_it_is_the_same_script(patched: tuple[str, ...], tmp_path: Path) -> None:
+def test_patched_script_without_the_flag_is_unchanged(patched: tuple[str, ...], tmp_path: Path) -> None:
     arguments = (CPU, MODEL, TRAIN, OWN_DATA, "--exit-interval 2")
     after, before = (trained(program, *arguments) for program in (patched, script(tmp_path, CHECKOUT)))
     assert len(before.losses) == 2

@@ -156,11 +156,11 @@ def validation_loss(run: Run) -> float:
     return float(line.split("lm loss value:")[1].split("|")[0])
 
 
-def test_bf16_goes_no_further_from_fp32_than_the_stock_run_does(stock: Stock, tmp_path: Path) -> None:
+def test_bf16_stays_as_close_to_fp32_as_the_stock_run(stock: Stock, tmp_path: Path) -> None:
     assert_no_further(bf16_errors(stock.data, FOLDED, f"{CPU} {MODEL}", tmp_path))
 
 
-def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
+def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
     """Its losses, bit for bit as far as they are printed, and its arguments: none of ours is even known."""
     script = tmp_path / "own.py"
     script.write_text(
@@ -404,7 +404,7 @@ def test_dry_run_folds_the_first_step_in_its_order(stock: Stock, tmp_path: Path)
     assert f"first step: {sum(map(len, step))} logical tokens" in run.output
 
 
-def test_dry_run_pads_the_vocabulary_of_a_tokenizer_that_it_does_not_build(stock: Stock) -> None:
+def test_dry_run_pads_the_vocabulary_without_a_tokenizer(stock: Stock) -> None:
     unpadded = MODEL.replace(f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}", "--tokenizer-type NullTokenizer")
     run = trained(ENTRY, CPU, unpadded, f"--vocab-size {VOCAB}", TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run")
     assert "first step: " in run.output

@@ -164,7 +164,7 @@ def test_dry_run(hybrid: Stock) -> None:
 
 @needs_script
 @pytest.mark.slow
-def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
+def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(
         "import os, runpy, sys\n"

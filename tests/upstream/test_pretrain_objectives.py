@@ -185,7 +185,7 @@ def test_mistakes_get_one_sentence(rollouts: Path, arguments: str, says: str) ->
     assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
 
 
-def test_a_missing_field_is_told_with_the_argument_that_writes_it(rollouts: Path, tmp_path: Path) -> None:
+def test_missing_field_error_names_the_argument_that_writes_it(rollouts: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
     for row in rows:
         del row["old_logprobs"]

@@ -185,7 +185,7 @@ def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, t
         assert told == [weights, activations]
 
 
-def test_a_dry_run_under_torchrun_is_told_once(tmp_path: Path) -> None:
+def test_dry_run_under_torchrun_is_reported_once(tmp_path: Path) -> None:
     done = start(tmp_path, "--prefix-tree-dry-run", GPUS_PER_NODE=2)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0, output

@@ -133,7 +133,7 @@ def test_new_data_begin_with_their_first_sample(others: Path, interrupted: Path,
     assert undisturbed[BEFORE + 1] == pytest.approx(alone.losses[1], rel=LOSS)
 
 
-def test_a_stock_checkpoint_does_not_say_its_samples(others: Path, base: Path, tmp_path: Path) -> None:
+def test_stock_checkpoint_does_not_record_its_samples(others: Path, base: Path, tmp_path: Path) -> None:
     """It continues at its count, as stock Megatron does; or with the first sample, on request."""
     lines = []
     for name, told in (("counted", ""), ("new", "--prefix-tree-new-data")):

@@ -181,7 +181,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=10**9)
 
 
-def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:
+def test_micro_batch_leaves_the_device_while_megatron_keeps_it() -> None:
     """Its iterator keeps a step's micro-batches to repeat the step: values derived by attention are not among them."""
     dealer = StepDealer(order(), job(folding()))
     (dealt,) = deal(StepIterator(dealer, consumed=0, size=lambda: size(1, 4)), 1)
@@ -293,7 +293,7 @@ def test_evaluation_is_not_measured() -> None:
     assert next(iterator).stats is None
 
 
-def test_a_step_that_does_not_fit_is_told_when_it_comes() -> None:
+def test_oversized_step_is_reported_at_its_turn() -> None:
     """It is planned while the step before computes, which must not end that one."""
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     iterator = StepIterator(StepDealer(loners, job(folding(max_tokens=75))), consumed=0, size=lambda: size(2, 4))

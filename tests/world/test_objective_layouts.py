@@ -168,7 +168,7 @@ def test_groups_that_are_split_over_ranks(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", quick(GRPO, of=[GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL]), ids=IDS[:-1])
-def test_the_cut_and_the_order_change_neither_gradient_nor_metrics(job: Job) -> None:
+def test_gradient_and_metrics_do_not_depend_on_cut_and_order(job: Job) -> None:
     order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
     narrow, wide, shuffled, unfused = (
         check(size, Layout(), replace(job, max_tokens=max_tokens, fused_head=fused), order=own)[0]

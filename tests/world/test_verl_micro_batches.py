@@ -58,7 +58,7 @@ def test_micro_batch_has_only_the_nodes_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_no_micro_batch_is_empty_where_rows_are_the_same(multiple: int) -> None:
+def test_no_micro_batch_of_equal_rows_is_empty(multiple: int) -> None:
     parts = cut([torch.arange(9)] * 5, max_tokens=9, multiple=multiple)
     assert len(parts) == multiple
     assert sorted(index for part in parts for index in part) == list(range(5))
