@@ -34,7 +34,7 @@ def same_line(shown: str, printed: str) -> bool:
     """Tell whether a printed line is the one that a page shows.
 
     Words are equal. Integers and numbers in front of an ``x`` are equal; decimals, which processors round
-    differently, agree within a hundredth or 1e-5; measured times and memory sizes may be any number.
+    differently, agree within a hundredth or 1e-5; measured values, for example times, may be any number.
     """
     pattern, numbers = _pattern(shown)
     found = pattern.fullmatch(printed)

@@ -1,4 +1,4 @@
-"""Opening a file runs nothing: checkpoints, recipes, tokenizers, data, through every command that reads them."""
+"""No file runs code when it is opened, for example a checkpoint or a tokenizer, in any command that reads it."""
 
 from __future__ import annotations
 

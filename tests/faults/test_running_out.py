@@ -1,4 +1,4 @@
-"""Real limits: a process with few descriptors or little memory, and data without end. One sentence within 20 s."""
+"""Real limits, for example few descriptors, little memory or data without end. One sentence within 20 s."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Piece:
 
 
 def _owner(view: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> torch.nn.Parameter | None:
-    """Return the parameter into which a tensor is a view; several may share one storage, as in DDP's buffers."""
+    """Return the parameter that a tensor is a view of; several may share one storage, for example in DDP's buffers."""
     for parameter in parameters:
         start = view.storage_offset() - parameter.storage_offset()
         same = view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()

@@ -57,7 +57,7 @@ def padded(rows, side="right", extra=0):
 
 
 def packed(rows):
-    """Rows behind each other, as in padding-free batches."""
+    """Rows behind each other, for example in padding-free batches."""
     rows = [row for row in rows if row]
     ids = torch.tensor([token for row in rows for token in row])[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]

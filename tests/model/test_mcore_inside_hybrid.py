@@ -16,7 +16,7 @@ from test_mcore_inside import (
     check_gradients,
     check_logits,
     check_losses,
-    log_softmax_alone,
+    log_softmax_of_row,
     packed,
     some_labels,
     spans,
@@ -77,7 +77,7 @@ def test_logprobs_and_entropy_of_rows() -> None:
     answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
     answer.sum().backward()
     for span in spans(call):
-        logprob = log_softmax_alone(stock, call, span)
+        logprob = log_softmax_of_row(stock, call, span)
         of_label, entropy = logprob.gather(1, labels[0, span, None])[:, 0], -(logprob.exp() * logprob).sum(dim=1)
         assert worst(answer[0, span, 0], of_label) <= FP64
         assert worst(answer[0, span, 1], entropy) <= FP64

@@ -1,4 +1,4 @@
-"""Settings that folding does not support exactly are rejected by name; and with_prefix_tree changes nothing else."""
+"""Settings that folding does not support, for example dropout, are rejected by name; nothing else changes."""
 
 from __future__ import annotations
 

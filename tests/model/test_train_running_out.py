@@ -1,4 +1,4 @@
-"""Exhausted resources and nonsensical settings: one sentence, exit code 2, nothing written."""
+"""Exhausted resources, for example a full disk, and nonsensical settings: one sentence, exit code 2, no output."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_lost_workers_do_not_change_a_bit(undisturbed: Path, tmp_path: Path) -> 
         first = job.last_saved()
         killed.kill()
 
-        # Another cannot write more than half of its part of a checkpoint, as on a full disk.
+        # Another cannot write more than half of its part of a checkpoint, for example on a full disk.
         job.wait_until(lambda: job.last_saved() > first)
         full = job.worker(LAST_RANK)
         assert full.pid != killed.pid

@@ -274,7 +274,7 @@ def test_mistakes_are_named(tmp_path, case):
 
 
 def test_table_with_only_prompts(tmp_path):
-    """Such as verl's, before anything was sampled."""
+    """For example verl's, before anything was sampled."""
     with pytest.raises(
         SampleError, match=r"rows\.parquet: has a 'prompt' and nothing to train on; sample from it, and"
     ):

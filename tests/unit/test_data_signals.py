@@ -1,4 +1,4 @@
-"""The training signals of JSON lines: their values, and errors by file, line and field."""
+"""The training signals of JSON lines, for example rewards: their values, and errors by file, line and field."""
 
 from __future__ import annotations
 

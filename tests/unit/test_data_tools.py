@@ -22,7 +22,7 @@ tokenizer_of = cache(load_tokenizer)
 
 MISTRAL = ["mistral-v3", "mistral-v3-tekken", "mistral-v7"]
 ROWS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-# Whose schemas say null, as pydantic's do; and fields that are omitted, null, empty or in another order.
+# Whose schemas say null, for example pydantic's; and fields that are omitted, null, empty or in another order.
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "enum": ["x", None]}
 TOOLS = [
     {

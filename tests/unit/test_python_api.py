@@ -1,4 +1,4 @@
-"""First mistakes with the public functions: lists, dictionaries, names and None as arguments."""
+"""First mistakes with the public functions, for example lists, dictionaries, names or None as arguments."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_the_last_override_wins_and_none_touches_the_rest(recipe):
         ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=null"], 3, None),
         ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=0.1", "optimizer.lr_warmup_fraction=null"], 3, None),
         ("lr_warmup_steps: 3, lr_warmup_fraction: null", [], 3, None),
-        # Both, as a checkpoint's recipe.yaml has them.
+        # Both, for example in a checkpoint's recipe.yaml.
         ("lr_warmup_steps: 0, lr_warmup_fraction: 0.2", [], 0, 0.2),
         ("lr_warmup_steps: 0, lr_warmup_fraction: 0.2", ["optimizer.lr_warmup_steps=3"], 3, None),
     ],

@@ -1,4 +1,4 @@
-"""Messages name the packages of an extra, from the metadata of the installed package."""
+"""Messages name the packages of an extra, for example ``hf``, from the metadata of the installed package."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_folded_order_continues_at_its_last_sample(samples: Path, tmp_path: Path
 
 
 def test_new_data_begin_with_their_first_sample(others: Path, interrupted: Path, tmp_path: Path) -> None:
-    """And continue in their middle when the job is started once more with the same words, as a scheduler does."""
+    """And continue midway when the job is started once more with the same words, for example by a scheduler."""
     straight, twice = (copied(interrupted, tmp_path / name) for name in ("straight", "twice"))
 
     def run(folder: Path, until: int) -> dict[int, float]:
