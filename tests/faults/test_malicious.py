@@ -174,7 +174,7 @@ def checkpoints(marker: Path) -> Iterator[Case]:
             )
         for number, text in enumerate(yaml_payloads(marker)):
             yield Case(
-                name=f"recipe.yaml beside a checkpoint, {number}, {door}",
+                name=f"recipe.yaml next to a checkpoint, {number}, {door}",
                 reader="checkpoints",
                 arguments=arguments,
                 base="checkpoint",

@@ -167,7 +167,7 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "scored.jsonl"
-    output.write_text("what was there before\n")
+    output.write_text("earlier content of it\n")
     load: Callable[..., None] = checkpoint.load_weights
 
     def broken(folder: Any, iteration: int, chunks: Any, **options: Any) -> None:
@@ -180,7 +180,7 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
     assert result.exit_code == 2
     assert "the log-probability of token" in result.stderr
     assert "data.jsonl:" in result.stderr
-    assert output.read_text() == "what was there before\n"
+    assert output.read_text() == "earlier content of it\n"
     assert [path.name for path in tmp_path.iterdir()] == ["scored.jsonl"]
 
 

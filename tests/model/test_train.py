@@ -51,7 +51,7 @@ def test_losses_fall_on_data_that_can_be_memorised(tmp_path: Path) -> None:
     assert losses[-1] < 0.5
 
 
-def test_every_step_is_the_stock_model_s_step(job: Path) -> None:
+def test_every_step_equals_the_stock_models_step(job: Path) -> None:
     """Losses and weights of six steps in fp64 equal AdamW on the stock model, one sample at a time."""
     recipe = load_recipe(job, [*FLOAT64, "optimizer.weight_decay=0.1"])
     notes = train(recipe)

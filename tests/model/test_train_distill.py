@@ -77,7 +77,7 @@ def overrides_of(options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
-def test_every_step_is_the_stock_model_s_step(job: Path, divergence: str, fused_head: bool) -> None:
+def test_every_step_equals_the_stock_models_step(job: Path, divergence: str, fused_head: bool) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""
     options = options_of(divergence)
     recipe = load_recipe(job, [*FLOAT64, *overrides_of(options), f"fused_head={str(fused_head).lower()}"])

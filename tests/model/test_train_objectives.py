@@ -111,7 +111,7 @@ def sft_loss(objective: Any, world: Any) -> torch.Tensor:
     ids=["grpo", "dapo", "dpo", "orpo", "kto", "grpo by group", "sft by group", "sft"],
 )
 @pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
-def test_every_step_is_the_stock_model_s_step(
+def test_every_step_equals_the_stock_models_step(
     tmp_path: Path, name: str, options: dict[str, Any], oracle: Any, fused_head: bool
 ) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""

@@ -176,7 +176,7 @@ def test_changed_settings_of_a_resumed_run_are_reported(
     assert notes.told == [f"resumed from {saved / 'iter_0000007'}"]
 
 
-def test_a_folder_is_one_run_s_at_a_time(job: Path, tmp_path: Path) -> None:
+def test_folder_is_locked_by_one_run_at_a_time(job: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     with world_of_one(load_recipe(job)):
         checkpoint.make_folder(saved)

@@ -105,7 +105,7 @@ def stock_with(model: torch.nn.Module, state: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["critic", "reward_model"])
-def test_every_step_is_the_stock_model_s_step(job: Path, name: str) -> None:
+def test_every_step_equals_the_stock_models_step(job: Path, name: str) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""
     recipe = load_recipe(job, [*FLOAT64, *overrides_of(name)])
     notes = train(recipe)

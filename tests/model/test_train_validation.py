@@ -133,7 +133,7 @@ def test_the_loss_is_that_of_a_step_on_all_of_them(
     assert last.samples == count == step.samples
 
 
-def test_a_teacher_s_divergence(tmp_path: Path, job: Path, held_out: Path) -> None:
+def test_divergence_from_a_teacher(tmp_path: Path, job: Path, held_out: Path) -> None:
     """Of a second model, which is asked about the samples that are held out too."""
     teacher = tmp_path / "teacher.yaml"
     teacher.write_text(job.read_text() + f"checkpoint: {{save: {tmp_path / 'teacher'}}}\nseed: 5\n")

@@ -264,7 +264,7 @@ def test_recipe_controls_deterministic_attention(
 
 
 @pytest.mark.parametrize("model", [(), YARN, LATENT], ids=["rope", "yarn", "latent attention"])
-def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path, model: tuple[str, ...]) -> None:
+def test_half_precision_limits_follow_the_unfolded_runs_rounding(job: Path, model: tuple[str, ...]) -> None:
     report, _ = run_once(load_recipe(job, ["model.dtype=bfloat16", *model]), verify_first)
     assert report.passed
     assert report.reference == "the same weights in float32, unfolded"

@@ -49,7 +49,7 @@ def save(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("iteration", "name"), [(0, "iter_0000000"), (10, "iter_0000010"), (12_345_678, "iter_12345678")]
 )
-def test_folders_have_megatron_s_names(checkpoint, iteration, name):
+def test_folders_have_megatrons_names(checkpoint, iteration, name):
     assert checkpoint.iteration_folder("runs/a", iteration) == Path("runs/a") / name
 
 

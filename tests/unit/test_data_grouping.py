@@ -166,7 +166,7 @@ def test_no_step_takes_a_group_twice_or_cuts_one(kind):
         assert [taken.count(group) for group in taken] == [2] * 6
         assert taken[::2] == taken[1::2]
         seen |= set(taken)
-    assert seen == (set(range(7)) if kind != "file" else set(range(6))), "another group is left out in each epoch"
+    assert seen == (set(range(7)) if kind != "file" else set(range(6))), "each epoch drops another group"
 
 
 def test_fewer_samples_than_a_step():

@@ -129,7 +129,7 @@ def test_equal_tokens_in_other_samples_or_records_are_detected(of_ranks):
         assert None not in said
 
 
-def test_an_id_that_is_the_file_s_place_is_no_difference(of_ranks, copies):
+def test_default_id_from_the_file_is_no_difference(of_ranks, copies):
     """Values that the turns of a conversation get as the id of their rollout."""
     paths = copies(ROWS)
 

@@ -284,7 +284,7 @@ from mcore_prefix_tree.data import LineOptions, StreamedGroups, iter_sample_grou
 from mcore_prefix_tree.data.batches import SampleOrder
 path = sys.argv[1]
 process = psutil.Process()
-# Whatever holds most comes last: what one way has given back to its allocator, the next does not ask for.
+# The largest comes last: a way reuses memory that an earlier one has returned to its allocator.
 for way, workers in (("streamed", 1), ("streamed", 0), ("held", 0)):
     before = peak = process.memory_info().rss
     groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))

@@ -535,7 +535,7 @@ def held():
     info = psutil.Process().memory_info()
     return info.rss - info.shared  # pages of a mapped file can be given back at any time
 
-# Whatever holds most comes last: what one way has given back to its allocator, the next does not ask for.
+# The largest comes last: a way reuses memory that an earlier one has returned to its allocator.
 for way, workers in (("streamed", 1), ("streamed", 0), ("held", 0)):
     before = peak = held()
     groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))

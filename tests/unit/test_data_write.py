@@ -145,7 +145,7 @@ def test_error_names_values_of_mixed_types(tmp_path, at_once, one, other, says):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("before", [None, "what was there before"])
+@pytest.mark.parametrize("before", [None, "earlier content of it"])
 def test_nothing_is_there_after_an_interrupt(tmp_path, name, before):
     path = tmp_path / name
     if before:

@@ -145,7 +145,7 @@ def test_ranks_without_a_sample_get_padding():
     assert sorted(chain.from_iterable(plan.physical_tokens)) == [0, 0, 3, 3]
 
 
-def test_a_sample_of_the_budget_s_size_fits_and_a_longer_one_is_named():
+def test_sample_of_the_budgets_size_fits_and_a_longer_one_is_named():
     samples = [Sample(tokens=[1] * 5, source="a.jsonl:1"), Sample(tokens=[2] * 6, source="a.jsonl:2 turn 3")]
     assert plan_step(samples, max_tokens=6).physical_tokens == ((6, 5),)
     with pytest.raises(BudgetError) as error:

@@ -71,7 +71,7 @@ def test_flops_of_experts_by_hand():
     assert ModelWork.from_dimensions(**DENSE, settings={"num_experts": None}) == dense
 
 
-def test_a_recipe_s_model():
+def test_model_of_a_recipe():
     recipe = ModelConfig(**SMALL, num_query_groups=2, ffn_hidden_size=16)
     assert ModelWork.from_model(recipe) == ModelWork.from_dimensions(**DENSE, num_query_groups=2)
     plain = ModelConfig(**SMALL, swiglu=False, kv_channels=6, transformer={"window_size": [3, 0]})

@@ -80,7 +80,7 @@ def raw_weights() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in chunk.named_parameters()}
 
 
-def test_a_call_s_groups_end_with_it() -> None:
+def test_groups_end_with_their_call() -> None:
     alone = World(1)
     try:
         threads = {alone.run(keep_a_group_in_a_cycle, layout=Layout())[0] for _ in range(4)}
