@@ -136,7 +136,7 @@ def test_one_machine_and_several(tmp_path: Path) -> None:
     assert (several.rdzv_endpoint, several.rdzv_id) == ("gpu01:1", "llama3_8b")
 
 
-def test_a_dry_run_is_of_all_ranks(tmp_path: Path) -> None:
+def test_dry_run_counts_all_ranks(tmp_path: Path) -> None:
     call = launch(tmp_path, "dry_run.sh", RECIPES[0], NNODES=4, GPUS_PER_NODE=2).call
     assert call.environment["WORLD_SIZE"] == "8"
 
@@ -166,7 +166,7 @@ def test_exported_variables_are_used(tmp_path: Path) -> None:
     assert "--prefix-tree-expand-turns" not in options
 
 
-def test_a_micro_batch_size_that_is_given_asks_no_dry_run(tmp_path: Path) -> None:
+def test_given_micro_batch_size_skips_the_dry_run(tmp_path: Path) -> None:
     (call,) = launch(tmp_path, "torchrun.sh", RECIPES[0], MICRO_BATCH_SIZE=4, MAX_TOKENS=1024).calls
     options = options_of(torchrun_of(call)[1])
     assert (options["--micro-batch-size"], options["--seq-length"]) == (["4"], ["1024"])
@@ -181,7 +181,7 @@ def test_sizes_at_the_end_of_the_command_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["--prefix-tree-score=scored.jsonl", "--use-checkpoint-args"])
-def test_jobs_that_no_dry_run_takes_start_without_one(tmp_path: Path, argument: str) -> None:
+def test_jobs_without_dry_run_support_start_directly(tmp_path: Path, argument: str) -> None:
     (call,) = launch(tmp_path, "torchrun.sh", RECIPES[0], argument).calls
     words = torchrun_of(call)[1]
     assert words[words.index("--micro-batch-size") + 1] == "1"
@@ -211,7 +211,7 @@ def test_a_cache_that_is_switched_off_stays_off(tmp_path: Path) -> None:
     assert call.environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
-def test_a_copy_of_a_recipe_elsewhere_is_one_too(tmp_path: Path) -> None:
+def test_copied_recipe_runs_from_another_folder(tmp_path: Path) -> None:
     copy = tmp_path / "my_model.sh"
     copy.write_text(RECIPES[0].read_text().replace("--num-layers 32", "--num-layers 4"))
     options = options_of(launch(tmp_path, "dry_run.sh", copy).call.words[2:])

@@ -22,14 +22,14 @@ def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedPr
     )
 
 
-def test_the_scripts_are_those_that_are_tested() -> None:
+def test_every_script_is_tested() -> None:
     files = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
     assert files == {*SHELL, *PYTHON, "patches"}
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("name", SHELL)
-def test_help_of_a_shell_script_is_its_own_top(tmp_path: Path, name: str, option: str) -> None:
+def test_help_of_a_shell_script_is_its_header(tmp_path: Path, name: str, option: str) -> None:
     """Before anything is installed: no Python is asked."""
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")

@@ -43,7 +43,7 @@ def test_everything_is_put_back_after_an_error() -> None:
     assert not emulation._active
 
 
-def test_tests_that_are_not_of_a_gpu_see_none() -> None:
+def test_cpu_tests_see_no_gpu() -> None:
     """tests/conftest.py hides it, or the emulation would refuse them all."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 

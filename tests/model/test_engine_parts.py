@@ -120,7 +120,7 @@ def test_known_amounts_of_work_are_found(micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sleeps", "computes"])
-def test_the_clocks_of_the_cpu_find_them(kind: str) -> None:
+def test_cpu_clocks_measure_known_amounts_of_work(kind: str) -> None:
     """A millisecond per unit: wall time counts sleep, processor time only computation."""
 
     def spend(seconds: float) -> None:

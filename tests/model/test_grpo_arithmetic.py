@@ -23,7 +23,7 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts/grpo_arithmetic.py"))
 
 
-def test_the_prompts_are_the_recipe_s(script: dict[str, Any], tmp_path: Path) -> None:
+def test_prompts_match_the_recipe(script: dict[str, Any], tmp_path: Path) -> None:
     script["write_prompts"](str(tmp_path / "prompts.jsonl"))
     written = (tmp_path / "prompts.jsonl").read_text()
     assert written == (ROOT / "recipes/data/arithmetic_prompts.jsonl").read_text()

@@ -54,7 +54,7 @@ def without(target: Any, missing: str) -> Any:
 
 
 @pytest.mark.parametrize("uses", INSTALLED, ids=names_of(INSTALLED))
-def test_the_installed_megatron_core_has_it(uses: Uses) -> None:
+def test_installed_megatron_core_has_all_required_names(uses: Uses) -> None:
     assert list(missing_of(uses)) == []
 
 
@@ -160,7 +160,7 @@ def test_missing_upstream_names_are_listed(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out.splitlines()[-2:] == [f"{shown}(a_new_one=)", f"{shown}.gone"]
 
 
-def test_self_does_not_count() -> None:
+def test_self_is_not_counted_as_a_parameter() -> None:
     assert list(missing_of(Uses(f"{__name__}:Upstream.forward", "query", "mask"))) == []
     assert list(missing_of(Uses(f"{__name__}:Upstream", "config"))) == []
 

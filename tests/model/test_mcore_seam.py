@@ -571,7 +571,7 @@ def test_final_norm_avoids_apex_without_rms_norm(monkeypatch):
     assert norms == {"RMSNorm": WrappedTorchNorm, "LayerNorm": FusedLayerNorm}
 
 
-def test_a_config_s_l2_norm_of_queries_and_keys_is_in_its_block():
+def test_l2_norm_of_a_config_is_in_its_block():
     for qk_l2_norm in (False, True):
         block = stock_block_spec(tiny_config(qk_l2_norm=qk_l2_norm), use_transformer_engine=False)
         attention = block.layer_specs[0].submodules.self_attention.submodules

@@ -124,7 +124,7 @@ def test_yarn_reaches_the_model(job: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
-def test_the_first_loss_is_the_stock_model_s(job: Path, dtype: str, tolerance: float) -> None:
+def test_first_loss_equals_the_stock_models(job: Path, dtype: str, tolerance: float) -> None:
     recipe = load_recipe(job, [f"model.dtype={dtype}", "optimizer.clip_grad=0", "train_iters=2"])
     notes = train(recipe)
     with world_of_one(recipe) as place, torch.no_grad():

@@ -74,13 +74,13 @@ def test_a_later_step_without_sharing_changes_nothing(tmp_path: Path, called: li
 
 
 @pytest.mark.parametrize("name", ["path", "cascade"])
-def test_a_named_back_end_overrides_it(tmp_path: Path, called: list[tuple[str, int]], name: str) -> None:
+def test_named_back_end_overrides_auto(tmp_path: Path, called: list[tuple[str, int]], name: str) -> None:
     notes = train(write_job(tmp_path, UNSHARED), f"attention_backend={name}", "data.order=file", "train_iters=2")
     assert not said_of(notes)
     assert {one for one, _ in called} == {name}
 
 
-def test_a_resumed_run_is_asked_about_the_same_step(tmp_path: Path, called: list[tuple[str, int]]) -> None:
+def test_resumed_run_chooses_by_the_same_step(tmp_path: Path, called: list[tuple[str, int]]) -> None:
     """The job begins again in the middle of its data, and makes the same choice."""
     saved = ("attention_backend=auto", *IN_ORDER, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=1")
     job = write_job(tmp_path, UNSHARED + SHARED)

@@ -102,7 +102,7 @@ def complete_rollouts(recipe: Recipe, iteration: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
-def test_a_sample_a_turn_trains_as_a_sample_a_rollout_does(tmp_path: Path, name: str) -> None:
+def test_sample_per_turn_trains_like_sample_per_rollout(tmp_path: Path, name: str) -> None:
     """Losses, gradient norms and rewards of six steps in fp64 equal AdamW on complete, unfolded rollouts."""
     by = {"grpo": ("sample", "rollout"), "dapo": ("token", "token"), "rloo": ("sample", "rollout")}[name]
     job = write_job(tmp_path, conversations())

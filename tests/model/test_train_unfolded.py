@@ -85,7 +85,7 @@ LOCAL, ENGINE = "Megatron's local attention", "TransformerEngine's attention in 
         ("bfloat16", "transformer_engine", None, 0, ENGINE),
     ],
 )
-def test_it_fits_to_the_byte(
+def test_memory_limit_is_exact_to_the_byte(
     job: Path,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,

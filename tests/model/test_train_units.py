@@ -181,7 +181,7 @@ WHOLE: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", quick("sft", of=WHOLE))
-def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str) -> None:
+def test_line_per_turn_trains_like_line_per_rollout(tmp_path: Path, name: str) -> None:
     """Six shuffled steps and held-out data; of streamed files too, resumed in the middle of an epoch."""
     options, units = WHOLE[name]
     job = write_job(tmp_path)

@@ -59,7 +59,7 @@ def held_out_groups(recipe: Recipe) -> list[Any]:
     return list(iter_sample_groups(recipe.validation.path))
 
 
-def test_the_loss_is_the_stock_model_s(job: Path, held_out: Path) -> None:
+def test_loss_equals_the_stock_models(job: Path, held_out: Path) -> None:
     """Before the first step, in fp64, of each unfolded sample; 16 samples that a step of 6 does not divide."""
     recipe = load_recipe(job, [*FLOAT64, "train_iters=2", f"validation.path={held_out}"])
     notes = train(recipe)
@@ -92,7 +92,7 @@ def test_the_loss_is_the_stock_model_s(job: Path, held_out: Path) -> None:
     ids=["sft", "sft by group", "grpo", "gspo", "dpo", "kto", "critic", "reward_model"],
 )
 @pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
-def test_the_loss_is_that_of_a_step_on_all_of_them(
+def test_loss_equals_a_step_on_all_held_out_samples(
     tmp_path: Path, name: str, options: dict[str, Any], fused_head: bool
 ) -> None:
     """The same loss and the same metrics, though they are computed a part at a time; in fp64."""
@@ -161,7 +161,7 @@ def test_divergence_from_a_teacher(tmp_path: Path, job: Path, held_out: Path) ->
     assert notes.evaluations[-1].metrics == pytest.approx(step.metrics, rel=1e-12)
 
 
-def test_nothing_is_learnt_from_them(tmp_path: Path, job: Path, held_out: Path) -> None:
+def test_validation_trains_nothing(tmp_path: Path, job: Path, held_out: Path) -> None:
     with_it, without = tmp_path / "with", tmp_path / "without"
     notes = train(job, f"checkpoint.save={with_it}", f"validation.path={held_out}", "validation.eval_interval=1")
     assert list(losses(notes)) == list(range(7))
@@ -194,7 +194,7 @@ def test_resumed_run_continues_with_the_next_evaluation(tmp_path: Path, job: Pat
     assert [line["iteration"] for line in written if "loss" in line] == list(range(1, 10))
 
 
-def test_a_run_that_starts_again_does_not_keep_another_s(tmp_path: Path, job: Path, held_out: Path) -> None:
+def test_restarted_run_drops_evaluations_of_another_run(tmp_path: Path, job: Path, held_out: Path) -> None:
     log, board = tmp_path / "metrics.jsonl", tmp_path / "board"
     settings = ["train_iters=2", f"validation.path={held_out}", f"log.metrics={log}", f"log.tensorboard={board}"]
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_run_that_starts_again_does_not_keep_another_s(tmp_path: Path, job: Pa
     assert [one.step for one in shown.Scalars("validation/loss")] == [0, 2]
 
 
-def test_tensorboard_has_them(tmp_path: Path) -> None:
+def test_tensorboard_shows_evaluations(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     job, overrides = job_of(tmp_path, "dpo")
     held_out = write_rows(tmp_path / "held_out.jsonl", rows_with_signals(1, neighbours=2)[:6])

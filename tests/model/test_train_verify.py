@@ -397,7 +397,7 @@ def test_training_after_verify_has_the_same_bits(job: Path) -> None:
     assert len(verified.comparisons) == 1
 
 
-def test_it_runs_only_when_asked_and_only_before_the_first_step(
+def test_verify_runs_only_on_request_before_the_first_step(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = (f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "train_iters=2")

@@ -112,7 +112,7 @@ def compiles(*arguments, target=ON_HOPPER):
     # heads, key heads, D, W: every row of tiles_of
     ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,192", "8,2,256,256"],
 )
-def test_it_compiles_for_hopper(dims):
+def test_kernels_compile_for_hopper(dims):
     result = compiles(dims)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]
@@ -120,7 +120,7 @@ def test_it_compiles_for_hopper(dims):
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
 @pytest.mark.parametrize("dims", ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,128"])
-def test_it_compiles_for_blackwell(dims):
+def test_kernels_compile_for_blackwell(dims):
     result = compiles(dims, target=ON_BLACKWELL)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]
@@ -169,7 +169,7 @@ def test_why_a_head_dim_of_256_is_refused_on_blackwell():
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
 @pytest.mark.parametrize("option", ["window", "sinks"])
 @pytest.mark.parametrize("target", [ON_HOPPER, ON_BLACKWELL], ids=["hopper", "blackwell"])
-def test_its_options_compile(option, target):
+def test_options_compile(option, target):
     result = compiles("8,2,128,128", option, target=target)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]

@@ -114,7 +114,7 @@ def test_nan_is_an_error():
         check_parity("wrong", attention, case_of(dtype=torch.bfloat16))
 
 
-def test_asked_once():
+def test_check_runs_once():
     calls = 0
 
     def attention(*arguments):
@@ -129,7 +129,7 @@ def test_asked_once():
     assert calls == 2
 
 
-def test_who_only_scores_is_asked_for_no_gradient():
+def test_scoring_compares_no_gradient():
     """The kernel may have no backward in that mode; training with it later is another question."""
     asked = []
 

@@ -61,7 +61,7 @@ def test_batches_of_any_size_cut_the_same_stream(lines, batch):
     assert [name for part in taken for name in names(part)][: 6 * EPOCH] == stream
 
 
-def test_it_can_be_asked_from_anywhere_and_backwards(lines):
+def test_batches_can_be_read_from_any_position(lines):
     order = SampleOrder(lines, seed=3, order="shuffled")
     stream = order.take(0, 4 * EPOCH)
     for consumed in (50, 3, 29, 0, 44):
@@ -89,7 +89,7 @@ def test_without_shuffling_every_epoch_is_the_files_order(lines):
     assert order.take(EPOCH - 1, 2) == [files[-1], files[0]]
 
 
-def test_nothing_asked_is_nothing_taken(lines):
+def test_empty_request_takes_nothing(lines):
     assert SampleOrder(lines, seed=3, order="shuffled").take(5, 0) == []
 
 

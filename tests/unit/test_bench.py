@@ -331,7 +331,7 @@ class NotANumber(torch.autograd.Function):
         return grad * float("nan")
 
 
-def test_one_that_fails_does_not_cost_the_others(field):
+def test_failed_measurement_leaves_the_others(field):
     def not_a_number(*arguments):
         return reference.attention(*arguments) * float("nan")
 

@@ -104,7 +104,7 @@ def printed(console):
     return console.file.getvalue()
 
 
-def test_a_log_has_one_plain_line_a_step(log, step_report):
+def test_log_has_one_plain_line_per_step(log, step_report):
     console, reporter = log
     reporter.started(3, 6)
     assert printed(console) == ""
@@ -131,7 +131,7 @@ def test_a_terminal_has_a_bar(terminal, step_report):
     assert printed(console).rindex("\x1b[?25h") > printed(console).rindex("\x1b[?25l"), "the cursor is back"
 
 
-def test_closing_twice_or_without_a_bar_is_nothing(terminal, log):
+def test_closing_twice_or_without_a_bar_does_nothing(terminal, log):
     for console, reporter in (terminal, log):
         reporter.close()
         reporter.close()
@@ -280,7 +280,7 @@ def test_runs_that_are_compared_have_a_bar(terminal):
     assert "\x1b[?25h" in printed(console)
 
 
-def test_runs_that_are_compared_have_a_line_now_and_then_elsewhere(monkeypatch):
+def test_compared_runs_without_a_terminal_print_lines(monkeypatch):
     now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
     monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
     console = Console(file=io.StringIO())
@@ -368,7 +368,7 @@ def said(recipe):
     return result.stderr
 
 
-def test_every_rank_but_the_first_leaves_the_word_to_it(recipe, waits, monkeypatch):
+def test_other_ranks_wait_for_the_first_ranks_error(recipe, waits, monkeypatch):
     """torchrun ends all ranks when one exits: a quiet one that exits first would silence the one that explains."""
     for rank, expected in (("0", "error: x\n"), ("1", "10.0 s\nerror: x\n")):
         monkeypatch.setenv("LOCAL_RANK", rank)

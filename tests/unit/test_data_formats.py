@@ -327,7 +327,7 @@ def test_a_name_of_one_record_in_three(tmp_path, size):
         ({"group": "a", "pair": "a"}, "'a' is read as 'group' and as 'pair'; give each its own field"),
     ],
 )
-def test_names_that_cannot_be(names, says):
+def test_impossible_field_names_are_rejected(names, says):
     with pytest.raises(ValueError, match=says):
         FieldNames(given=names)
 

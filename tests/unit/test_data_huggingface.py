@@ -418,7 +418,7 @@ def test_clock_does_not_change_the_rest_of_a_template(tmp_path, head):
 
 
 @needs_transformers
-def test_keywords_that_are_not_a_template_s(tmp_path):
+def test_unknown_keywords_of_a_template(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
     with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize', which is not for the template to read"):
         load_tokenizer(folder, {"tokenize": True})

@@ -187,7 +187,7 @@ def test_a_byte_order_mark_is_no_data(write):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress], ids=["gzip", "xz", "bzip2"])
-def test_a_compressed_file_is_known_for_one(tmp_path, pack):
+def test_compressed_file_is_recognised(tmp_path, pack):
     path = tmp_path / "data.jsonl"
     path.write_bytes(pack(b'{"tokens": [7, 8]}\n'))
     with pytest.raises(SampleError, match=r"data.jsonl:1: the file is compressed; unpack it, or name a gzip file some"):
@@ -202,7 +202,7 @@ def test_a_compressed_file_is_known_for_one(tmp_path, pack):
         (b"\xff\xff\xff\xff\x90\0\0\0\n", "Arrow, known by its name; call it something.arrow"),
     ],
 )
-def test_a_table_of_another_name_is_known_for_one(write, start, says):
+def test_table_with_another_suffix_is_recognised(write, start, says):
     path = write(start)
     for read in (read_samples, lambda path: StreamedGroups(path, LineOptions())):
         with pytest.raises(SampleError) as caught:

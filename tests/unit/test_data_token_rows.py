@@ -306,7 +306,7 @@ def test_fields_without_effect_on_training_are_ignored(tmp_path):
     assert content(sample) == ([1, 2], [1, 1], {})
 
 
-def test_names_of_other_formats_are_no_concern_of_theirs(tmp_path):
+def test_names_of_other_formats_are_ignored(tmp_path):
     """A conversation with its ids, as tokenized data sets keep it."""
     from test_data_jsonl import CharacterTokenizer
 

@@ -102,7 +102,7 @@ def test_mistral_names_unsupported_tools(tool, says, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_nulls_of_a_table_are_keys_that_the_row_does_not_have(tmp_path):
+def test_nulls_of_a_table_are_missing_keys(tmp_path):
     """But those inside of JSON text, and those in lists, are the record's own."""
     properties = {"q": {"type": "string", "enum": ["x", None]}}
     tools = [

@@ -25,7 +25,7 @@ def test_misspelled_field_is_reported_once(tmp_path, caplog, name, meant):
     assert caplog.messages == [f"{path}:1: field '{name}' is not read; is '{meant}' meant?"]
 
 
-def test_of_a_table_too(tmp_path, caplog):
+def test_misspelled_column_is_reported(tmp_path, caplog):
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pa.table({"tokens": [[1, 2]], "groups": [3], "note": ["x"]}), path)
     assert len(read_samples(path)) == 1

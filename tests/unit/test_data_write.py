@@ -146,7 +146,7 @@ def test_error_names_values_of_mixed_types(tmp_path, at_once, one, other, says):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("before", [None, "earlier content of it"])
-def test_nothing_is_there_after_an_interrupt(tmp_path, name, before):
+def test_interrupt_leaves_no_file(tmp_path, name, before):
     path = tmp_path / name
     if before:
         path.write_text(before)
@@ -163,7 +163,7 @@ def test_nothing_is_there_after_an_interrupt(tmp_path, name, before):
     assert not before or path.read_text() == before
 
 
-def test_a_link_stays_one(tmp_path):
+def test_link_is_kept(tmp_path):
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "rows.jsonl")
     write(tmp_path / "link.jsonl", ROWS, 2)
     assert (tmp_path / "link.jsonl").is_symlink()

@@ -93,7 +93,7 @@ def test_missing_rendezvous_is_rejected(said: dict[str, str], sentence: str) -> 
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, r"one of several, but MPI_LOCALRANKID is missing; set RANK, WORLD_SIZE"),
     ],
 )
-def test_ranks_that_make_no_sense_are_refused(said: dict[str, str], sentence: str) -> None:
+def test_nonsensical_ranks_are_rejected(said: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         adopt_ranks(dict(said))
 

@@ -268,7 +268,7 @@ def operations(function):
 
 
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_who_uses_one_output_does_not_pay_for_the_other(with_logits):
+def test_backward_of_one_output_ignores_the_other(with_logits):
     """Backward of only the log-probabilities is the same without entropies; and the other way round."""
     layout = fold(FORKED)
     hidden, weight = parameters(layout)

@@ -98,7 +98,7 @@ def test_top_k_equals_unfolded_samples_for_any_cut(kind, samples, seed, by):
 
 
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))
-def test_a_teacher_that_contradicts_itself_is_taken_at_its_word(samples, seed):
+def test_inconsistent_teacher_rows_are_used_as_given(samples, seed):
     """Asked about each sample by itself, it may say something else of the same path."""
     rng = np.random.default_rng(seed)
     told = []

@@ -167,7 +167,7 @@ def test_k3_is_constant_instead_of_overflowing():
     assert slope[5] == pytest.approx(1 - math.exp(-3))
 
 
-def test_how_far_a_policy_has_moved_does_not_cancel_within_a_sequence():
+def test_distance_to_the_old_policy_does_not_cancel_within_a_sequence():
     samples = pairs_of_rollouts()
     layout = fold(samples)
     old = np.zeros(layout.padded_size)
@@ -302,7 +302,7 @@ def test_turns_have_no_generalized_advantage():
         ({"clip_eps_low": float("nan")}, "clip_eps_low"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options, says):
+def test_invalid_settings_are_rejected(options, says):
     with pytest.raises(ValueError, match=says):
         make_objective("grpo", options)
 

@@ -189,7 +189,7 @@ def test_a_pair_cut_in_two_is_refused():
         ({"label_smoothing": 0.5}, "label_smoothing"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options, says):
+def test_invalid_settings_are_rejected(options, says):
     with pytest.raises(ValueError, match=says):
         make_objective("dpo", options)
 

@@ -104,7 +104,7 @@ def test_equal_tokens_with_other_masks_cost_the_same_in_any_order():
 
 
 @given(problems())
-def test_reports_count_right(problem):
+def test_reports_match_counts(problem):
     samples, options = problem
     plan, model = plan_step(samples, **options), options["cost_model"]
     report = report_plan(samples, plan, model, max_tokens=options["max_tokens"], padding=Padding(multiple=4))
@@ -412,7 +412,7 @@ def pipeline_seconds(costs, stages):
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_that_order_shortens_a_pipeline(stages):
+def test_order_of_micro_batches_shortens_a_pipeline(stages):
     """By more than a tenth against chance, and by some against largest first, over many sets of costs."""
     assert pipeline_seconds([1.0] * 8, stages) == 3 * (8 + stages - 1)
     rng = np.random.default_rng(0)

@@ -120,7 +120,7 @@ def test_nothing_to_cut():
     assert least_repeating_runs(none, none, 5) == fewest_runs(none, none, 5) == []
 
 
-def test_it_cuts_between_trees_rather_than_through_one():
+def test_cuts_prefer_borders_between_trees():
     """Two trees of 3 x 10 tokens on trunks of 50: filling up the first run would repeat a trunk."""
     shared = np.array([0, 50, 50, 0, 50, 50])
     fresh = np.array([60, 10, 10, 60, 10, 10])

@@ -98,7 +98,7 @@ def test_flops_of_a_hybrid_model_by_hand():
 
 
 @pytest.mark.parametrize("skip", [None, 1, 2, 3, [1, 0, 0, 1, 1, 0, 1]])
-def test_the_layers_with_a_window_are_megatron_s(skip):
+def test_layers_with_a_window_match_megatrons(skip):
     settings = {"window_size": (4, 0), "window_attn_skip_freq": skip}
     expected = [is_layer_window_attention((4, 0), skip, layer) for layer in range(1, 8)]
     assert layers_with_window(7, settings) == expected

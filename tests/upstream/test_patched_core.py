@@ -92,7 +92,7 @@ def test_patched_core_without_a_tree_has_the_same_bits(copies: Copies) -> None:
 
 
 @pytest.mark.slow  # test_patches.py checks the patches' imports
-def test_it_does_not_need_this_package(copies: Copies) -> None:
+def test_patched_core_works_without_this_package(copies: Copies) -> None:
     """Megatron-Core imports, and attends, where mcore_prefix_tree cannot be imported."""
     script = (
         "import sys\n"

@@ -277,7 +277,7 @@ def test_modes_and_links_of_other_copies_stay(core: Path, tmp_path_factory: pyte
     assert elsewhere.read_bytes() == before
 
 
-def test_a_repository_around_the_target_has_no_say(core: Path) -> None:
+def test_repository_around_the_target_is_ignored(core: Path) -> None:
     """git apply skips files above its working directory if that is inside of a repository."""
     environment = core / "venv"
     environment.mkdir()
