@@ -434,6 +434,6 @@ def test_hidden_states_are_not_scaled_like_logits() -> None:
     found = Hidden().read(tree_forward(with_edge_head(tree), batch, Hidden()), batch)
     logits = found @ tree.output_layer.weight.T * tree.config.mup_output_mult
     ids = torch.tensor(SAMPLES[0].tokens.tolist()).unsqueeze(0)
-    run_unfolded = stock(ids, torch.arange(len(SAMPLES[0])).unsqueeze(0), None)[0, 0]
+    expected = stock(ids, torch.arange(len(SAMPLES[0])).unsqueeze(0), None)[0, 0]
     row = int((batch.edges.row == batch.layout.sample_tokens(0)[0]).nonzero())
-    assert worst(logits[row], run_unfolded) < 1e-12
+    assert worst(logits[row], expected) < 1e-12
