@@ -76,7 +76,7 @@ def test_metrics_file_has_the_objectives_metrics(tmp_path: Path) -> None:
 
 
 def test_every_line_is_there_when_its_step_is_done(job: Path, tmp_path: Path) -> None:
-    """Of a run that is killed, too: nothing waits for the end."""
+    """Also if the run is killed: nothing waits for the end."""
     file = tmp_path / "metrics.jsonl"
     found = []
 

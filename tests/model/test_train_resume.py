@@ -386,7 +386,7 @@ def test_a_checkpoint_of_another_program_is_refused(job: Path, tmp_path: Path, m
 
 
 def assert_same_but_for_checksums(one: Path, other: Path) -> None:
-    """Of samples that are streamed, these are of something else."""
+    """Streamed samples have other checksums."""
     contents = [checkpoint_content(folder, 6) for folder in (one, other)]
     for content in contents:
         content["progress"].pop("checksums")

@@ -89,7 +89,7 @@ def test_training_on_the_cpu_does_not_change_gpu_optimizers(
 
 
 def timeouts() -> list[timedelta]:
-    """Of all ranks together, and of one of Megatron's groups."""
+    """Timeouts of all ranks together, and of one of Megatron's groups."""
     groups = (dist.group.WORLD, parallel_state.get_data_parallel_group())
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 

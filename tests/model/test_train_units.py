@@ -37,7 +37,7 @@ def signals_of(rollout: Rollout, seed: int) -> dict[str, list[float]]:
 
 
 def lines(*, by_turn: bool) -> list[dict[str, Any]]:
-    """A line a turn, or a line a rollout with every turn scored; of every other group each turn has a reward."""
+    """One line per turn, or per rollout with every turn scored; in every other group each turn has a reward."""
     rows: list[dict[str, Any]] = []
     made = (rollouts(SHAPE, 3, vocab=VOCAB, per_turn=per_turn) for per_turn in (False, True))
     for number, both in enumerate(zip(*made, strict=True)):
@@ -171,7 +171,7 @@ def test_sample_trains_equally_with_any_neighbours(tmp_path: Path, name: str) ->
                     assert same(one, other, is_of_the_step(objective, column)), (options, column, list(of_step))
 
 
-# Of each objective: its options for a line a rollout, and how many units a step takes.
+# Options of each objective for one line per rollout, and the units per step.
 WHOLE: dict[str, tuple[dict[str, Any], int]] = {
     "sft": ({}, 4),
     "reinforce": ({"kl_coef": 0.1, "kl_in": "reward"}, 4),

@@ -134,7 +134,7 @@ def test_loss_equals_a_step_on_all_held_out_samples(
 
 
 def test_divergence_from_a_teacher(tmp_path: Path, job: Path, held_out: Path) -> None:
-    """Of a second model, which is asked about the samples that are held out too."""
+    """From a second model, which also scores the held-out samples."""
     teacher = tmp_path / "teacher.yaml"
     teacher.write_text(job.read_text() + f"checkpoint: {{save: {tmp_path / 'teacher'}}}\nseed: 5\n")
     train(teacher, *FLOAT64, "train_iters=2")

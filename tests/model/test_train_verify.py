@@ -315,7 +315,7 @@ def test_broken_folding_is_caught(
 
 
 def test_random_draws_in_training_are_refused(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer that shows no rate: only a second run tells."""
+    """In a layer without a rate attribute: only a second run detects them."""
     plain = MLP.forward
 
     def noisy(layer: Any, hidden: torch.Tensor, **options: Any) -> Any:

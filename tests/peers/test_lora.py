@@ -126,7 +126,7 @@ def test_adapter_is_exported_unchanged(layout: tuple[str, ...], tmp_path: Path) 
     ],
 )
 def test_layouts_train_as_one_process_does(family: str, layout: tuple[str, ...], tmp_path: Path) -> None:
-    """Of Qwen3, tied embeddings are on both stages, frozen."""
+    """Tied embeddings of Qwen3 are on both stages, frozen."""
     targets = ATTENTION if layout == EP2 else ALL
     recipe, source, adapter, model = write_adapter(tmp_path, family, targets)
     options = ("--hf", source, f"model.adapter={adapter}", "train_iters=3", "optimizer.lr=0.001")

@@ -52,7 +52,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(job: Path) -> Path:
-    """Where two ranks saved after 2 and 4 steps."""
+    """The folder in which two ranks saved after 2 and 4 steps."""
     folder = job.parent / "undisturbed"
     done = run(2, "train", job, TP2, f"checkpoint.save={folder}")
     assert done.code == 0, done.err

@@ -57,7 +57,7 @@ def rollouts(shape: Shape, seed: int, *, vocab: int, per_turn: bool = False) -> 
 
 
 def as_samples(made: Sequence[Rollout], seed: int, *, scale: float, around: float) -> tuple[list[Sample], list[Sample]]:
-    """One sample a rollout, and one a turn; log-probabilities lie around a value and are the same in both."""
+    """One sample per rollout, and one per turn; log-probabilities lie around a value and are the same in both."""
     rng = np.random.default_rng(seed)
     wholes, turns = [], []
     for rollout in made:
@@ -94,7 +94,7 @@ def mask(length: int, spans: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def advantages_by_hand(made: Sequence[Rollout], baseline: str, eps: float = 1e-6) -> list[list[float]]:
-    """Of each rollout, one for every turn: the group's rewards counted once a rollout, or once a turn if they are."""
+    """Advantages of each rollout's turns: the group's rewards count per rollout, or per turn if given so."""
     result = []
     for rollout in made:
         group = [other for other in made if other.group == rollout.group]

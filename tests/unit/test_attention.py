@@ -335,7 +335,7 @@ def tensors_in(value):
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_plans_of_the_host_move_to_the_device(backend, tmp_path, monkeypatch):
-    """Of all back-ends, for GPUs that are not there; a device of torch's that has no memory takes the GPU's place."""
+    """Plans of all back-ends, without a GPU; a device of torch's without memory takes its place."""
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path)
     case = case_of(device="cuda", capability=(10, 0), dtype=torch.bfloat16, window=5)

@@ -90,7 +90,7 @@ def streamed(paths, by="group", *, step=None, size=1, on_error="raise", check=No
     st.lists(st.integers(0, 40), max_size=2),
 )
 def test_groups_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape, cuts):
-    """Of any sizes, with blank lines, over the borders of files and of ranks."""
+    """Groups of any size, with blank lines, across the borders of files and of ranks."""
     lines = [line(IDS[key], number) for key, count in shape for number in range(count + 1)]
     lines = [text for number, line in enumerate(lines) for text in ([line, " "] if number % 3 == 0 else [line])]
     places = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})

@@ -171,7 +171,7 @@ def test_link_is_kept(tmp_path):
 
 
 def test_non_finite_values_are_null_in_lines(tmp_path):
-    """Of tokens that are not scored: of others it is refused when it is read."""
+    """For unscored tokens: the reader rejects it for others."""
     signals = Signals(rollout_logprobs=[float("-inf"), float("nan"), -1.0])
     sample = Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 1], signals=signals)
     (line,) = write(tmp_path / "rows.jsonl", [row_of(sample)], 1).read_text().splitlines()

@@ -57,7 +57,7 @@ def loss_of_terms(edges, terms, *, of_entropy):
     st.sampled_from(["rows", "rows, not said", "samples", "pairs"]),
 )
 def test_losses_and_their_gradients(samples, seed, rows, multiplier, tempered, entropies, reads):
-    """Those of the loss on all rows at once, for any rows that its terms read together."""
+    """Gradients equal those of the loss on all rows at once, for any rows that its terms read together."""
     layout = fold(samples, pad_to_multiple_of=3)
     needed = np.random.default_rng(seed).random(layout.padded_size) < 0.7
     hidden, weight = parameters(layout, seed=seed)

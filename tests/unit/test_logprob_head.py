@@ -33,7 +33,7 @@ def fused(hidden, weight, head, *, with_entropy=True):
 
 
 def gradients(outputs, leaves, *, seed=1):
-    """Of a random combination of the outputs."""
+    """Gradients of a random combination of the outputs."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(
         (output * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum() for output in outputs
@@ -149,7 +149,7 @@ def test_the_weighted_sum_and_its_gradients(multiplier, tempered, rows):
 
 
 def square_entropy(logits):
-    """Of every row: not linear, and of all its logits."""
+    """Squared entropy of every row: not linear, and a function of all its logits."""
     logprob = torch.log_softmax(logits, dim=1)
     return (logprob.exp() * logprob).sum(dim=1).square()
 

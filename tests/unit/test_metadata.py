@@ -178,7 +178,7 @@ def test_memory_and_time_are_linear():
 
 
 def test_copies_derive_their_plans_again():
-    """Those of some back-ends hold functions, which Megatron could not pickle with a micro-batch."""
+    """Plans of some back-ends hold functions, which Megatron could not pickle with a micro-batch."""
     metadata = TreeMetadata.from_nodes([0, 3, 5], [-1, 0])
     metadata.derived("plan", lambda metadata: lambda: None)
     for copied in (pickle.loads(pickle.dumps(metadata)), copy.deepcopy(metadata)):

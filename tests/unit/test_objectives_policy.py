@@ -208,7 +208,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all():
 
 
 def test_turns_of_one_rollout_count_its_reward_once():
-    """A rollout in three samples, one a turn, against a rollout in one: the same as both in one sample each."""
+    """A rollout in three samples, one per turn, against a rollout in one: the same as both in one sample each."""
     whole = [
         Sample(
             tokens=[1, 2, 3, 9, 4, 9, 5],

@@ -93,7 +93,7 @@ def test_the_order_of_the_samples_does_not_matter(problem, seed):
 
 
 def test_equal_tokens_with_other_masks_cost_the_same_in_any_order():
-    """Of two that are equal the scored one counts, whichever comes first."""
+    """The scored one of two equal samples counts, in any order."""
     scored, unscored = (Sample(tokens=[7] * 5, loss_mask=[0, 0, 0, 0, one]) for one in (1, 0))
     model = CostModel(token=2.0, pair=0.25, scored=16.0)
     for samples in ([scored, unscored], [unscored, scored]):
@@ -123,7 +123,7 @@ def test_reports_match_counts(problem):
 
 
 def conversations_and_groups(prompts, count, turns):
-    """Completions of prompts, each of several turns: a sample a turn, with its history, which it does not score."""
+    """Completions of prompts, each of several turns: one sample per turn, with its history, which it does not score."""
     rng = np.random.default_rng(prompts)
     samples = []
     for _ in range(prompts):
@@ -140,7 +140,7 @@ def conversations_and_groups(prompts, count, turns):
 
 @pytest.mark.parametrize(("prompts", "count", "turns"), [(6, 4, 1), (1, 3, 5), (5, 3, 4)])
 def test_scoring_cost_counts_the_heads_rows(prompts, count, turns):
-    """Of turns and of completions the count is that of the layout, wherever the cuts are; and plans look at it."""
+    """The count equals the layout's for turns and completions, for any cuts; and plans use it."""
     samples = conversations_and_groups(prompts, count, turns)
     model = CostModel(token=1.0, scored=20.0)
     options = {"max_tokens": 2 * max(map(len, samples)), "dp_size": 3}

@@ -210,7 +210,7 @@ def test_idle_ranks_are_named(rows):
 
 
 def test_empty_micro_batches_are_named(rows):
-    """Those of ranks that have work: an idle rank is named as such."""
+    """Only those of ranks with work: an idle rank is reported as idle."""
     words = ("--max-tokens", "100", "--dp", "2", "--micro-batches", "7")
     report = json.loads(plan(rows, *words, "--json").stdout)
     empty = sum(not batch["samples"] for rank in report["ranks"] for batch in rank)

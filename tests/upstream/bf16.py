@@ -16,7 +16,7 @@ _GRADIENT = "optimizer.state.exp_avg."
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of a run in bf16, against the run in fp32 that began with the same weights.
+    """Errors of a run in bf16, against the run in fp32 with the same initial weights.
 
     Attributes:
         loss: the mean of the iterations' absolute errors.

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Of each iteration.
+        """Return the loss of each iteration.
 
         Megatron prints a process's first iteration without resetting its sums: the second line is the mean of both.
         """
@@ -250,7 +250,7 @@ class Stock:
     iterations: dict[int, dict[str, float]]
 
     def args(self, tmp_path: Path) -> tuple[str, ...]:
-        """Of a folded run of the same samples."""
+        """Return the arguments of a folded run of the same samples."""
         return CPU, MODEL, TRAIN, FOLDED, self.data, f"--save {tmp_path}"
 
 

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 def digest(name: str) -> str:
-    """Of the loss, the log-probabilities and all gradients of a model of the seam's tests."""
+    """Hash the loss, the log-probabilities and all gradients of a model of the seam's tests."""
     settings, model_settings = VARIANTS[name]
     config = tiny_config(**settings)
     outcome = unfolded(build(config, local_spec(config), **model_settings))

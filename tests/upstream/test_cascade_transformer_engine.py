@@ -27,7 +27,7 @@ def released(request: pytest.FixtureRequest) -> Path:
 
 
 def signatures_in(path: Path) -> dict[str, inspect.Signature]:
-    """Of the module's functions: names of parameters, and which have defaults."""
+    """Signatures of the module's functions: names of parameters, and which have defaults."""
     found = {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):

@@ -24,7 +24,7 @@ SEAM = "unfolded or forward_step or block_specs or float32 or one_micro_batch or
 
 @dataclass(frozen=True)
 class Copies:
-    """Of one version of megatron-core."""
+    """Copies of one version of megatron-core."""
 
     released: Path
     patched: Path

@@ -98,7 +98,7 @@ def series_of_version(version: str) -> source_patches.Series:
 
 
 def header_of(core: Path, patch: str, name: str) -> str:
-    """Of a file's first hunk in the patch that begins with a number."""
+    """Return the header of a file's first hunk in the patch whose name begins with ``patch``."""
     (found,) = [one for one in series_of(core).patches if one.path.name.startswith(patch)]
     return found.hunks(name)[0].header
 

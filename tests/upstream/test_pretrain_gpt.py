@@ -272,7 +272,7 @@ def test_a_provider_refuses_a_dry_run_that_passed_the_parser(stock: Stock, site_
 def test_helpers_are_built_for_the_running_python(
     stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where python3-config is another Python's, and python3 has no pybind11."""
+    """With another Python's python3-config, and a python3 without pybind11."""
     root, others = tmp_path / "checkout", tmp_path / "bin"
     checkout = Path(os.environ[VARIABLE])
     shutil.copytree(checkout / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))

@@ -173,7 +173,7 @@ def test_without_stages_the_head_counts() -> None:
 
 
 def test_the_warm_up_of_llama_8b() -> None:
-    """Of 16 samples of 32,768 tokens, TP=4: an input of 3.5 GiB and two outputs of half of that, with a gate."""
+    """For 16 samples of 32,768 tokens, TP=4: an input of 3.5 GiB and two outputs of half of that, with a gate."""
     arguments = {
         "seq_length": 32768,
         "micro_batch_size": 16,

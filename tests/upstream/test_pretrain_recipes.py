@@ -88,7 +88,7 @@ class Model:
     shared_ffn: int = 0
 
     def weight_bytes(self, ranks: int) -> float:
-        """Of the first stage: bf16 weights, fp32 gradients, and 12 bytes of optimizer over the replicas.
+        """Return the first stage's bytes: bf16 weights, fp32 gradients, and 12 bytes of optimizer over the replicas.
 
         Without the routers, less than a thousandth, which Megatron's estimate omits too.
         """
@@ -106,7 +106,7 @@ class Model:
         return dense * (6 + 12 / replicas) + routed * (6 + 12 / expert_replicas)
 
     def activation_bytes(self, tokens: int) -> float:
-        """Of the first stage, in bf16: experts are recomputed, so that one layer's are there at a time."""
+        """Return the first stage's bytes in bf16: experts are recomputed, so only one layer's are alive."""
         elements = self.layers * (4 * self.hidden + self.attention.kept()) + self.attention.again()
         if self.experts:
             elements += 3 * self.dense_layers * self.dense_ffn

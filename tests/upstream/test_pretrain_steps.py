@@ -42,7 +42,7 @@ SFT = SupervisedFineTuning()
 
 
 def samples(count: int, *, shared: bool = True) -> list[Sample]:
-    """Of 25 tokens each, the first 20 common."""
+    """Samples of 25 tokens, the first 20 common."""
     return [
         Sample(tokens=[*PROMPT, *([index] * 5)], merge_key=None if shared else index, source=f"sample {index}")
         for index in range(count)

@@ -72,7 +72,7 @@ def within(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
 
 
 def check_gradients(parts: Sequence[Piece], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Those of tokens and of all other parameters are the oracle's; those of padding are zero."""
+    """Gradients of tokens and other parameters equal the oracle's; those of padding are zero."""
     found = assemble(parts)
     assert found.keys() == wanted.keys()
     for name, expected in wanted.items():
