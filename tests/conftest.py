@@ -57,7 +57,7 @@ def pytest_runtest_logfinish() -> None:
 
 @pytest.fixture(scope="module")
 def megatron_on_the_cpu() -> Iterator[None]:
-    """Let a module build Megatron's models in this process; it asks for this with ``usefixtures``."""
+    """Let a module build Megatron's models in this process; it requests this with ``usefixtures``."""
     # Not at the top: machines that run only tests/kernels need no Megatron.
     from mcore_prefix_tree.cpu.emulation import cpu_emulation
     from mcore_prefix_tree.cpu.launcher import single_process
@@ -67,7 +67,7 @@ def megatron_on_the_cpu() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide this machine's GPUs, before anything asks for them: with a GPU, Megatron on the CPU is rejected."""
+    """Hide this machine's GPUs, before anything looks for them: with a GPU, Megatron on the CPU is rejected."""
     named = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
     if not all(any(path.resolve().is_relative_to(folder) for folder in _ON_GPU) for path in named):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -38,7 +38,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def make(folder: Path) -> Path:
-    """Make the environment, with a GPU that is not there and with NVIDIA's tools; returns its Python."""
+    """Make the environment, with a fake GPU and NVIDIA's tools; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     absent = {_normal(name) for name in (*ABSENT, *pins("steps"), *pins("fa4"))} - {"typing_extensions"}

@@ -284,7 +284,7 @@ def test_check_runs_on_an_installed_python(tmp_path, words):
 
 
 def test_head_that_needs_too_much_memory_never_starts(monkeypatch):
-    """Nothing is allocated for a case of the head that does not fit; each of its rows says so."""
+    """Nothing is allocated for a case of the head that does not fit; each of its rows reports it."""
     assert head.needed_bytes(16384, 4096, 131072) < 60 * GIB
     sent = []
     monkeypatch.setattr(Context, "_send", lambda self, line: sent.append(line))
@@ -297,7 +297,7 @@ def test_head_that_needs_too_much_memory_never_starts(monkeypatch):
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
-    """A bare machine with a GPU that is not there, and the wheels for steps."""
+    """A bare machine with a fake GPU, and the wheels for steps."""
     folder = tmp_path_factory.mktemp("bare")
     bare_machine.make(folder / "machine")
     bare_machine.wheels(folder / "wheels")
@@ -333,7 +333,7 @@ def test_every_part_runs_on_a_bare_machine(machine, tmp_path):
     assert failed == [], said
     measured = {row["part"] for row in rows if results.is_measured(row)}
     assert measured == {part.rows for part in PARTS.values()}, said
-    # FlashAttention-4 is not there: the check of it is one row.
+    # FlashAttention-4 is not installed: its check is one row.
     (missing,) = (row for row in rows if row["part"] == "parity" and row["method"] == "fa4")
     assert "without flash-attn-4" in missing["not_run"]
     assert {row["workload"] for row in rows if row["part"] == "steps"} == {"one_gpu", "quickstart"}

@@ -88,7 +88,7 @@ def named_by_us() -> set[str]:
 
 
 def test_nothing_is_installed_by_a_name_that_is_not_ours() -> None:
-    """No index has this package, and whoever registers its name would run code on users' machines."""
+    """No index has this package, so an owner of its name could run code on users' machines."""
     found = [(name, installed) for name, text in texts() for installed in installed_by(text) if installed == OURS]
     assert found == []
     extras = re.compile(rf"(?<![\w/-]){OURS}\s*\[|mcore_prefix_tree\[", re.I)

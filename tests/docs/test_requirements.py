@@ -52,7 +52,7 @@ def test_pinned_triton_is_the_one_torch_depends_on() -> None:
             assert requirement.name != "triton" or requirement.specifier.contains(pinned_version("triton"))
 
 
-# Compiled against a torch for CUDA: no test installs them, which docs/gpu.md says.
+# Compiled against a torch for CUDA: no test installs them, as docs/gpu.md explains.
 NOT_RUN = ("flash-attn", "transformer-engine")
 
 
@@ -103,7 +103,7 @@ def test_files_for_one_environment_pin_one_version() -> None:
 
 
 def test_bridge_is_installed_without_unused_dependencies() -> None:
-    """Which packages, and why without dependencies, is written in one file; the page says how."""
+    """Which packages, and why without dependencies, is written in one file; the page gives the command."""
     text = (ROOT / "requirements-bridge.txt").read_text()
     assert "--no-deps" in text
     assert {str(pin.marker) for pin in pins(ROOT / "requirements-bridge.txt")} == {'python_version == "3.12"'}

@@ -30,7 +30,7 @@ def test_every_script_is_tested() -> None:
 @pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("name", SHELL)
 def test_help_of_a_shell_script_is_its_header(tmp_path: Path, name: str, option: str) -> None:
-    """Before anything is installed: no Python is asked."""
+    """Before anything is installed: no Python runs."""
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
     python.chmod(0o755)

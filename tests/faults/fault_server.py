@@ -27,7 +27,7 @@ _LOOK_S = 0.002
 
 
 def serve(connection: Connection) -> None:
-    """Say that all is imported, then answer each request until the other end hangs up."""
+    """Report that all is imported, then answer each request until the other end closes."""
     os.environ.update(ENVIRONMENT)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

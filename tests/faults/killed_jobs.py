@@ -51,7 +51,7 @@ class Stage:
         function: that is wrapped.
         call: which of its calls the signal comes before.
         killed: the iteration that is saved if the process is killed there; None for none.
-        ended: the iteration that is saved if the process is asked to end there; None for none.
+        ended: the iteration that is saved if the process is terminated there; None for none.
     """
 
     function: str
@@ -218,7 +218,7 @@ def run(recipe: Path, saved: Path, case: Case) -> Outcome:
 
 
 def of_session(leader: int) -> list[psutil.Process]:
-    """The processes of a session, whoever their parent is now."""
+    """The processes of a session, with any parent."""
     return [one for one in psutil.process_iter() if _session_of(one.pid) == leader]
 
 

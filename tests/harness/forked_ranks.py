@@ -2,7 +2,7 @@
 
 A rank of a real ``torchrun`` spends eight seconds of CPU on imports before its first line of ours, and its launcher
 some more. These tests cover the joint work of ranks; that torchrun itself starts, kills and restarts
-them is for the few tests that say so.
+them is for a few other tests.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def tiny_gpt_config(*, layout: Layout, dtype: torch.dtype = torch.float64, **cha
     Args:
         layout: degrees of parallelism; they must be those of ``parallel_state``.
         dtype: of parameters, activations and pipeline messages. float64 stays float64 all the way through.
-        **changes: fields of ``TransformerConfig`` to set otherwise; of ``MLATransformerConfig`` with
+        **changes: fields of ``TransformerConfig`` to change; of ``MLATransformerConfig`` with
             ``multi_latent_attention=True`` among them.
     """
     settings: dict[str, Any] = {
@@ -70,11 +70,11 @@ def tiny_gpt_config(*, layout: Layout, dtype: torch.dtype = torch.float64, **cha
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": 1 if layout.ep > 1 else None,
         "sequence_parallel": layout.sequence_parallel,
-        # Stages tell each other how long the next micro-batch is; the default MoE dispatcher refuses that.
+        # Stages send each other the length of the next micro-batch; the default MoE dispatcher rejects that.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         # With two stages, the interleaved schedule without overlap sends two messages at once to the same rank, forward
-        # and backward, which only their order could tell apart. Megatron-LM's arguments refuse it too.
+        # and backward, which only their order distinguishes. Megatron-LM's arguments reject it too.
         "overlap_p2p_comm": layout.vpp is not None,
         "batch_p2p_comm": layout.vpp is None,
     }

@@ -79,7 +79,7 @@ def run(job: Job) -> int | None:
             running.remove(pid)
             code = os.waitstatus_to_exitcode(status)
             if code and failed is None:
-                # The others are told to end, as torchrun does.
+                # The others are terminated, as torchrun does.
                 failed, deadline = code, min(deadline, time.monotonic() + PATIENCE_S)
                 _signal(running, signal.SIGTERM)
         time.sleep(0.02)

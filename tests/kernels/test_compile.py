@@ -1,4 +1,4 @@
-"""Compiling every kernel of the table ahead of time, for chips that are not there: no GPU is needed."""
+"""Compiling every kernel of the table ahead of time, for any chip: no GPU is needed."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_launch_without_a_device_guard_is_detected(machine):
 
 
 class Recorded(CpuFlash):
-    """A varlen kernel that takes down the current device of its calls."""
+    """A varlen kernel that records the current device of its calls."""
 
     def __init__(self, machine):
         self.machine, self.devices = machine, []

@@ -1,4 +1,4 @@
-"""The kernels in bfloat16 and float16, launched as the table says for Hopper, against the reference in fp64.
+"""The kernels in bfloat16 and float16, launched with the table's settings for Hopper, against the reference in fp64.
 
 Hundreds of tokens in every head dimension of the table; on a GPU, test_triton.py has thousands in some.
 """

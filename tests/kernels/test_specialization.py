@@ -47,7 +47,7 @@ def forests():
 
 
 class Recorder:
-    """In the place of a kernel: takes down the keys of its launches and runs nothing."""
+    """Replaces a kernel: records the keys of its launches and runs nothing."""
 
     def __init__(self, kernel, architecture):
         backend = make_backend(GPUTarget("cuda", architecture, 32))

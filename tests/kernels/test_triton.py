@@ -273,7 +273,7 @@ def test_a_sibling_cannot_be_seen():
 
 @pytest.fixture
 def nan_filled():
-    """Memory that nobody has written is NaN."""
+    """Unwritten memory is NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

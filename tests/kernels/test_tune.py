@@ -1,4 +1,4 @@
-"""The tuner from end to end on two tiny trees. Its clock is a fake: the interpreter's time says nothing of a GPU."""
+"""The tuner from end to end on two tiny trees. Its clock is a fake: the interpreter's time does not predict a GPU's."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ OPTIONS = {"kto": {"reference_point": "zero"}}
 
 
 class Fake(FakeTensorMode):
-    """Fake tensors without constants: torch would keep the value of a single number, on a device that is not there."""
+    """Fake tensors without constants: torch would keep the value of a single number, on a missing device."""
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
         return False

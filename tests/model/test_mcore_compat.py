@@ -202,7 +202,7 @@ def test_versions_that_no_test_has_seen_are_warned_of(monkeypatch: pytest.Monkey
 
 # Imported as modules; their names are looked up by attribute.
 MODULES = {"parallel_state", "dist_checkpointing", "num_microbatches_calculator", "datasets"}
-# Added by patches/megatron-lm: a stock megatron-core has neither, and nothing is asked of it there.
+# Added by patches/megatron-lm: a stock megatron-core has neither, and nothing is required of it there.
 PATCHED = {"megatron.core.tree_metadata", "megatron.core.transformer.tree_attention"}
 
 

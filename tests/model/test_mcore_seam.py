@@ -451,7 +451,7 @@ def padded_batch(model: torch.nn.Module) -> Outcome:
 def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded():
     """Both against the stock model in fp64 with the same (bf16) weights, over several sets of weights.
 
-    The two runs round in other places, so one set of weights says little. Measured over 60, error of folded over error
+    The two runs round in other places, so one set of weights is too few. Measured over 60, error of folded over error
     of unfolded: 0.5 to 2.1 each; in the geometric mean logprob 0.99, entropy 0.99, gradient 1.03. The limit leaves four
     standard errors of a mean over 12.
     """
@@ -548,7 +548,7 @@ def test_rotary_rows_are_gathered_once_per_micro_batch():
 
 
 def test_few_rotary_tables_are_kept():
-    """Upstream keeps the last 32 that were asked for: trees of 33 to 64 positions share one."""
+    """Upstream keeps the last 32 requested ones: trees of 33 to 64 positions share one."""
     _, tree = twins(tiny_config())
     tree.rotary_pos_emb.forward.cache_clear()
     for longest in range(33, 65):

@@ -22,7 +22,7 @@ EVERY = quick(*KINDS, of=[name for name in OBJECTIVES if name != "xtoken"])
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Run every objective that a selected test asks about, and everything else."""
+    """Run every objective of the selected tests, and everything else."""
     selected = [item for item in request.session.items if isinstance(item, pytest.Function)]
     names = [item.callspec.params["name"] for item in selected if item.originalname == OBJECTIVE_TEST]
     job = str(Path(__file__).with_name("placement_job.py"))

@@ -111,7 +111,7 @@ def test_score_prints_only_the_result(job: Path, tmp_path: Path) -> None:
 
 
 def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path) -> None:
-    """Everything that the data said is still there, and the log-probabilities are read to the bit."""
+    """All fields of the data are kept, and the log-probabilities are read to the bit."""
     output = tmp_path / "scored.jsonl"
     run_score(load_recipe(job), output, reference=reference)
     before, after = read_samples(job.parent / "data.jsonl"), read_samples(output)

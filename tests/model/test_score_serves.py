@@ -116,7 +116,7 @@ def test_no_file_that_is_read_is_replaced(job: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "is read by this command" in done.stderr
     assert metadata.read_bytes() == before
-    # Another file in the run's folder is nobody's input, also the second time.
+    # Another file in the run's folder is no input, also the second time.
     for _ in range(2):
         score(job, job.parent / "run" / "scored.jsonl")
 

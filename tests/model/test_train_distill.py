@@ -155,7 +155,7 @@ def test_verification_and_comparison_support_distillation(job: Path) -> None:
 
 
 def test_teacher_on_unfolded_samples(tmp_path: Path) -> None:
-    """It says the same of a shared prefix but for its last digits."""
+    """Its rows of a shared prefix are equal up to their last digits."""
     content = taught(rows())
     rng = np.random.default_rng(0)
     for row in content:

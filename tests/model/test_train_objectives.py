@@ -290,7 +290,7 @@ def test_step_that_cuts_a_group_is_rejected(tmp_path: Path) -> None:
 
 
 def test_missing_signals_are_reported_before_the_first_step(tmp_path: Path) -> None:
-    """Told before the first step, although a later one is the first to take it."""
+    """Reported before the first step, although a later one is the first to take it."""
     content = rows(neighbours=3)
     del content[10]["old_logprobs"]
     job = write_job(tmp_path, content)

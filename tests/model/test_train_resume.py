@@ -276,7 +276,7 @@ def test_new_data_start_at_their_first_sample_on_request(job: Path, tmp_path: Pa
     known = "which was trained on these data already: they go on where it stopped"
     assert [known in text for text in again.messages if text.startswith("resumed from")] == [True]
     assert not any(known in text for text in (*rest.messages, *straight.messages))
-    # Samples that were read in another way are not known again: it is as the user says.
+    # Samples that were read in another way are not recognised: the user decides.
     streamed = [f"data.path={other}", "train_iters=3", "data.streaming=true", "data.num_workers=0"]
     shutil.copytree(tmp_path / "first" / "iter_0000002", tmp_path / "third" / "iter_0000002")
     (tmp_path / "third" / "latest_checkpointed_iteration.txt").write_text("2")

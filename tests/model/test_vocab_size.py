@@ -1,4 +1,4 @@
-"""The output layer of a model whose vocabulary has padding: its logits, for whoever reads them."""
+"""The output layer of a model whose vocabulary has padding: its logits, for every reader."""
 
 from __future__ import annotations
 

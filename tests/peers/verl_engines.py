@@ -276,7 +276,7 @@ def track(layout: Any, folder: str, backends: list[str]) -> Any:
         with built.train_mode(disable_auto_offload=True):
             built.optimizer_zero_grad()
             output = built.forward_backward_batch(data, loss_of("language_model"))
-        # Of sft_loss there are no metrics.
+        # sft_loss has no metrics.
         output["metrics"] = {name: value for name, value in output["metrics"].items() if "fold/" in name}
         output.pop("model_output")
         worker = SimpleNamespace(engine=built, device_name="cpu", flops_counter=None)

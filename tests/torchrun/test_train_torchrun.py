@@ -145,7 +145,7 @@ def test_killed_run_resumes_with_the_same_bits(job: Path, undisturbed: tuple[Pat
 
 @pytest.mark.slow
 def test_terminated_job_resumes_with_the_same_bits(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
-    """One of its ranks is told: all of them save, and leave together."""
+    """One of its ranks gets the signal: all of them save, and exit together."""
     reference_folder, reference = undisturbed
     saved = tmp_path / "saved"
     arguments = ("train", job, TP2, f"checkpoint.save={saved}", "checkpoint.save_interval=1000")

@@ -69,7 +69,7 @@ class Ended:
 
     @property
     def losses(self) -> dict[int, str]:
-        """As printed, by step; fails if a step was told twice."""
+        """As printed, by step; fails if a step was printed twice."""
         found = re.findall(r"^step (\d+) \| loss (\S+) ", self.out, flags=re.MULTILINE)
         assert len(found) == len({step for step, _ in found})
         return {int(step): loss for step, loss in found}

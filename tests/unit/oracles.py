@@ -34,7 +34,7 @@ def parent_path(path: Path) -> Path:
 
 
 def flat_paths(samples: Sequence[Sample], layout: FlatLayout) -> list[Path]:
-    """The path of every flat token, read through the sample map; every physical token must be somebody's."""
+    """The path of every flat token, read through the sample map; every physical token must belong to a sample."""
     found: dict[int, Path] = {}
     for index, sample in enumerate(samples):
         for flat, path in zip(layout.sample_tokens(index).tolist(), paths_of(sample), strict=True):

@@ -1,4 +1,4 @@
-"""``auto``: which back-end it takes, that it says why, and that it is asked once."""
+"""``auto``: its back-end, its reported reason, and that it chooses once."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_auto_without_sharing_selects_the_stock_kernel(table):
 
 @pytest.fixture
 def triton_runs(monkeypatch):
-    """The kernels of ``triton`` support everything and are right, on GPUs that are not there."""
+    """The kernels of ``triton`` support everything and are right, on fake GPUs."""
     for name in ("refusal", "check"):
         monkeypatch.setattr(auto.load_backend("triton"), name, lambda case: None)
 
@@ -109,7 +109,7 @@ def test_a_measured_gpu_is_used(table, triton_runs):
 
 
 def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs, monkeypatch):
-    """On a GPU a back-end may have two backwards. The faster one says nothing of a run that may not take it."""
+    """On a GPU a back-end may have two backwards. The faster one does not count for a run that may not use it."""
     monkeypatch.setattr(fa4, "_is_installed", lambda: True)
     monkeypatch.setattr(fa4, "import_fault", lambda module: None)
     monkeypatch.setattr(fa4, "check", lambda case: None)
@@ -274,7 +274,7 @@ def test_a_refusal_for_another_reason_does_not_blame_determinism(hopper):
 def gpu(tmp_path, monkeypatch, table):
     """Starts a job on a GPU with flash-attn-4 answered by the CPU. Returns its back-end, its messages, the calls.
 
-    ``table`` has no time of ``triton``, whose kernels would be compiled for the GPU that is not there.
+    ``table`` has no time of ``triton``, whose kernels would be compiled for the fake GPU.
     """
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path)

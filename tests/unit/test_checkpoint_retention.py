@@ -64,7 +64,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_not_counted(remove_older, tmp
 
 
 def test_later_checkpoints_stay_and_do_not_count(remove_older, tmp_path):
-    """Somebody has gone back to an earlier one: the newest of this run is not the highest number."""
+    """The user has gone back to an earlier one: the newest of this run is not the highest number."""
     write_complete(tmp_path, 10, 20, 30, 90)
     remove_older(tmp_path, 30, keep=1, say=pytest.fail)
     assert left(tmp_path) == names(30, 90)

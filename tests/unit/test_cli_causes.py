@@ -1,4 +1,4 @@
-"""``inspect`` says why samples share less than they should, and which settings fold more."""
+"""``inspect`` explains why samples share less than they should, and which settings fold more."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ for script, arguments, environment in json.load(sys.stdin):
 GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
 LAUNCHED = {"MASTER_ADDR": "localhost"}
 DRY = "--prefix-tree-dry-run"
-# A job that the early check has nothing to say of; PATH stands for a file of samples.
+# A job without early errors; PATH stands for a file of samples.
 JOB = (
     "--prefix-tree --prefix-tree-data-path PATH --prefix-tree-max-tokens 64 --attention-dropout 0 --hidden-dropout 0 "
     "--vocab-size 128 --no-gradient-accumulation-fusion"

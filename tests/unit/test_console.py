@@ -353,7 +353,7 @@ def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch)
 
 @pytest.fixture
 def waits(monkeypatch):
-    """``train`` with a recipe that fails; a rank that waits says how long."""
+    """``train`` with a recipe that fails; a waiting rank prints its time."""
     monkeypatch.setattr("mcore_prefix_tree.utils.errors.time.sleep", lambda seconds: sys.stderr.write(f"{seconds} s\n"))
     monkeypatch.setattr("mcore_prefix_tree.settings.load_recipe", fail)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)

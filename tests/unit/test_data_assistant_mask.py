@@ -482,7 +482,7 @@ def test_empty_reasoning_is_none(shown, key, empty):
 @pytest.mark.parametrize("key", REASONING_NAMES)
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.reasoning is None])
 def test_reasoning_that_the_template_drops_is_refused(shown, name, key):
-    for content in ("b", "hm and more"):  # the answer may say the same
+    for content in ("b", "hm and more"):  # the answer may hold the same text
         with pytest.raises(SampleError, match=key):
             shown(name, [user("a"), said(content, **{key: "hm"})])
 

@@ -157,7 +157,7 @@ def test_words_that_should_not_matter_are_named_and_mended(words, detail):
     (cause,) = find_causes(samples, decode=decode).causes
     assert (cause.name, cause.detail) == ("prompt", detail)
     right = fold(prompts([words[0]] * len(words)))
-    # Which of the words all would have is not said, only that all have the same.
+    # The report does not name the common words, only that all have the same.
     assert abs(cause.physical_tokens - right.physical_tokens) <= max(map(len, words))
     assert cause.physical_tokens < fold(samples).physical_tokens
     assert find_causes(samples).causes == [] or detail in ("number", "words", "date", "id")

@@ -141,7 +141,7 @@ def test_preferences(tmp_path, case, table):
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("name", ["completions", "responses"])
 def test_rollouts_of_a_prompt(tmp_path, name, table):
-    """As verl and TRL write them: other columns are nobody's business."""
+    """As verl and TRL write them: other columns are ignored."""
     row = {
         "data_source": "gsm8k", "prompt": [USER], name: ["yo", "no"], "rewards": [1.0, -0.5],
         "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 3}, "temperature": 0.7,

@@ -1,4 +1,4 @@
-"""Ranks that read different data are told so, by rank, machine and file, before anything is trained."""
+"""Ranks that read different data get an error with rank, machine and file before the first step."""
 
 from __future__ import annotations
 

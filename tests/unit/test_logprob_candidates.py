@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are asked about, not in the layout: a teacher's. And which those are."""
+"""Log-probabilities of candidate tokens outside the layout, for example a teacher's, and the choice of candidates."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_only_rows_that_wait_for_a_later_chunk_are_projected_twice():
 
 
 def test_pairs_are_kept_in_one_chunk():
-    """And all of their rows, since nobody else reads the prompt's last token."""
+    """And all of their rows, since nothing else reads the prompt's last token."""
     pairs = [[[n, *PROMPT, *range(5 + side, 25 + side)] for side in (0, 1)] for n in range(10, 14)]
     samples = [Sample(tokens=tokens, loss_mask=[0] * 4 + [1] * 20) for pair in pairs for tokens in pair]
     layout = fold(samples)

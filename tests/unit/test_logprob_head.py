@@ -155,7 +155,7 @@ def square_entropy(logits):
 
 
 def turned_into_gradients(weight):
-    """The same as the head asks for it: by autograd, a chunk at a time."""
+    """The same in the head's form: by autograd, a chunk at a time."""
 
     def loss(rows, logits):
         leaf = logits.clone().requires_grad_()
@@ -310,7 +310,7 @@ def test_frozen_inputs_get_no_gradient(frozen):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_logprobs_have_the_bits_of_the_path_with_logits(dtype, with_entropy):
-    """And do not depend on whether the entropy is asked for."""
+    """And do not depend on whether the entropy is requested."""
     layout = fold(FORKED, pad_to_multiple_of=8)
     hidden, weight = parameters(layout, dtype=dtype)
     edges = Edges.from_layout(layout)

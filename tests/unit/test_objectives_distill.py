@@ -58,7 +58,7 @@ def top_k_loss(objective: Distillation, world: World) -> torch.Tensor:
 
 
 def full_loss(objective: Distillation, world: World, teacher: World) -> torch.Tensor:
-    """The same from all that a second model says of the same samples."""
+    """The same from a second model's full distributions for the same samples."""
     weights, divisor = token_weights(world.samples, objective.normalise, None)
     total = world.logits.sum() * 0
     for index in range(len(world.samples)):
@@ -99,7 +99,7 @@ def test_top_k_equals_unfolded_samples_for_any_cut(kind, samples, seed, by):
 
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))
 def test_inconsistent_teacher_rows_are_used_as_given(samples, seed):
-    """Asked about each sample by itself, it may say something else of the same path."""
+    """On unfolded samples its rows of the same path may differ."""
     rng = np.random.default_rng(seed)
     told = []
     for sample in with_teachers(with_signals(samples, seed, table_seed=seed), 5, seed):

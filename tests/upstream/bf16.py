@@ -71,7 +71,7 @@ def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 def assert_no_further(errors: dict[str, Errors]) -> None:
-    """Folding adds no error to that of bf16, which is there."""
+    """Folding adds no error to the existing error of bf16."""
     for what, limit in vars(errors["unfolded"]).items():
         assert 0 < limit < 0.05, what
         assert getattr(errors["folded"], what) <= FACTOR * limit, (what, errors)

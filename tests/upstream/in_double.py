@@ -1,4 +1,4 @@
-"""Models of Megatron-LM in fp64, where two ways to compute the same are told apart from a mistake."""
+"""Models of Megatron-LM in fp64, to distinguish rounding from mistakes."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def require_checkout(*, trains: bool = True) -> None:
 
 
 def require_packages(*names: str) -> None:
-    """Fail if a package is missing: whoever names a checkout wants its tests to run."""
+    """Fail if a package is missing: naming a checkout requests its tests."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         pytest.fail(f"{', '.join(missing)} missing; pip install -r requirements-megatron-lm.txt", pytrace=False)

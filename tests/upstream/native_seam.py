@@ -56,7 +56,7 @@ def native_twins(settings: dict[str, Any], model_settings: dict[str, Any], **spe
 
 
 def plain(batch: MicroBatch, backend: str = "path") -> MicroBatch:
-    """The micro-batch with Megatron-Core's own classes, and nothing said but the tree."""
+    """The micro-batch with Megatron-Core's own classes, with only the tree set."""
     ours = batch.packed_seq_params.tree_metadata
     assert ours is not None
     metadata = CoreTreeMetadata.from_nodes(

@@ -230,7 +230,7 @@ def _is_cuda(tensor: Tensor) -> bool:
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Tell TransformerEngine, and nobody else, that its tensors are on a Hopper; within the emulation for Megatron."""
+    """Report a Hopper to only TransformerEngine as its tensors' device; within the emulation for Megatron."""
     available, current = torch.cuda.is_available, torch.cuda.current_device
     hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
     with ExitStack() as stack:

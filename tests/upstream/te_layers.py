@@ -176,7 +176,7 @@ def test_tensor_and_sequence_parallelism(name: str, sequence_parallel: bool) -> 
 @pytest.mark.skipif(not CORE_KNOWS_TREES, reason="Megatron-Core is not patched")
 @pytest.mark.parametrize("settings", [{}, FULL, GROUPED, WINDOWS_AND_SINKS["learnable sinks"]], ids=str)
 def test_patched_transformer_engine_attends_by_itself(settings: dict[str, Any]) -> None:
-    """Stock specs, nothing said of trees: the tree goes through its own ``DotProductAttention.forward``."""
+    """Stock specs, no settings for trees: the tree goes through its own ``DotProductAttention.forward``."""
     config = tiny_config(**STOCK, **settings)
     stock, native = (build(config, te_spec(config)) for _ in range(2))
     native.load_state_dict(stock.state_dict(), strict=True)

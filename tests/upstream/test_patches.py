@@ -317,7 +317,7 @@ def test_versions_without_patches_are_refused_by_name(core: Path) -> None:
     assert result.returncode == 2
     assert re.search(rf"{core} is Megatron-LM 0\.99\.\d, and there are patches for 0\.19\.0, 0\.19\.1", result.stderr)
     assert "--as-version" in result.stderr
-    # The way out for a fork that counts by itself, and for one that says the wrong version.
+    # The way out for a fork that counts by itself, and for one that reports the wrong version.
     assert patches("apply", "--megatron-lm", core, "--as-version", other).returncode == 2
     assert content(core) == original
     assert patches("apply", "--megatron-lm", core, "--as-version", fits).returncode == 0

@@ -161,7 +161,7 @@ def test_bf16_stays_as_close_to_fp32_as_the_stock_run(stock: Stock, tmp_path: Pa
 
 
 def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
-    """Its losses, bit for bit as far as they are printed, and its arguments: none of ours is even known."""
+    """Its losses, bit for bit as far as they are printed, and its arguments: it knows none of ours."""
     script = tmp_path / "own.py"
     script.write_text(
         "import os, runpy, sys\n"

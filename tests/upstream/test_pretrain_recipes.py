@@ -146,7 +146,7 @@ MODELS = {
     ],
 )
 def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, tmp_path: Path) -> None:
-    """Refused by Megatron's parser or validation, or by ours, there is no plan."""
+    """An error of Megatron's parser or validation, or of ours, would leave no plan."""
     recipe, model, ranks = ROOT / "recipes" / f"{name}.sh", MODELS[name], 8 * nodes
     done = subprocess.run(
         [str(LAUNCH / "dry_run.sh"), str(recipe)],

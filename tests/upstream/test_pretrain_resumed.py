@@ -106,7 +106,7 @@ def test_folded_order_continues_at_its_last_sample(samples: Path, tmp_path: Path
     losses = run(twice, 12) | run(twice, 15, f"--load {twice}")
     assert losses == pytest.approx(undisturbed, rel=LOSS)
     changed = of(samples, twice, "--prefix-tree-order folded", f"--load {twice}", "--global-batch-size 8")
-    changed += ("--override-opt-param-scheduler",)  # Megatron's schedule refuses it otherwise
+    changed += ("--override-opt-param-scheduler",)  # else Megatron's schedule rejects it
     refused = megatron(ENTRY, *changed)
     assert refused.status != 0
     assert "was trained with step=16, this job has step=8 (--global-batch-size)" in refused.output
@@ -151,7 +151,7 @@ def test_stock_checkpoint_does_not_record_its_samples(others: Path, base: Path, 
 
 
 def test_a_job_that_is_set_back_before_its_samples_is_refused(others: Path, interrupted: Path, tmp_path: Path) -> None:
-    """An argument since core_v0.18; the data of before are not there any more."""
+    """An argument since core_v0.18; the earlier data no longer exist."""
     if "--override-ckpt-iteration" not in (Path(os.environ[VARIABLE]) / "megatron/training/arguments.py").read_text():
         pytest.skip("this Megatron-LM has no --override-ckpt-iteration")
     saved = copied(interrupted, tmp_path / "saved")

@@ -98,7 +98,7 @@ class ScoringJob:
 
 
 class Seen:
-    """As much of an objective as a readout asks; keeps the log-probabilities that it was given last."""
+    """The part of an objective that a readout uses; keeps its last log-probabilities."""
 
     terms = "sample"
     watches_entropy = False

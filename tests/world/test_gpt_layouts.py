@@ -134,7 +134,7 @@ def test_distributed_optimizer_trains_the_same_model(size: int) -> None:
     results = world(size).run(train, Layout(), "dense", torch.float32, True, layout=Layout())
     expected = losses(single("dense", torch.float32))
     torch.testing.assert_close(losses(results), expected, rtol=1e-5, atol=0)
-    # float32 is close to float64 as well, so the bound above says something.
+    # float32 is close to float64 as well, so the bound above is meaningful.
     torch.testing.assert_close(expected, losses(single("dense", torch.float64)), rtol=1e-5, atol=0)
 
 
