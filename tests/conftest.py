@@ -42,13 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of every later garbage collection, which would look at millions of objects."""
+    """Keep imported objects out of every later garbage collection, which would look at millions of objects."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_logfinish() -> None:
-    """Free what a test left behind, before the threads of hundreds of forgotten groups slow down the others."""
+    """Free a test's leftovers, before the threads of hundreds of forgotten groups slow down the others."""
     global _kept
     if threads() > _kept + LEFT_BEHIND:
         release_groups()
@@ -57,8 +57,8 @@ def pytest_runtest_logfinish() -> None:
 
 @pytest.fixture(scope="module")
 def megatron_on_the_cpu() -> Iterator[None]:
-    """Let a module build Megatron's models in this process; it asks for this with ``usefixtures``."""
-    # Not at the top: machines that run tests/kernels alone need no Megatron.
+    """Let a module build Megatron's models in this process; it requests this with ``usefixtures``."""
+    # Not at the top: machines that run only tests/kernels need no Megatron.
     from mcore_prefix_tree.cpu.emulation import cpu_emulation
     from mcore_prefix_tree.cpu.launcher import single_process
 
@@ -67,7 +67,7 @@ def megatron_on_the_cpu() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide this machine's GPUs, before anything asks for them: where there is one, Megatron on the CPU is refused."""
+    """Hide this machine's GPUs, before anything looks for them: with a GPU, Megatron on the CPU is rejected."""
     named = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
     if not all(any(path.resolve().is_relative_to(folder) for folder in _ON_GPU) for path in named):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,4 +1,4 @@
-"""A machine with a torch and little else, as an environment: what is missing there is missing here."""
+"""A machine with a torch and little else, as an environment: with the same packages missing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-# Besides what requirements/pack-*.txt bring there.
+# In addition to the packages of requirements/pack-*.txt.
 ABSENT = ("mcore-prefix-tree", "megatron-bridge", "prefix-grouper", "areal", "liger-kernel", "wandb")
 TOOL = """#!/bin/sh
-# Stands for {name}: runs the program behind its options, and prints what its readers look for.
+# Stands for {name}: runs the program behind its options, and prints the lines that its readers look for.
 while [ "$#" -gt 0 ]; do
     case $1 in
     */python*) break ;;
@@ -38,7 +38,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def make(folder: Path) -> Path:
-    """Make the environment, with a GPU that is not there and with NVIDIA's tools; returns its Python."""
+    """Make the environment, with a fake GPU and NVIDIA's tools; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     absent = {_normal(name) for name in (*ABSENT, *pins("steps"), *pins("fa4"))} - {"typing_extensions"}
@@ -57,7 +57,7 @@ def make(folder: Path) -> Path:
 
 
 def wheels(folder: Path) -> None:
-    """Pack what is installed of ``requirements/pack-steps.txt`` into wheels again."""
+    """Pack the installed packages of ``requirements/pack-steps.txt`` into wheels again."""
     folder.mkdir()
     for name in pins("steps"):
         found = distribution(name)

@@ -1,7 +1,7 @@
-"""An H100 that is not there: ``torch.cuda`` as a driver would answer it, with all tensors on the CPU.
+"""A fake H100: ``torch.cuda`` as a driver would answer it, with all tensors on the CPU.
 
 A ``.pth`` file of an environment imports it at the start of every Python. It patches modules once they are imported.
-Kernels for a GPU are replaced by what computes the same on a CPU, so that everything around them runs. The environment
+Kernels for a GPU are replaced by equal computations on a CPU, so that everything around them runs. The environment
 variables ``FAKE_GPU_CRASH``, ``FAKE_GPU_HANG`` and ``FAKE_GPU_MEMORY`` make the part that they name fail.
 """
 

@@ -17,7 +17,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def run(context):
-    """Three measurements; the second does what FAKE_PART says."""
+    """Three measurements; the second follows FAKE_PART."""
     for method in METHODS:
         key, used = context.key("forest", method), context.used(version=os.environ.get("FAKE_VERSION", "1"))
         if not context.is_done(key, used):

@@ -1,6 +1,6 @@
 """Commands and quotations of pages that no test runs, each with its reason; everything else on a page is run.
 
-An entry names a page and how its commands begin. ``test_page_runs.py`` fails where an entry fits no command.
+An entry names a page and how its commands begin. ``test_page_runs.py`` fails if an entry fits no command.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ NOT_RUN: dict[str, dict[str, str]] = {
 QUOTED: dict[str, dict[str, str]] = {
     "docs/data.md": {"error: ": MESSAGES},
     "docs/howto/megatron-lm.md": {"scored.jsonl: ": CHECKOUT, "sizes that": CHECKOUT, "...": CHECKOUT},
-    "docs/howto/token-ids.md": {"Samples would share more": "is what tests/unit/test_cli_causes.py holds"},
+    "docs/howto/token-ids.md": {"Samples would share more": "is tested by tests/unit/test_cli_causes.py"},
     "docs/inside.md": {"prefix trees of 100 micro-batches": TRAINERS},
     "docs/trainers.md": {"{'loss': 5.631": TRAINERS},
-    "docs/planning.md": {"Training steps fold more": "is what tests/unit/test_cli_causes.py holds"},
+    "docs/planning.md": {"Training steps fold more": "is tested by tests/unit/test_cli_causes.py"},
     "docs/xtoken.md": {"error: ": MESSAGES},
 }
 
@@ -82,8 +82,8 @@ AFTER = {
     "docs/howto/scoring.md": "docs/howto/sft.md",
 }
 
-# Changes of recipes in the reader's folder: (file, text, replacement). What is switched off takes longer than the
-# training itself; verify and the closing table have tests of their own, and pages cut both from what a training prints.
+# Changes of recipes in the reader's folder: (file, text, replacement). Disabled features take longer than the
+# training itself; verify and the closing table have separate tests, and pages cut both from a training's output.
 SHORTER = [("recipes/quickstart.yaml", "compare: true", "compare: false\nverify: {enabled: false}")]
 
 

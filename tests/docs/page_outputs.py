@@ -1,4 +1,4 @@
-"""Output blocks of pages: whether one shows what was printed, and one written anew with the same cuts."""
+"""Output blocks of pages: comparison with the printed output, and rewriting with the same cuts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _pattern(shown: str) -> tuple[re.Pattern[str], list[tuple[str, bool]]]:
 def same_line(shown: str, printed: str) -> bool:
     """Tell whether a printed line is the one that a page shows.
 
-    Words are equal. Whole numbers and numbers in front of an ``x`` are equal; decimals, which processors round
-    differently, agree within a hundredth or 1e-5; what a clock or a memory has measured may be any number.
+    Words are equal. Integers and numbers in front of an ``x`` are equal; decimals, which processors round
+    differently, agree within a hundredth or 1e-5; measured values, for example times, may be any number.
     """
     pattern, numbers = _pattern(shown)
     found = pattern.fullmatch(printed)
@@ -53,7 +53,7 @@ def same_line(shown: str, printed: str) -> bool:
 
 
 def _unwrapped(lines: list[str]) -> list[str]:
-    """Join what a step reports below its line: where that is broken depends on the length of its numbers."""
+    """Join the metrics below a step's line: their line breaks depend on the length of the numbers."""
     joined: list[str] = []
     below = False
     for line in lines:
@@ -78,7 +78,7 @@ def _segments(shown: list[str]) -> list[list[str]]:
 
 
 def _positions(shown: list[str], printed: list[str]) -> Iterator[tuple[list[str], range]]:
-    """Yield each run of shown lines with the places in the printed lines where it may begin."""
+    """Yield each run of shown lines with the printed lines at which it may begin."""
     runs, free = _segments(shown), 0
     for number, run in enumerate(runs):
         last = len(printed) - len(run)
@@ -94,7 +94,7 @@ def _positions(shown: list[str], printed: list[str]) -> Iterator[tuple[list[str]
 
 
 def difference(shown: list[str], printed: list[str]) -> str | None:
-    """Return how a page's output block differs from what its commands print; None if it shows that."""
+    """Return how a page's output block differs from its commands' output; None if it shows that."""
     free, printed = 0, _unwrapped(printed)
     for run, places in _positions(_unwrapped(shown), printed):
         for at in places:
@@ -108,10 +108,10 @@ def difference(shown: list[str], printed: list[str]) -> str | None:
 
 
 def rewritten(shown: list[str], printed: list[str]) -> list[str]:
-    """Return an output block with the same cuts, of what the commands print now.
+    """Return an output block with the same cuts, of the commands' present output.
 
     Raises:
-        ValueError: a line with ``...`` inside it no longer resembles what is printed there.
+        ValueError: a line with ``...`` inside it no longer resembles the printed line.
     """
     if not any(line.strip() == "..." for line in shown):
         return [_cut(old, new) for old, new in _paired(shown, printed)]
@@ -139,7 +139,7 @@ def _alike(one: str, other: str) -> float:
 
 
 def _place(run: list[str], printed: list[str], free: int) -> int:
-    """Return where a run of shown lines begins in what is printed now: where the two are most alike."""
+    """Return the printed line at which a run of shown lines begins: the one with the most similarity."""
     places = range(free, max(len(printed) - len(run), free) + 1)
     return max(places, key=lambda at: sum(map(_alike, run, printed[at : at + len(run)])))
 

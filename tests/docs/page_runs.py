@@ -1,4 +1,4 @@
-"""Runs of a page's commands, in order, in a folder as a reader has it, and their output beside what the page shows.
+"""Runs of a page's commands, in order, in a reader's folder, and their output next to the page's.
 
 A block of ``bash`` holds commands. A block without a language that follows in the same section shows everything they
 print, on both streams; ``...`` on a line stands for any lines, and inside a line for anything. A ``json`` block below a
@@ -23,7 +23,7 @@ from page_exceptions import AFTER, SHORTER, reason
 from page_outputs import rewritten
 from pages import ROOT, fences_of
 
-# What a reader of a clone has; the environment and the tests stay outside.
+# The files of a reader's clone; the environment and the tests stay outside.
 _CLONE = ("recipes", "examples", "scripts")
 _TIMEOUT_S = 900.0
 # Python's, about upstream's packages; which there are differs between versions.
@@ -58,7 +58,7 @@ class Content:
 
 
 def parts_of(page: Path) -> list[Block | Content]:
-    """Return what a reader runs and saves, in order."""
+    """Return the commands and files of a reader, in order."""
     lines = page.read_text().splitlines()
     fences = fences_of(page)
     parts: list[Block | Content] = []
@@ -97,7 +97,7 @@ class Shell:
     """A reader's shell.
 
     Attributes:
-        folder: where the reader is.
+        folder: the reader's working directory.
         variables: that the reader has set.
     """
 
@@ -105,7 +105,7 @@ class Shell:
     variables: dict[str, str] = field(default_factory=dict)
 
     def run(self, command: str) -> tuple[int, str]:
-        """Run a line, and return its exit status and what it prints on both streams."""
+        """Run a line, and return its exit status and its output on both streams."""
         printed = ""
         for one in command.split(" && "):
             status, more = self._run(one)
@@ -153,7 +153,7 @@ class Shell:
 
 
 def _program(words: list[str]) -> tuple[int, list[str]] | None:
-    """Return ranks and the arguments of Python where a command is a Python program; None for others."""
+    """Return ranks and the arguments of Python if a command is a Python program; None for others."""
     if words[0] == "mcore-prefix-tree":
         return 1, ["-m", "mcore_prefix_tree", *words[1:]]
     if words[:2] == ["torchrun", "--nproc-per-node"]:
@@ -182,7 +182,7 @@ class Runs:
         shutil.rmtree(self._base)
 
     def of(self, page: Path) -> list[Ran]:
-        """Run a page if that has not been done, and return its blocks with what their commands printed."""
+        """Run a page if that has not been done, and return its blocks with their commands' output."""
         return self._folder_of(str(page.relative_to(ROOT)))[1]
 
     def _folder_of(self, name: str) -> tuple[Path, list[Ran]]:

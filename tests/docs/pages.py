@@ -19,7 +19,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 
 def fences_of(page: Path) -> list[tuple[int, str, int]]:
-    """Return the fenced blocks of a page: the lines of both fences, from 1, and what stands behind the first.
+    """Return the fenced blocks of a page: the lines of both fences, from 1, and the text after the first.
 
     Raises:
         ValueError: a fence is never closed.
@@ -75,5 +75,5 @@ def commands_of(page: Path) -> Iterator[list[str]]:
 
 
 def inline_of(page: Path) -> list[str]:
-    """Return what stands between single backticks."""
+    """Return the texts between single backticks."""
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose_of(page))

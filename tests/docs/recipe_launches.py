@@ -1,4 +1,4 @@
-"""What the recipes' launchers would start: torchrun, srun and their like are programs here that write down a call."""
+"""Calls that the recipes' launchers would start: programs in place of torchrun and srun record them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes" / "launch"
 RECIPES = sorted((ROOT / "recipes").glob("*.sh"))
 
-# ``ANSWER_<program>`` is what a program prints, ``EFFECT_<program>`` a Python statement that it runs. ``python -c``
+# ``ANSWER_<program>`` is a program's output, ``EFFECT_<program>`` a Python statement that it runs. ``python -c``
 # looks for Apex, which ``NO_APEX`` hides.
 _RECORDER = f"""#!{sys.executable}
 import json, os, sys
@@ -25,7 +25,7 @@ with open(os.environ["RECORD"], "a") as record:
 print(os.environ.get("ANSWER_" + name, ""))
 exec(os.environ.get("EFFECT_" + name, ""))
 """
-# What a dry run finds in the data.
+# Sizes that a dry run finds in the data.
 DECIDED = "sizes that the data decides: "
 SIZES = ("--micro-batch-size", "128", "--seq-length", "868")
 _PROGRAMS = ("torchrun", "python", "srun", "scontrol")
@@ -57,7 +57,7 @@ class Launch:
 
 
 def launch(folder: Path, launcher: str, *arguments: object, cwd: Path = ROOT, **variables: object) -> Launch:
-    """Run ``recipes/launch/LAUNCHER`` with only these variables of its own set."""
+    """Run ``recipes/launch/LAUNCHER`` with only these variables set."""
     programs, record = folder / "bin", folder / "record.jsonl"
     programs.mkdir(exist_ok=True)
     for program in _PROGRAMS:

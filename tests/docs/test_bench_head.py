@@ -1,4 +1,4 @@
-"""``scripts/bench_head.py``, and what is rendered of its file."""
+"""``scripts/bench_head.py``, and the page rendered from its file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_heads_benchmark(bench_head, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_way_that_fails_loses_its_row_alone(bench_head, monkeypatch, tmp_path):
+def test_failed_way_loses_only_its_row(bench_head, monkeypatch, tmp_path):
     def broken(case):
         raise torch.OutOfMemoryError("CUDA out of memory\nwith details")
 

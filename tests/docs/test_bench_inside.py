@@ -1,4 +1,4 @@
-"""``benchmarks/inside.py``, and what is rendered of its file."""
+"""``benchmarks/inside.py``, and the page rendered from its file."""
 
 from __future__ import annotations
 

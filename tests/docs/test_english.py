@@ -50,7 +50,7 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     check(found)
 
 
-def test_entries_of_docstrings_stand_alone() -> None:
+def test_docstring_entries_are_complete() -> None:
     found = [
         (file, line, entry.strip())
         for file in sorted(PACKAGE.rglob("*.py"))

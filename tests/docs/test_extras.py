@@ -1,4 +1,4 @@
-"""scripts/extras imports what pyproject.toml installs and the package, the examples and the pages import."""
+"""scripts/extras imports everything that pyproject.toml installs and that package, examples and pages import."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OTHERS = {
     ),
     "verl",
 }
-# What scripts import of the tests and for them is there where tests run.
+# Scripts' imports of and for the tests are installed for test runs.
 TESTS = {"harness", "pytest", "tokenizers", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
 OWN = {
     "mcore_prefix_tree",
@@ -101,7 +101,7 @@ def test_every_pin_that_is_elsewhere_is_there() -> None:
 
 
 def test_page_installs_the_pinned_bridge() -> None:
-    """The page's commands, the message's and what scripts/extras runs."""
+    """The commands of the page, of the message and of scripts/extras."""
     pin = EXTRAS["pin_of"]("megatron-bridge")
     assert f"pip install --no-deps {pin}\n" in (ROOT / "docs" / "huggingface.md").read_text()
     assert f"'{pin}'" in (ROOT / "mcore_prefix_tree" / "mcore" / "models" / "bridge.py").read_text()

@@ -1,4 +1,4 @@
-"""``scripts/gpu_check``: files are whole at every moment, a failure costs nothing else, a later run goes on."""
+"""``scripts/gpu_check``: files are complete at every moment, a failure affects nothing else, a later run continues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
 
 
 def run(folder: Path, *words: str, **more: str) -> tuple[int, str, dict[str, dict]]:
-    """Exit code, what it printed, and its rows by method."""
+    """Exit code, output, and its rows by method."""
     process = start(folder, *words, **more)
     said, _ = process.communicate(timeout=120)
     return process.returncode, said, rows_in(folder)
@@ -86,24 +86,24 @@ def test_failing_measurement_leaves_others(tmp_path, end, entry, reason):
         assert said.index("2 measured, 1 failed, 0 not run") < said.rindex(reason)
 
 
-def test_later_run_measures_what_is_missing(tmp_path):
+def test_later_run_measures_missing_rows(tmp_path):
     run(tmp_path, FAKE_PART="crash")
     _, _, rows = run(tmp_path)
     assert rows["second"]["seconds"] == [0.5]
     assert seen(tmp_path) == ["first", "second", "third", "second"]
-    # What a row used is another version: it is measured again.
+    # A row is measured again if a package that it used has another version.
     run(tmp_path, FAKE_VERSION="2")
     assert seen(tmp_path)[4:] == ["first", "second", "third"]
 
 
-def test_figures_outlive_what_is_missing_later(tmp_path):
-    """Two folders travel one after the other; the second does not have what some rows of the first used."""
+def test_figures_outlive_packages_missing_later(tmp_path):
+    """Two folders travel one after the other; the second lacks packages that some rows of the first used."""
     run(tmp_path)
     _, _, rows = run(tmp_path, FAKE_PART="refused", FAKE_VERSION="2")
     assert rows["second"]["seconds"] == [0.5]
 
 
-def test_part_that_cannot_run_is_one_row_until_it_can(tmp_path, monkeypatch):
+def test_unrunnable_part_has_one_row_until_it_runs(tmp_path, monkeypatch):
     machine = {"gpu": True, "machine": {"device": "H100"}, "file": "gpu_h100", "missing": {"megatron.core": "absent"}}
     monkeypatch.setattr(check, "ask_machine", lambda parts: machine)
     monkeypatch.setattr(check.PartRun, "run", lambda self: True)
@@ -124,7 +124,7 @@ def wait_for_row(folder: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_leaves_a_whole_file_and_no_process(tmp_path, number):
+def test_signal_leaves_a_complete_file_and_no_process(tmp_path, number):
     process = start(tmp_path, FAKE_PART="hang")
     wait_for_row(tmp_path, "second")
     process.send_signal(number)
@@ -147,7 +147,7 @@ def test_exit_code_is_0_when_time_is_up(tmp_path):
     assert "time is up; call it again to continue" in said
 
 
-def test_output_goes_to_out_where_that_is_set(tmp_path, monkeypatch):
+def test_output_goes_to_out_if_set(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     assert arguments.parse([]).output == tmp_path
     assert arguments.parse(["--output", "elsewhere"]).output == Path("elsewhere")
@@ -168,7 +168,7 @@ def test_wrong_arguments_are_rejected(words):
     assert ended.value.code == 2
 
 
-def test_plan_names_what_is_missing():
+def test_plan_names_missing_packages():
     planned = check.plan(
         list(PARTS.values()), {"megatron.core": "ModuleNotFoundError: no module", "liger_kernel": "no"}
     )
@@ -178,7 +178,7 @@ def test_plan_names_what_is_missing():
     assert "without liger_kernel" in check.plan_text(planned, {"liger_kernel": "no"}, 9)
 
 
-def test_no_gpu_is_said_in_one_line(monkeypatch, capsys):
+def test_missing_gpu_is_reported_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(check, "ask_machine", lambda parts: {"gpu": False, "missing": {}})
     assert check.main([]) == 2
     assert capsys.readouterr().err == "gpu_check: torch sees no GPU; run it on a machine with one\n"
@@ -198,7 +198,7 @@ def test_file_stays_below_its_limit_and_has_no_nan(tmp_path, monkeypatch):
         file.put({"part": "tests", "workload": str(number), "method": "", "mode": "", "used": {}, "text": "x" * 9999})
     file.put({"part": "head", "workload": "", "method": "", "mode": "", "used": {}, "error": float("nan")})
     content = (tmp_path / RESULT).read_text()
-    assert len(content) < 3000 + 1000  # the names of what is left out
+    assert len(content) < 3000 + 1000  # the names of omitted tests
     assert json.loads(content, parse_constant=pytest.fail)["left_out"]
     assert not [path for path in tmp_path.iterdir() if path.name != RESULT]
 
@@ -209,7 +209,7 @@ def test_a_file_that_is_none_is_named(tmp_path):
         ResultFile(tmp_path / RESULT, {})
 
 
-def test_rows_depend_only_on_what_they_used(tmp_path):
+def test_rows_depend_only_on_packages_that_they_used(tmp_path):
     """A package that a row does not load may change; our sources, the GPU and the settings may not."""
     context = Context(part="attention", options=Options(), device_name="H100")
     used = context.used("numpy", "no-such-package", sources=("scripts/gpu_check_parts",), rounds=5)
@@ -272,7 +272,7 @@ def test_rows_become_the_sections_that_documents_read(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--no-install", "--only", "steps"], ["--only", "steps", "--no-install"]])
-def test_python_at_hand_runs_it_without_an_installation(tmp_path, words):
+def test_check_runs_on_an_installed_python(tmp_path, words):
     """With the package from the checkout, wherever the flag stands."""
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\necho "$PYTHONPATH"\necho "$@"\n')
@@ -284,7 +284,7 @@ def test_python_at_hand_runs_it_without_an_installation(tmp_path, words):
 
 
 def test_head_that_needs_too_much_memory_never_starts(monkeypatch):
-    """Nothing is allocated for a case of the head that does not fit; each of its rows says so."""
+    """Nothing is allocated for a case of the head that does not fit; each of its rows reports it."""
     assert head.needed_bytes(16384, 4096, 131072) < 60 * GIB
     sent = []
     monkeypatch.setattr(Context, "_send", lambda self, line: sent.append(line))
@@ -297,7 +297,7 @@ def test_head_that_needs_too_much_memory_never_starts(monkeypatch):
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
-    """A bare machine with a GPU that is not there, and the wheels for steps."""
+    """A bare machine with a fake GPU, and the wheels for steps."""
     folder = tmp_path_factory.mktemp("bare")
     bare_machine.make(folder / "machine")
     bare_machine.wheels(folder / "wheels")
@@ -327,13 +327,13 @@ def check_on(machine: Path, out: Path, *words: str, **more: str) -> tuple[str, l
 
 @pytest.mark.ci
 def test_every_part_runs_on_a_bare_machine(machine, tmp_path):
-    """Without an index and with what is missing there: every import, option, file and program."""
+    """Without an index, with the packages missing there: every import, option, file and program."""
     said, rows = check_on(machine, tmp_path, "--wheels", str(machine / "wheels"))
     failed = [row for row in rows if "failed" in row]
     assert failed == [], said
     measured = {row["part"] for row in rows if results.is_measured(row)}
     assert measured == {part.rows for part in PARTS.values()}, said
-    # FlashAttention-4 is not there: the check of it is one row.
+    # FlashAttention-4 is not installed: its check is one row.
     (missing,) = (row for row in rows if row["part"] == "parity" and row["method"] == "fa4")
     assert "without flash-attn-4" in missing["not_run"]
     assert {row["workload"] for row in rows if row["part"] == "steps"} == {"one_gpu", "quickstart"}
@@ -341,7 +341,7 @@ def test_every_part_runs_on_a_bare_machine(machine, tmp_path):
 
 
 @pytest.mark.ci
-def test_bare_machine_says_what_is_missing_and_survives_a_crash(machine, tmp_path):
+def test_bare_machine_reports_missing_packages_and_survives_a_crash(machine, tmp_path):
     words = ("--no-install", "--only", "parity", "--only", "steps")
     said, rows = check_on(machine, tmp_path, *words, FAKE_GPU_CRASH="triton")
     assert "[missing: megatron.core (ModuleNotFoundError" in said

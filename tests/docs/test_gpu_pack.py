@@ -1,4 +1,4 @@
-"""``scripts/gpu_check --pack`` and ``--wheels``: what travels to a machine without a network, and is used there."""
+"""``scripts/gpu_check --pack`` and ``--wheels``: files for a machine without a network, and their use there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_packed_pins_agree_with_the_others():
-    """And each one with what the others of its folder ask for, as far as they are installed here."""
+    """And each one with the requirements of the others in its folder, as far as they are installed here."""
     elsewhere = [line for name in ("", "-gpu") for line in (ROOT / f"requirements{name}.txt").read_text().splitlines()]
     for name in pack.FOLDERS:
         packed = bare_machine.pins(name)

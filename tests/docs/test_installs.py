@@ -1,4 +1,4 @@
-"""What pages, examples and messages install: nothing by a name that is not ours, and only packages that are tested."""
+"""Packages that pages, examples and messages install: no foreign names, and only tested packages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SOURCES = sorted([*(ROOT / "mcore_prefix_tree").rglob("*.py"), *(ROOT / "scripts
 _TOOLS = r"(?:pip3?|pipx|uv|poetry|conda|mamba)"
 _COMMAND = re.compile(rf"\b{_TOOLS}\s+(?:install|add|download|wheel|run --with)\s+([^\n`#;&|)]*)")
 # Projects of others that a GPU or a benchmark needs and no requirements file pins.
-# The last two are what TransformerEngine and flash-attn are compiled with.
+# TransformerEngine and flash-attn are compiled with the last two.
 OTHERS = {"areal", "transformer-engine", "ninja", "wheel"}
 _TAKES_VALUE = {"-r", "--requirement", "-c", "--constraint", "-t", "--target", "-w", "--wheel-dir", "--python"}
 
 
 def installed_by(text: str) -> Iterator[str]:
-    """Yield the names of what the commands in a text install from a package index."""
+    """Yield the packages that commands in a text install from an index."""
     for command in _COMMAND.findall(text.replace("\\\n", " ")):
         words = iter(command.replace(",", " , ").replace('"', " ").replace("'", " ").split())
         for word in words:
@@ -88,14 +88,14 @@ def named_by_us() -> set[str]:
 
 
 def test_nothing_is_installed_by_a_name_that_is_not_ours() -> None:
-    """No index has this package, and whoever registers its name would run code on users' machines."""
+    """No index has this package, so an owner of its name could run code on users' machines."""
     found = [(name, installed) for name, text in texts() for installed in installed_by(text) if installed == OURS]
     assert found == []
     extras = re.compile(rf"(?<![\w/-]){OURS}\s*\[|mcore_prefix_tree\[", re.I)
     assert [name for name, text in texts() if extras.search(text)] == []
 
 
-def test_what_is_installed_is_what_is_tested() -> None:
+def test_installed_packages_are_tested_packages() -> None:
     found = {installed: name for name, text in texts() for installed in installed_by(text)}
     assert {"tensorboard", "matplotlib"} < set(found)
     assert {installed: name for installed, name in found.items() if installed not in named_by_us() | OTHERS} == {}

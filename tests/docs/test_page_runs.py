@@ -1,6 +1,6 @@
-"""Pages show what their commands print: each is run in order, in a folder as a reader has it.
+"""Pages show their commands' output: each is run in order, in a reader's folder.
 
-After a change of what is printed, ``scripts/render_pages.py`` writes the output blocks anew.
+After a change of the output, ``scripts/render_pages.py`` writes the output blocks anew.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def runs() -> Iterator[Runs]:
     runs.close()
 
 
-@pytest.mark.skipif(not version("megatron-core").startswith("0.19."), reason="pages show what 0.19 prints")
+@pytest.mark.skipif(not version("megatron-core").startswith("0.19."), reason="pages show the output of 0.19")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(one, id=name_of(one), marks=() if name_of(one) in QUICK else pytest.mark.ci) for one in RUN],
 )
-def test_page_shows_what_its_commands_print(page: Path, runs: Runs) -> None:
+def test_page_shows_its_commands_output(page: Path, runs: Runs) -> None:
     for ran in runs.of(page):
         if ran.block.shown is not None:
             differs = difference(ran.block.shown, ran.printed)
@@ -90,7 +90,7 @@ def test_output_blocks_follow_commands_that_are_run(page: Path) -> None:
     for block in blocks_of(page):
         ran = [one for one in block.commands if not reason(name, one)]
         quoted = any(lines[block.at - 1].startswith(start) for start in QUOTED.get(name, ()))
-        assert block.shown is None or ran or quoted, f"{name}:{block.at} shows what no test has printed"
+        assert block.shown is None or ran or quoted, f"{name}:{block.at} shows output that no test has printed"
     for at in quoted_of(page):
         assert any(lines[at - 1].startswith(start) for start in QUOTED.get(name, ())), f"{name}:{at} follows no command"
 
@@ -105,7 +105,7 @@ def test_quotations_are_on_their_pages() -> None:
     ("shown", "printed", "same"),
     [
         ("step 1 | loss 10.37 | ...", STEP, True),
-        (STEP, STEP.replace("14.5k", "9.1k"), True),  # what a clock measures
+        (STEP, STEP.replace("14.5k", "9.1k"), True),  # a measured time
         (STEP, STEP.replace("10.379327", "10.379311"), True),
         (STEP, STEP.replace("10.379327", "11.379327"), False),
         (STEP, STEP.replace("lr 0.0e+00", "lr 1.0e-03"), False),
@@ -148,7 +148,7 @@ PRINTED = [
         (["...", "step 3 | loss 2.3 | ...", "..."], False),
     ],
 )
-def test_blocks_show_everything_but_what_they_cut(shown: list[str], same: bool) -> None:
+def test_blocks_show_everything_except_their_cuts(shown: list[str], same: bool) -> None:
     assert (difference(shown, PRINTED) is None) is same
 
 

@@ -49,7 +49,7 @@ def check_key(key: str) -> None:
     kind: Any = Recipe
     for name in key.split("."):
         if not is_dataclass(kind):
-            return  # such as objective.options, whose keys are the objective's
+            return  # for example objective.options, whose keys are the objective's
         hints = get_type_hints(kind)
         assert name in hints, f"{key} is no key of a recipe"
         kind = next((one for one in get_args(hints[name]) if is_dataclass(one)), hints[name])

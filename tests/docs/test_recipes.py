@@ -1,4 +1,4 @@
-"""Every recipe and launcher: well formed, the same job whoever starts it, and on Slurm what goes on after an end."""
+"""Every recipe and launcher: well formed, the same job from every launcher, and on Slurm the job after an end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.s
 
 
 def torchrun_of(call: Call) -> tuple[argparse.Namespace, list[str]]:
-    """What torchrun's own parser makes of a call, and the words that it hands on."""
+    """A call in torchrun's own parser, and the words that it hands on."""
     words = call.words
     if call.program == "srun":
         words = words[words.index("torchrun") + 1 :]
@@ -103,7 +103,7 @@ def test_the_arguments_fit_each_other_and_the_machines(tmp_path: Path, recipe: P
     replica = number(options, "--tensor-model-parallel-size") * pipeline
     experts = number(options, "--expert-tensor-parallel-size") * number(options, "--expert-model-parallel-size")
     world_size = int(call.environment["WORLD_SIZE"])
-    for nodes in (1, 2, 4):  # times what the recipe starts with
+    for nodes in (1, 2, 4):  # times the recipe's initial number
         ranks = world_size * nodes
         assert ranks % replica == 0
         assert ranks % (experts * pipeline) == 0
@@ -136,12 +136,12 @@ def test_one_machine_and_several(tmp_path: Path) -> None:
     assert (several.rdzv_endpoint, several.rdzv_id) == ("gpu01:1", "llama3_8b")
 
 
-def test_a_dry_run_is_of_all_ranks(tmp_path: Path) -> None:
+def test_dry_run_counts_all_ranks(tmp_path: Path) -> None:
     call = launch(tmp_path, "dry_run.sh", RECIPES[0], NNODES=4, GPUS_PER_NODE=2).call
     assert call.environment["WORLD_SIZE"] == "8"
 
 
-def test_what_is_exported_counts(tmp_path: Path) -> None:
+def test_exported_variables_are_used(tmp_path: Path) -> None:
     call = launch(
         tmp_path,
         "dry_run.sh",
@@ -166,14 +166,14 @@ def test_what_is_exported_counts(tmp_path: Path) -> None:
     assert "--prefix-tree-expand-turns" not in options
 
 
-def test_a_micro_batch_size_that_is_given_asks_no_dry_run(tmp_path: Path) -> None:
+def test_given_micro_batch_size_skips_the_dry_run(tmp_path: Path) -> None:
     (call,) = launch(tmp_path, "torchrun.sh", RECIPES[0], MICRO_BATCH_SIZE=4, MAX_TOKENS=1024).calls
     options = options_of(torchrun_of(call)[1])
     assert (options["--micro-batch-size"], options["--seq-length"]) == (["4"], ["1024"])
 
 
 def test_sizes_at_the_end_of_the_command_win(tmp_path: Path) -> None:
-    """The dry run finds what is left out, which may be nothing."""
+    """The dry run finds the sizes that are unset, which may be none."""
     given = ("--micro-batch-size", "4", "--seq-length", "900")
     done = launch(tmp_path, "torchrun.sh", RECIPES[0], *given, ANSWER_python="283 samples an epoch")
     assert done.status == 0, done.error
@@ -181,7 +181,7 @@ def test_sizes_at_the_end_of_the_command_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["--prefix-tree-score=scored.jsonl", "--use-checkpoint-args"])
-def test_jobs_that_no_dry_run_takes_start_without_one(tmp_path: Path, argument: str) -> None:
+def test_jobs_without_dry_run_support_start_directly(tmp_path: Path, argument: str) -> None:
     (call,) = launch(tmp_path, "torchrun.sh", RECIPES[0], argument).calls
     words = torchrun_of(call)[1]
     assert words[words.index("--micro-batch-size") + 1] == "1"
@@ -197,7 +197,7 @@ def test_a_dry_run_that_fails_ends_the_launch(tmp_path: Path) -> None:
 
 @each_recipe
 def test_without_apex_its_kernel_is_switched_off(tmp_path: Path, recipe: Path) -> None:
-    """Megatron-LM's default needs it, and the launcher says what it adds."""
+    """Megatron-LM's default needs it, and the launcher prints its addition."""
     flag, note = "--no-gradient-accumulation-fusion", "NVIDIA Apex is not installed"
     for launcher in ("torchrun.sh", "dry_run.sh"):
         without = launch(tmp_path, launcher, recipe, NO_APEX=1, NNODES=1)
@@ -211,7 +211,7 @@ def test_a_cache_that_is_switched_off_stays_off(tmp_path: Path) -> None:
     assert call.environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
-def test_a_copy_of_a_recipe_elsewhere_is_one_too(tmp_path: Path) -> None:
+def test_copied_recipe_runs_from_another_folder(tmp_path: Path) -> None:
     copy = tmp_path / "my_model.sh"
     copy.write_text(RECIPES[0].read_text().replace("--num-layers 32", "--num-layers 4"))
     options = options_of(launch(tmp_path, "dry_run.sh", copy).call.words[2:])
@@ -227,7 +227,7 @@ def test_a_copy_of_a_recipe_elsewhere_is_one_too(tmp_path: Path) -> None:
         ((RECIPES[0],), {"NNODES": 2}, "HEAD: with NNODES=2 name one of the machines, the same on all: HEAD=HOST"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(
+def test_mistakes_are_reported_in_one_sentence(
     tmp_path: Path, arguments: tuple[object, ...], variables: dict[str, object], says: str
 ) -> None:
     done = launch(tmp_path, "torchrun.sh", *arguments, **variables)
@@ -258,7 +258,7 @@ def test_slurm_meets_on_the_first_node(tmp_path: Path) -> None:
         ("50", "100", 0, False),  # done
     ],
 )
-def test_slurm_goes_on_as_long_as_there_is_progress(
+def test_slurm_requeues_while_there_is_progress(
     tmp_path: Path, before: str | None, after: str | None, status: int, requeued: bool
 ) -> None:
     tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
@@ -282,7 +282,7 @@ def test_slurm_gives_the_workers_the_time_that_torchrun_does(tmp_path: Path) -> 
     assert "#SBATCH" not in rest
 
 
-# Those of a Hugging Face folder have no model of their own: tests/peers/test_grpo_own_model.py.
+# Those of a Hugging Face folder have no separate model: tests/peers/test_grpo_own_model.py.
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize(
     "recipe", [path for path in YAML_FILES if "--hf" not in path.read_text()], ids=lambda path: path.stem

@@ -55,12 +55,12 @@ def test_pinned_triton_is_the_one_torch_depends_on() -> None:
             assert requirement.name != "triton" or requirement.specifier.contains(pinned_version("triton"))
 
 
-# Compiled against a torch for CUDA: no test installs them, which docs/gpu.md says.
+# Compiled against a torch for CUDA: no test installs them, as docs/gpu.md explains.
 NOT_RUN = ("flash-attn", "transformer-engine")
 
 
 def test_gpu_extras_are_on_their_page() -> None:
-    """Each by its name, what was never run among them, and no extra that is gone."""
+    """Each by its name, including those that were never run, and no removed extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     page = (ROOT / "docs" / "gpu.md").read_text()
     for extra in ("gpu", "te", "flash"):
@@ -87,7 +87,7 @@ def test_pins_are_within_the_bounds_of_pyproject() -> None:
         if bound.name in NOT_RUN:
             continue
         pinned = [(file, pin) for file in FILES for pin in pins(file) if pin.name == bound.name]
-        # What only tests/peers needs is pinned only there.
+        # Packages that only tests/peers needs are pinned only there.
         found = [pin for file, pin in pinned if "peers" not in file.name] or [pin for _, pin in pinned]
         if bound.name != "setuptools":
             assert found, f"nothing is tested with {bound.name}"
@@ -96,7 +96,7 @@ def test_pins_are_within_the_bounds_of_pyproject() -> None:
 
 
 def test_files_for_one_environment_pin_one_version() -> None:
-    """requirements/peers.txt and requirements/bridge.txt go on top of requirements/test.txt."""
+    """requirements/peers.txt and requirements/bridge.txt are installed on top of requirements/test.txt."""
     files = [file for file in FILES if file.name in ("bridge.txt", "peers.txt")]
     found: dict[str, set[str]] = {}
     for pin in (pin for file in files for pin in pins(file)):
@@ -105,8 +105,8 @@ def test_files_for_one_environment_pin_one_version() -> None:
     assert {name: versions for name, versions in found.items() if len(versions) > 1} == {}
 
 
-def test_bridge_is_installed_without_what_it_does_not_import() -> None:
-    """Which packages, and why without dependencies, is written in one file; the page says how."""
+def test_bridge_is_installed_without_unused_dependencies() -> None:
+    """Which packages, and why without dependencies, is written in one file; the page gives the command."""
     text = (ROOT / "requirements/bridge.txt").read_text()
     assert "--no-deps" in text
     assert {str(pin.marker) for pin in pins(ROOT / "requirements/bridge.txt")} == {'python_version == "3.12"'}
@@ -116,7 +116,7 @@ def test_bridge_is_installed_without_what_it_does_not_import() -> None:
 
 
 def machine_with(folder: Path, torch: str) -> Path:
-    """A Python in a virtual environment whose torch, of that source, sees what it says."""
+    """A Python in a virtual environment with a torch of this source."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "machine"], check=True)
     (packages,) = folder.glob("machine/lib/python*/site-packages")
     for name, release in (("torch", "2.9.1+cu126"), ("triton", "3.5.1")):
@@ -133,7 +133,7 @@ def machine_with(folder: Path, torch: str) -> Path:
 
 
 INSTALL_PACKAGE = "install --no-deps --editable . -r requirements/bridge.txt"
-# Says what pip is asked instead of asking it.
+# Prints pip's arguments instead of running it.
 PREPARE = """
 set -euo pipefail
 . scripts/lib/environment.sh
@@ -166,7 +166,7 @@ def test_environment_keeps_a_torch_that_sees_a_gpu(tmp_path: Path) -> None:
     assert prepared(tmp_path / "new", python) == ["torch is seen"]  # installed once
 
 
-def test_environment_pins_torch_where_none_sees_a_gpu(tmp_path: Path) -> None:
+def test_environment_pins_torch_without_a_gpu(tmp_path: Path) -> None:
     python = machine_with(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: False)\n")
     expected = "install -r requirements/torch.txt -r requirements/test.txt"
     assert prepared(tmp_path / "new", python) == [expected, INSTALL_PACKAGE]
@@ -226,7 +226,7 @@ echo {version}
 
 
 def call(script: str, home: Path, **pythons: str) -> subprocess.CompletedProcess[str]:
-    """Call functions of environment.sh where there are these Pythons only, by their paths below ``home``."""
+    """Call functions of environment.sh with only these Pythons, by their paths below ``home``."""
     (home / "bin").mkdir(exist_ok=True)
     for name, release in pythons.items():
         python = home / name
@@ -290,7 +290,7 @@ def core_pins() -> dict[str, str]:
 
 
 def test_each_megatron_core_is_tested(tmp_path: Path) -> None:
-    """What requirements/base.txt installs is what scripts/versions tests, and what environment.sh announces."""
+    """requirements/base.txt installs the versions that scripts/versions tests and environment.sh announces."""
     found = core_pins()
     assert {*found.values()} <= {file.stem for file in (ROOT / "requirements" / "versions").glob("*.txt")}
     done = call("for version in 3.10 3.11 3.12; do core_for $version; done", tmp_path)
@@ -298,8 +298,8 @@ def test_each_megatron_core_is_tested(tmp_path: Path) -> None:
     assert f"scripts/versions {found['3.11']} " in (ROOT / ".ci" / "run").read_text()
 
 
-def test_each_tested_version_is_named_where_users_look() -> None:
-    """The files of scripts/versions, what is said of other versions, and the page of what is supported."""
+def test_each_tested_version_is_named_in_the_docs() -> None:
+    """The files of scripts/versions, the sentence about other versions, and the page of supported versions."""
     files = {file.stem: file for file in (ROOT / "requirements" / "versions").glob("*.txt")}
     main = files.pop("main")
     assert set(RELEASES) == set(files)

@@ -1,4 +1,4 @@
-"""Whoever asks a script for help is told what it does, and nothing is done."""
+"""A script's help describes it, and does nothing else."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedPr
     )
 
 
-def test_the_scripts_are_those_that_are_tested() -> None:
+def test_every_script_is_tested() -> None:
     files = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
     assert files == {*SHELL, *PYTHON, "patches"}
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("name", SHELL)
-def test_help_of_a_shell_script_is_its_own_top(tmp_path: Path, name: str, option: str) -> None:
-    """Before anything is installed: no Python is asked."""
+def test_help_of_a_shell_script_is_its_header(tmp_path: Path, name: str, option: str) -> None:
+    """Before anything is installed: no Python runs."""
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
     python.chmod(0o755)
@@ -116,7 +116,7 @@ def test_help_behind_two_dashes_is_for_another_program(tmp_path: Path) -> None:
 def test_help_of_a_python_script_changes_nothing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which has imported what most of them import."""
+    """In this process, which has imported most of their modules."""
     wanted = [ROOT / "README.md", ROOT / "docs" / "attention_roofline.png", ROOT / "recipes" / "data"]
     before = [path.stat().st_mtime_ns for path in wanted]
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The site builds without a warning; the pages that are written from code have what the code has."""
+"""The site builds without a warning; pages that are generated from code match the code."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _IMPORT = re.compile(
 
 
 def imports_of(code: str) -> list[tuple[str, str]]:
-    """Return module and name of every import of this package; the blocks of pages need not be whole programs."""
+    """Return module and name of every import of this package; the blocks of pages need not be complete programs."""
     found = []
     for plain, module, several, line in _IMPORT.findall(code):
         if plain:
@@ -61,7 +61,7 @@ def test_names_in_two_modules_are_one() -> None:
         assert getattr(package, name) is getattr(mcore, name)
 
 
-def test_the_page_names_what_is_stable() -> None:
+def test_page_lists_the_stable_names() -> None:
     page = PAGE.read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", page, flags=re.MULTILINE)
     assert {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows} == STABLE

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: object, cwd: Path) -> str:
-    """Run a command that sees nothing of this repository; return what it prints."""
+    """Run a command that sees nothing of this repository; return its output."""
     hidden = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
@@ -27,7 +27,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves its folders beside the source."""
+    """Built from a copy, because setuptools leaves its folders next to the source."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -43,11 +43,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path) -> Path:
-    """The wheel in an environment of its own, which borrows the packages that it depends on."""
+    """The wheel in a separate environment, which borrows the packages that it depends on."""
     folder = wheel.parent / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=wheel.parent)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # Paths alone: an editable installation of this repository is a file beside the packages, which is not read.
+    # Only paths: an editable installation of this repository is a file next to the packages, which is not read.
     borrowed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (packages / "borrowed.pth").write_text("\n".join(borrowed))
     install = ("--python", folder / "bin" / "python", "install", "--quiet", "--no-deps", "--no-index", wheel)

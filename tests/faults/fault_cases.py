@@ -1,4 +1,4 @@
-"""A faulty input, what a command does with it, and whether that is right."""
+"""A faulty input, a command's outcome, and whether that is right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
     """A command on inputs of which at most one is faulty.
 
     Attributes:
-        name: what was done to the input.
+        name: the change of the input.
         reader: the row of the table that the case counts in.
         arguments: of ``mcore-prefix-tree``, run in a folder of the case.
         files: content by name; None removes a file of ``base``.
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a command did.
+    """Outcome of a command.
 
     Attributes:
         status: its exit status, negative for a signal; None if it had to be killed.
@@ -75,13 +75,13 @@ class Outcome:
     seconds: float
 
 
-# What may come of a case. The first two are right.
+# Possible outcomes of a case. The first two are right.
 REFUSED, ACCEPTED = "refused in a sentence", "accepted, being valid"
 FAULTS = ("traceback", "crash", "hang", "wrong status", "unclear sentence", "silent acceptance", "wrong refusal")
 
 
 def judged(case: Case, outcome: Outcome, good_output: str | None = None) -> str:
-    """Return what came of a case: one of :data:`REFUSED`, :data:`ACCEPTED` and :data:`FAULTS`."""
+    """Return the outcome of a case: one of :data:`REFUSED`, :data:`ACCEPTED` and :data:`FAULTS`."""
     if outcome.status is None:
         return "hang"
     if "Traceback (most recent call last)" in outcome.stderr + outcome.stdout:
@@ -106,7 +106,7 @@ def judged(case: Case, outcome: Outcome, good_output: str | None = None) -> str:
 
 
 class Runner:
-    """Runs cases in forks of one process, or each in a process of its own.
+    """Runs cases in forks of one process, or each in a separate process.
 
     Args:
         folder: for the files of cases.
@@ -134,7 +134,7 @@ class Runner:
 
         Args:
             case: to run.
-            process: run ``python -m mcore_prefix_tree`` in a process of its own.
+            process: run ``python -m mcore_prefix_tree`` in a separate process.
         """
         outcome = self.run(case, process=process)
         good = None
@@ -147,7 +147,7 @@ class Runner:
         return judged(case, outcome, good), outcome
 
     def run(self, case: Case, *, process: bool = False, limit_s: float = LIMIT_S) -> Outcome:
-        """Run a case in a folder of its own, which is removed afterwards."""
+        """Run a case in a separate folder, which is removed afterwards."""
         self._number += 1
         place = self._folder / f"case{self._number}"
         work = place / "work"
@@ -206,7 +206,7 @@ class Runner:
 
 @dataclass
 class Table:
-    """Counts of what came of cases, by reader.
+    """Counts of outcomes, by reader.
 
     Attributes:
         counts: outcomes of each reader.

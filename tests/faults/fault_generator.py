@@ -42,8 +42,8 @@ def all_cases(bases: Path, seed: int = 18) -> list[Case]:
     """Return every case, the same from the same seed.
 
     Args:
-        bases: what ``fault_inputs.write_bases`` wrote, with the folder of a checkpoint.
-        seed: of what is drawn.
+        bases: files of ``fault_inputs.write_bases``, with the folder of a checkpoint.
+        seed: of random choices.
     """
     rng = Random(seed)
     return [
@@ -309,7 +309,7 @@ def _messages() -> Iterator[Case]:
 
 
 def _table_rows_are_valid(path: Path) -> bool:
-    """Read a table in a process of its own, as a damaged one may end it."""
+    """Read a table in a separate process, as a damaged one may end it."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -358,7 +358,7 @@ def _tables(rng: random.Random, bases: Path) -> Iterator[Case]:
 
 
 def _columns() -> Iterator[Case]:
-    """Columns of other types, and others beside them."""
+    """Columns of other types, and additional columns."""
     int32, float32 = pa.list_(pa.int32()), pa.list_(pa.float32())
     tokens = pa.array([[1, 2, 3]], type=int32)
     made: dict[str, tuple[dict[str, Any] | pa.Table, bool]] = {
@@ -997,7 +997,7 @@ def _checkpoints(rng: Random, bases: Path) -> Iterator[Case]:
                 yield case(name, f"{CHECKPOINT}/{file}", content, False, ("iter_0000001",))
         yield case("missing", f"{CHECKPOINT}/{file}", None, False, ("iter_0000001",))
         yield case("empty", f"{CHECKPOINT}/{file}", b"", False, ("iter_0000001",))
-    # The recipe informs: what cannot be read of it blocks nothing, and another model is refused.
+    # The recipe is only informative: an unreadable one blocks nothing, and another model is rejected.
     written = (folder / CHECKPOINT / "recipe.yaml").read_bytes()
     for name, content in [
         *[("empty", b""), ("a list", b"[]"), ("not YAML", b"{"), ("binary", bytes(range(256)))],
@@ -1014,7 +1014,7 @@ def _checkpoints(rng: Random, bases: Path) -> Iterator[Case]:
 
 
 def _outputs_and_inputs() -> Iterator[Case]:
-    """Inputs of score, and names of what it writes."""
+    """Inputs of score, and names of its output."""
     base = ("score", "recipe.yaml", "checkpoint.save=runs")
     to = (*base, "--output", "o.jsonl")
     itself = ("score", "recipe.yaml", f"checkpoint.save={CHECKPOINT}", "--output", "o.jsonl")

@@ -1,4 +1,4 @@
-"""What a valid input is, in plain rules that share no code with the package."""
+"""Definition of a valid input, in plain rules that share no code with the package."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def lines_are_valid(content: bytes) -> bool:
 
 
 def costs_are_valid(content: bytes) -> bool:
-    """Whether a file is what ``calibrate`` writes."""
+    """Whether a file is output of ``calibrate``."""
     try:
         found = json.loads(content)
         measured = found["measured"]
@@ -174,7 +174,7 @@ def costs_are_valid(content: bytes) -> bool:
 
 
 def metrics_are_valid(content: bytes) -> bool:
-    """Whether a file holds what a run writes down: steps, the last perhaps cut short by a kill."""
+    """Whether a file holds a run's metrics: steps, the last perhaps cut short by a kill."""
     lines = content.split(b"\n")
     beginning = b'{"iteration": '
     last = lines.pop()
@@ -207,7 +207,7 @@ def below_one(value: Any) -> bool:
     return is_finite(value) and 0 <= value < 1
 
 
-def whole(least: int) -> Callable[[Any], bool]:
+def integer(least: int) -> Callable[[Any], bool]:
     return lambda value: is_finite(value) and value == int(value) and value >= least
 
 
@@ -242,17 +242,17 @@ RECIPE: dict[str, Callable[[Any], bool]] = {
     "data.order": one_of("shuffled", "folded", "file"),
     "data.on_error": one_of("raise", "skip"),
     "data.streaming": flag,
-    "data.num_workers": whole(0),
+    "data.num_workers": integer(0),
     "model": never,
-    "model.num_layers": whole(1),
+    "model.num_layers": integer(1),
     "model.hidden_size": never,
-    "model.num_attention_heads": whole(1),
-    "model.num_query_groups": optional(whole(1)),
-    "model.ffn_hidden_size": optional(whole(1)),
+    "model.num_attention_heads": integer(1),
+    "model.num_query_groups": optional(integer(1)),
+    "model.ffn_hidden_size": optional(integer(1)),
     "model.vocab_size": never,
-    "model.max_position_embeddings": whole(1),
+    "model.max_position_embeddings": integer(1),
     "model.position_embedding_type": one_of("rope", "none"),
-    "model.rotary_base": whole(1),
+    "model.rotary_base": integer(1),
     "model.rotary_percent": share,
     "model.rope_scaling": flag,
     "model.rope_scaling_factor": positive,
@@ -267,35 +267,35 @@ RECIPE: dict[str, Callable[[Any], bool]] = {
     "model.transformer": lambda value: value == {},
     "batch": never,
     "batch.max_tokens": never,
-    "batch.global_batch_size": whole(1),
+    "batch.global_batch_size": integer(1),
     "batch.share": one_of("all", "prompt"),
-    "batch.min_shared_tokens": whole(0),
+    "batch.min_shared_tokens": integer(0),
     "batch.length_buckets": lambda value: value is None or value == [],
     "batch.calibration": optional(never),
-    "train_iters": whole(1),
-    "seed": whole(0),
+    "train_iters": integer(1),
+    "seed": integer(0),
     "attention_backend": one_of("auto", "path", "reference"),
     "deterministic_attention": flag,
     "fused_head": flag,
-    "head_chunk_rows": optional(whole(1)),
+    "head_chunk_rows": optional(integer(1)),
     "device": one_of("auto", "cpu"),
-    "distributed_timeout_minutes": optional(whole(1)),
+    "distributed_timeout_minutes": optional(integer(1)),
     "compare": flag,
     "objective": lambda value: value == {},
     "objective.name": one_of("sft"),
     "objective.options": lambda value: value == {},
     "objective.teacher_recipe": optional(never),
     "parallel": lambda value: value == {},
-    "parallel.tensor_model_parallel_size": lambda value: whole(1)(value) and value == 1,
-    "parallel.pipeline_model_parallel_size": lambda value: whole(1)(value) and value == 1,
+    "parallel.tensor_model_parallel_size": lambda value: integer(1)(value) and value == 1,
+    "parallel.pipeline_model_parallel_size": lambda value: integer(1)(value) and value == 1,
     "parallel.virtual_pipeline_model_parallel_size": optional(never),
-    "parallel.context_parallel_size": lambda value: whole(1)(value) and value == 1,
+    "parallel.context_parallel_size": lambda value: integer(1)(value) and value == 1,
     "parallel.sequence_parallel": lambda value: value is False,
     "optimizer": lambda value: value == {},
     "optimizer.lr": positive,
     "optimizer.min_lr": lambda value: not_negative(value) and value <= 1e-2,
     "optimizer.lr_decay_style": one_of("constant", "linear", "cosine"),
-    "optimizer.lr_warmup_steps": lambda value: whole(0)(value) and value == 0,
+    "optimizer.lr_warmup_steps": lambda value: integer(0)(value) and value == 0,
     "optimizer.lr_warmup_fraction": optional(below_one),
     "optimizer.weight_decay": not_negative,
     "optimizer.adam_beta1": below_one,
@@ -305,11 +305,11 @@ RECIPE: dict[str, Callable[[Any], bool]] = {
     "checkpoint": lambda value: value == {},
     "checkpoint.save": optional(text),
     "checkpoint.pretrained_checkpoint": optional(never),
-    "checkpoint.save_interval": whole(1),
-    "checkpoint.keep_last": optional(whole(1)),
+    "checkpoint.save_interval": integer(1),
+    "checkpoint.keep_last": optional(integer(1)),
     "validation": lambda value: value == {},
     "validation.path": optional(never),
-    "validation.eval_interval": whole(1),
+    "validation.eval_interval": integer(1),
     "log": lambda value: value == {},
     "log.metrics": optional(never),
     "log.tensorboard": optional(text),

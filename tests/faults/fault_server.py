@@ -1,7 +1,7 @@
 """Run commands, each in a fork of one process that has imported everything.
 
-A fork has a state of its own, as a process has, and starts in milliseconds: a thousand commands take a minute. What
-the command writes, also from C++, goes to the files that the request names.
+A fork has a separate state, as a process has, and starts in milliseconds: a thousand commands take a minute. Output of
+the command, also from C++, goes to the files that the request names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-_MEMORY = 6 << 30  # bytes, beyond what the imports take
+_MEMORY = 6 << 30  # bytes, in addition to the imports
 _LOOK_S = 0.002
 
 
 def serve(connection: Connection) -> None:
-    """Say that all is imported, then answer each request until the other end hangs up."""
+    """Report that all is imported, then answer each request until the other end closes."""
     os.environ.update(ENVIRONMENT)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def _answer(app: Any, request: dict[str, Any]) -> dict[str, Any]:
             time.sleep(_LOOK_S)
     seconds = time.monotonic() - started
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # the command, if it hangs, and what it left behind
+        os.killpg(child, signal.SIGKILL)  # the command, if it hangs, and its leftover processes
     if status is None:
         os.waitpid(child, 0)
     return {"status": None if status is None else os.waitstatus_to_exitcode(status), "seconds": seconds}

@@ -51,7 +51,7 @@ class Stage:
         function: that is wrapped.
         call: which of its calls the signal comes before.
         killed: the iteration that is saved if the process is killed there; None for none.
-        ended: the iteration that is saved if the process is asked to end there; None for none.
+        ended: the iteration that is saved if the process is terminated there; None for none.
     """
 
     function: str
@@ -126,7 +126,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Case:
-    """Where a signal comes, which, and to whom."""
+    """Time, kind and receiver of a signal."""
 
     stage: str
     signal: signal.Signals
@@ -142,7 +142,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is left of a job."""
+    """The remains of a job."""
 
     case: Case
     status: int
@@ -153,7 +153,7 @@ class Outcome:
 
     @property
     def own_words(self) -> list[str]:
-        """What the job itself said on standard error."""
+        """Messages of the job itself on standard error."""
         beginnings = ("error: ", "ended by ", "standard output")
         return [line for line in self.err.splitlines() if line.startswith(beginnings)]
 
@@ -179,13 +179,13 @@ def write_job(folder: Path) -> Path:
 
 
 def settings_of(case: Case, saved: Path) -> list[str]:
-    """The settings of a job, beside its recipe."""
+    """The settings of a job, in addition to its recipe."""
     layout = [TP2] if case.ranks > 1 else []
     return [*layout, *case.settings, f"checkpoint.save={saved}", "checkpoint.keep_last=5"]
 
 
 def command(recipe: Path, saved: Path, case: Case, *more: str, signalled: bool = True) -> list[str]:
-    """The command line of a job; without its signal, the job goes on to its end."""
+    """The command line of a job; without its signal, the job runs to its end."""
     stage = STAGES[case.stage]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
     program = [str(recipe.with_name("killed.py")), stage.function if signalled else "nowhere", str(stage.call)]
@@ -194,7 +194,7 @@ def command(recipe: Path, saved: Path, case: Case, *more: str, signalled: bool =
 
 
 def run(recipe: Path, saved: Path, case: Case) -> Outcome:
-    """Run a job until nothing of it is left, or for a minute; what is left then is ended."""
+    """Run a job until nothing of it is left, or for a minute; remaining processes are killed then."""
     with subprocess.Popen(
         command(recipe, saved, case),
         stdout=subprocess.PIPE,
@@ -218,7 +218,7 @@ def run(recipe: Path, saved: Path, case: Case) -> Outcome:
 
 
 def of_session(leader: int) -> list[psutil.Process]:
-    """The processes of a session, whoever their parent is now."""
+    """The processes of a session, with any parent."""
     return [one for one in psutil.process_iter() if _session_of(one.pid) == leader]
 
 

@@ -1,4 +1,4 @@
-"""Every way to end a run keeps what was saved, and resumes to the same bits as a run that nothing disturbed.
+"""Every way to end a run keeps its checkpoints, and resumes to the same bits as a run that nothing disturbed.
 
 ``ENDINGS_RESULT=benchmarks/results/endings.json`` writes the result that docs/correctness.md is rendered from.
 """
@@ -82,7 +82,7 @@ class Silent:
 
 
 def finish(recipe: Path, saved: Path, case: Case) -> dict[str, Any]:
-    """Go on with a job to its end, undisturbed; returns its last checkpoint."""
+    """Continue a job to its end, undisturbed; returns its last checkpoint."""
     from megatron.core import dist_checkpointing
 
     from mcore_prefix_tree.mcore.loop.jobs import run_train
@@ -154,7 +154,7 @@ def is_same(one: Any, other: Any) -> bool:
     "case",
     [pytest.param(case, id=case.name, marks=[] if case.signal == KILL else pytest.mark.slow) for case in QUICK],
 )
-def test_run_ends_whole_and_resumes(
+def test_ended_run_keeps_its_checkpoints_and_resumes(
     case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[dict[str, Any]]
 ) -> None:
     check(case, recipe, tmp_path / "saved", undisturbed, outcomes)
@@ -162,7 +162,7 @@ def test_run_ends_whole_and_resumes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_every_run_ends_whole_and_resumes(
+def test_every_ended_run_keeps_its_checkpoints_and_resumes(
     case: Case, recipe: Path, tmp_path: Path, undisturbed: Any, outcomes: list[dict[str, Any]]
 ) -> None:
     check(case, recipe, tmp_path / "saved", undisturbed, outcomes)

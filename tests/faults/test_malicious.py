@@ -1,4 +1,4 @@
-"""Opening a file runs nothing: checkpoints, recipes, tokenizers, data, through every command that reads them."""
+"""No file runs code when it is opened, for example a checkpoint or a tokenizer, in any command that reads it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def metadata_carries_code(folder: Path, marker: Path) -> None:
 
 
 def metadata_names_code_in_torch(folder: Path, marker: Path) -> None:
-    # What a list of modules would let through: torch's own loader, from a module that metadata comes from.
+    # Payloads that a list of modules would let through: torch's own loader, from a module that metadata comes from.
     evil = marker.with_suffix(".pickle")
     evil.write_bytes(pickle.dumps(Payload(marker)))
     name = b"\x80\x04ctorch.distributed.checkpoint.filesystem\npickle.load\n"
@@ -135,7 +135,7 @@ FOLDER = "runs/iter_0000001"
 
 
 def copies(work: Path) -> None:
-    """Put a good run beside the one that is attacked, and the recipe of a teacher whose weights are the latter."""
+    """Put a good run next to the attacked one, and the recipe of a teacher whose weights are the latter."""
     (work / "good").symlink_to(work.parents[1] / "bases" / "checkpoint" / "runs")
     (work / "teacher.yaml").write_bytes(recipe_bytes({**RECIPE, "checkpoint": {"save": "runs"}}))
 
@@ -174,13 +174,13 @@ def checkpoints(marker: Path) -> Iterator[Case]:
             )
         for number, text in enumerate(yaml_payloads(marker)):
             yield Case(
-                name=f"recipe.yaml beside a checkpoint, {number}, {door}",
+                name=f"recipe.yaml next to a checkpoint, {number}, {door}",
                 reader="checkpoints",
                 arguments=arguments,
                 base="checkpoint",
                 files={f"{FOLDER}/recipe.yaml": f"seed: {text}\n".encode()},
                 prepare=copies,
-                is_valid=True,  # it informs, and what cannot be read of it is left alone
+                is_valid=True,  # it is only informative, and an unreadable one is ignored
             )
 
 
@@ -387,7 +387,7 @@ def small_files(marker: Path) -> Iterator[Case]:
 
 
 def some_checkpoints(marker: Path) -> Iterator[Case]:
-    """Every attack through one door, and one of its own through each other door."""
+    """Every attack through one door, and a separate one through each other door."""
     of_doors = [door for door in DOORS if door != "resume"]
     for case in checkpoints(marker):
         attack, _, door = case.name.rpartition(", ")
@@ -413,7 +413,7 @@ def test_malicious_files_run_nothing(kind: Callable[[Path], Iterator[Case]], run
     for case in kind(marker):
         verdict, outcome = runner.judge(case)
         if kind in (tokenizers, data) and verdict in ("wrong refusal", "silent acceptance"):
-            # What matters is that nothing runs; whether the data beside the payload can be used is tested elsewhere.
+            # The test is that nothing runs; whether the data next to the payload can be used is tested elsewhere.
             verdict = REFUSED if verdict == "wrong refusal" else ACCEPTED
         table.add(case, verdict, outcome)
         if marker.exists():
@@ -426,7 +426,7 @@ def test_malicious_files_run_nothing(kind: Callable[[Path], Iterator[Case]], run
     assert table.faults == [], "\n".join(table.faults)
 
 
-def test_the_payload_would_run(tmp_path: Path) -> None:
+def test_payload_runs_in_an_unsafe_loader(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
 

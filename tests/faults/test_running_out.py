@@ -1,4 +1,4 @@
-"""Real limits: a process with few descriptors or little memory, and data without end. One sentence within 20 s."""
+"""Real limits, for example few descriptors, little memory or data without end. One sentence within 20 s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ train_iters: 2
 compare: false
 verify: {{enabled: false}}
 """
-# Megatron alone takes seconds to import, and more on a busy machine.
+# Megatron by itself takes seconds to import, and more on a busy machine.
 LIMIT_S = 20 if os.cpu_count() and os.getloadavg()[0] < (os.cpu_count() or 1) else 90
 
 
@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def sentence(*arguments: object, limit: str = "true", **streams: object) -> str:
-    """What a command says that fails under ``ulimit``."""
+    """The error of a command that fails under ``ulimit``."""
     program = f'{limit} && exec "$@"'
     started = time.monotonic()
     done = subprocess.run(  # type: ignore[call-overload]
@@ -63,14 +63,14 @@ def test_little_memory(job: Path, kib: int) -> None:
     assert sentence("train", job, limit=f"ulimit -v {kib}").startswith("error: memory ran out")
 
 
-def test_a_model_that_does_not_fit_is_told_with_its_size(job: Path) -> None:
+def test_error_of_a_model_beyond_memory_names_its_size(job: Path) -> None:
     sizes = ("model.hidden_size=8192", "model.num_attention_heads=8", "model.ffn_hidden_size=16384")
     said = sentence("train", job, *sizes, limit="ulimit -v 6000000")
     assert said.startswith("error: memory ran out, ")
     assert " GiB more were asked for: the job does not fit; it has a model of at least 1," in said
 
 
-def test_a_step_that_does_not_fit_is_told_with_its_tokens(job: Path) -> None:
+def test_error_of_a_step_beyond_memory_names_its_tokens(job: Path) -> None:
     tokens = [index % 60 for index in range(20_000)]
     job.with_name("data.jsonl").write_text(json.dumps({"tokens": tokens}) + "\n")
     sizes = ("batch.max_tokens=20000", "batch.global_batch_size=1", "model.ffn_hidden_size=65536")

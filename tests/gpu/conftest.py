@@ -1,4 +1,4 @@
-"""What needs a CUDA GPU. scripts/gpu_check runs it; elsewhere it is skipped."""
+"""Tests that need a CUDA GPU. scripts/gpu_check runs them; elsewhere they are skipped."""
 
 from __future__ import annotations
 

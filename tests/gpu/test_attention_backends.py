@@ -36,7 +36,7 @@ FACTOR = 1.2
 
 
 def method(name, case):
-    """The attention function of a back-end, or of the cascade through a kernel; skips what refuses the case."""
+    """The attention function of a back-end, or of the cascade through a kernel; skips unless it accepts the case."""
     kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
     backend = None if name in kernels else load_backend(name)
     refusal = refusal_through(kernels[name], case) if backend is None else backend.refusal(case)
@@ -60,7 +60,7 @@ def on_gpu(metadata, case, seed=0):
 
 
 def unfolded_flash(layout, inputs, grad_out, truth, scale):
-    """Each sample alone through FlashAttention; gradients of a token are summed over its samples in fp64."""
+    """Unfolded samples through FlashAttention; gradients of a token are summed over its samples in fp64."""
     found = [torch.zeros_like(one) for one in truth]
     seen = torch.zeros(layout.padded_size, dtype=torch.bool, device="cuda")
     for index in range(layout.num_samples):

@@ -36,7 +36,7 @@ LATENT = (
 MODELS = {"grouped queries": MODEL, "latent attention": LATENT}
 SCALE = 8
 IMPLEMENTATIONS = {
-    # What its fusions need is in Apex or in Megatron-LM's own extensions.
+    # Its fusions need Apex or Megatron-LM's own extensions.
     "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion",
     "transformer_engine": "--transformer-impl transformer_engine",
 }
@@ -70,7 +70,7 @@ def test_fp32_equals_the_stock_run(model, data, tmp_path):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bf16_goes_no_further_from_fp32_than_the_stock_run_does(implementation, model, data, tmp_path, record_property):
+def test_bf16_stays_as_close_to_fp32_as_the_stock_run(implementation, model, data, tmp_path, record_property):
     if implementation == "transformer_engine":
         pytest.importorskip("transformer_engine.pytorch")
     errors = bf16_errors(data, FOLDED, layers(implementation, model), tmp_path)

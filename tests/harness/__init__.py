@@ -1,1 +1,1 @@
-"""Worlds of processes, tiny models and their weights, for tests of whole layouts."""
+"""Worlds of processes, tiny models and their weights, for tests of full layouts."""

@@ -1,6 +1,6 @@
 """Tokenizer folders of the chat formats that models use, made here: control tokens and templates in their structure.
 
-``chat_scripts`` builds the same conversations without a template, and labels who wrote what.
+``chat_scripts`` builds the same conversations without a template, and labels the author of each text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _THINKING = """
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
 """
-# The reasoning of a message and what follows it, from a field or from the text.
+# The reasoning of a message and the text after it, from a field or from the text.
 _SPLIT_THOUGHT = """
 {%- set ns.thought = m.reasoning_content if m.reasoning_content is string else '' -%}
 {%- set ns.body = m.content -%}
@@ -331,7 +331,7 @@ VICUNA = """
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A chat format, and what its template takes.
+    """A chat format, and the arguments of its template.
 
     Attributes:
         name: name for test ids.

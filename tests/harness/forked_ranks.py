@@ -1,8 +1,8 @@
 """Command lines on a few ranks, as torchrun starts them, but forked from a process that has imported everything.
 
 A rank of a real ``torchrun`` spends eight seconds of CPU on imports before its first line of ours, and its launcher
-some more. What these tests ask of ranks is what the ranks do together; that torchrun itself starts, kills and restarts
-them is for the few tests that say so.
+some more. These tests cover the joint work of ranks; that torchrun itself starts, kills and restarts
+them is for a few other tests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def launch(
         arguments: ``-m MODULE ...`` or ``FILE ...``.
         environment: of every rank; has ``OMP_NUM_THREADS``.
         timeout_s: for all of it.
-        stdin: what the first rank reads; the others read nothing.
+        stdin: input of the first rank; the others read nothing.
         imports: modules that ranks find imported.
         path: folders that are first to be searched for modules.
         alone_is_rank: a single process gets the variables of a rank, as under torchrun.
@@ -54,7 +54,7 @@ def launch(
     Raises:
         TimeoutError: a rank did not end; all are killed.
     """
-    # Where the ranks meet; torchrun has one of its own too.
+    # The ranks' rendezvous; torchrun has a separate one too.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="forked_ranks_") as name:
         folder = Path(name)

@@ -26,7 +26,7 @@ def release_groups() -> None:
     """Free the groups of models that are no longer used.
 
     Megatron's caches of rotary tables hold the last 32 models' groups; reference cycles of models and optimizers hold
-    others. What a mixture of experts keeps in an autograd graph that refers to itself cannot be freed.
+    others. Tensors that a mixture of experts keeps in an autograd graph that refers to itself cannot be freed.
     """
     for module, name in _ROTARY:
         if module in sys.modules:

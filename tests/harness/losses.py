@@ -1,4 +1,4 @@
-"""What tests read of losses: a divergence as a differentiable function of logits, and means of a step."""
+"""Values of losses for tests: a divergence as a differentiable function of logits, and means of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_prefix_tree.utils.choices import Divergence
 
 
 def divided(means: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Divide the sums of ``LossOutput.metrics`` by their weights; leave out what has no weight."""
+    """Divide the sums of ``LossOutput.metrics`` by their weights; skip those without weight."""
     values = {name: pair.tolist() for name, pair in means.items()}
     return {name: total / weight for name, (total, weight) in values.items() if weight}
 

@@ -33,17 +33,17 @@ HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward)
 
 Spec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
 SpecFor: TypeAlias = Callable[[TransformerConfig, int | None], Spec]
-# What Megatron's schedules call: (data iterator, model chunk) -> (output, loss function).
+# The forward step of Megatron's schedules: (data iterator, model chunk) -> (output, loss function).
 ForwardStep: TypeAlias = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 
 
 def tiny_gpt_config(*, layout: Layout, dtype: torch.dtype = torch.float64, **changes: Any) -> TransformerConfig:
-    """Return a configuration that uses what current models use: grouped queries, RoPE, SwiGLU, RMSNorm, no biases.
+    """Return a configuration with the features of current models: grouped queries, RoPE, SwiGLU, RMSNorm, no biases.
 
     Args:
         layout: degrees of parallelism; they must be those of ``parallel_state``.
         dtype: of parameters, activations and pipeline messages. float64 stays float64 all the way through.
-        **changes: fields of ``TransformerConfig`` to set otherwise; of ``MLATransformerConfig`` with
+        **changes: fields of ``TransformerConfig`` to change; of ``MLATransformerConfig`` with
             ``multi_latent_attention=True`` among them.
     """
     settings: dict[str, Any] = {
@@ -70,11 +70,11 @@ def tiny_gpt_config(*, layout: Layout, dtype: torch.dtype = torch.float64, **cha
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": 1 if layout.ep > 1 else None,
         "sequence_parallel": layout.sequence_parallel,
-        # Stages tell each other how long the next micro-batch is; the default MoE dispatcher refuses that.
+        # Stages send each other the length of the next micro-batch; the default MoE dispatcher rejects that.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         # With two stages, the interleaved schedule without overlap sends two messages at once to the same rank, forward
-        # and backward, which only their order could tell apart. Megatron-LM's arguments refuse it too.
+        # and backward, which only their order distinguishes. Megatron-LM's arguments reject it too.
         "overlap_p2p_comm": layout.vpp is not None,
         "batch_p2p_comm": layout.vpp is None,
     }
@@ -99,7 +99,7 @@ def build_chunks(
         config: its parallel degrees must be those of ``parallel_state``, or of ``groups``; with one pipeline stage a
             rank has all layers.
         spec: a layer's spec, a block's, or a function of the configuration and the virtual stage that makes one;
-            Megatron's local layer by default, with what it lacks on a CPU (:func:`cpu_spec`).
+            Megatron's local layer by default, with the parts that it lacks on a CPU (:func:`cpu_spec`).
         vocab_size: number of tokens; padded to a multiple of the tensor-parallel degree, and without probability there.
         max_sequence_length: as in ``GPTModel``.
         share_embeddings: tie the output layer to the word embeddings.
@@ -137,7 +137,7 @@ def build_chunks(
         if not isinstance(chosen, ModuleSpec | TransformerBlockSubmodules):
             chosen = chosen(config, stage)
         chunk = GPTModel(config, cpu_spec(chosen, config, stage), **stage_settings)
-        # The norms of PyTorch start in the default dtype, whatever params_dtype says.
+        # The norms of PyTorch start in the default dtype, regardless of params_dtype.
         chunks.append(chunk.to(config.params_dtype))
     fill(chunks, seed=seed)
     return [with_vocab_size(chunk, vocab_size) for chunk in chunks]
@@ -166,7 +166,7 @@ class Trainer:
         distributed_optimizer: bool = False,
         **optimizer_changes: Any,
     ) -> Trainer:
-        """Wrap bare chunks. Gradients stay in the parameters' dtype, except for bf16, where they are float32.
+        """Wrap bare chunks. Gradients stay in the parameters' dtype, except for bf16, with float32 gradients.
 
         Args:
             chunks: from :func:`build_chunks`.
@@ -206,12 +206,12 @@ class Trainer:
 
         Args:
             forward_step: as Megatron's schedules call it.
-            microbatches: what the data iterator of each chunk yields; the same number on every rank.
-            seq_length: what the schedule believes, where messages do not carry their own length.
+            microbatches: items of each chunk's data iterator; the same number on every rank.
+            seq_length: the schedule's sequence length, if messages do not carry their own.
             forward_only: no gradients.
 
         Returns:
-            What the loss functions reported, on the last pipeline stage; elsewhere an empty list.
+            Reports of the loss functions, on the last pipeline stage; elsewhere an empty list.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -230,7 +230,7 @@ class Trainer:
         )
 
     def step(self, forward_step: ForwardStep, microbatches: Sequence[Any], *, seq_length: int) -> list[Any]:
-        """Do :meth:`backward` and one optimizer step; return what the loss functions reported."""
+        """Do :meth:`backward` and one optimizer step; return the loss functions' reports."""
         reported = self.backward(forward_step, microbatches, seq_length=seq_length)
         success, _, _ = self.optimizer.step()
         assert success, "the optimizer skipped a step"

@@ -52,7 +52,7 @@ class Job:
 def serve(modules: list[str]) -> None:
     """Import modules, then run jobs until standard input ends. The answer to a job is its exit status, or null."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is imported may print
+    os.dup2(2, 1)  # imports may print
     for module in modules:
         import_module(module)
     gc.collect()
@@ -79,7 +79,7 @@ def run(job: Job) -> int | None:
             running.remove(pid)
             code = os.waitstatus_to_exitcode(status)
             if code and failed is None:
-                # The others are told to end, as torchrun does.
+                # The others are terminated, as torchrun does.
                 failed, deadline = code, min(deadline, time.monotonic() + PATIENCE_S)
                 _signal(running, signal.SIGTERM)
         time.sleep(0.02)
@@ -96,7 +96,7 @@ def _forked(job: Job, rank: int) -> int:
     if pid == 0:
         try:
             code = _as_rank(job, rank)
-            atexit._run_exitfuncs()  # such as multiprocessing's, which ends what writes checkpoints
+            atexit._run_exitfuncs()  # for example multiprocessing's, which ends checkpoint writers
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
         except BaseException:

@@ -1,7 +1,7 @@
 """The same weights in every layout, and tensors put back together from every layout.
 
-Which part of a whole parameter a rank holds is asked of Megatron itself: ``sharded_state_dict()`` is what its
-checkpoints are built on, and it knows about pipeline stages and virtual chunks, the vocabulary, query groups, the
+Megatron itself defines the part of a parameter that a rank holds: ``sharded_state_dict()`` is the base of its
+checkpoints, and it knows about pipeline stages and virtual chunks, the vocabulary, query groups, the
 ``[gate; up]`` halves of a gated MLP (each cut over the tensor-parallel ranks by itself), experts and tied embeddings.
 On top of that an entry's value depends on nothing but the parameter's global name and the entry's global index.
 """
@@ -26,13 +26,13 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a parameter-shaped tensor: where it lies in the whole, and its values.
+    """A part of a parameter-shaped tensor: its place in the full tensor, and its values.
 
     Attributes:
-        name: the parameter's key in a checkpoint: layers are counted over the whole model, and norms may be named as
+        name: the parameter's key in a checkpoint: layers are counted over the full model, and norms may be named as
             TransformerEngine's fused layers name them (``linear_qkv.layer_norm_weight``).
-        shape: of the whole.
-        offset: of this part's first entry in the whole.
+        shape: of the full tensor.
+        offset: of this part's first entry in the full tensor.
         data: the part.
     """
 
@@ -43,7 +43,7 @@ class Piece:
 
 
 def _owner(view: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> torch.nn.Parameter | None:
-    """Return the parameter into which a tensor is a view; several may share one storage, as in DDP's buffers."""
+    """Return the parameter that a tensor is a view of; several may share one storage, for example in DDP's buffers."""
     for parameter in parameters:
         start = view.storage_offset() - parameter.storage_offset()
         same = view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
@@ -100,9 +100,9 @@ def uniform(name: str, shape: Sequence[int], offset: Sequence[int], *, seed: int
     """Return values in [-1, 1) that depend on the seed, the name and each entry's global index only.
 
     Args:
-        name: of the whole tensor.
+        name: of the full tensor.
         shape: of the part to make.
-        offset: of the part's first entry in the whole, one per dimension.
+        offset: of the part's first entry in the full tensor, one per dimension.
         seed: another seed, other values.
 
     Returns:
@@ -137,7 +137,7 @@ def fill(chunks: Sequence[torch.nn.Module], *, seed: int = 0, std: float = 0.05)
 def local_parts(
     chunks: Sequence[torch.nn.Module], values_of: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> list[Piece]:
-    """Return this rank's parts of a parameter-shaped quantity, such as the gradients, ready to be sent and assembled.
+    """Return this rank's parts of a parameter-shaped quantity, for example the gradients, ready to send and assemble.
 
     Args:
         chunks: GPT models, bare or wrapped in DistributedDataParallel.

@@ -5,7 +5,7 @@
     losses = world(4).run(train, data, layout=Layout(tp=2, pp=2))
 
 calls ``train(data)`` in four processes, in which torch.distributed and ``megatron.core.parallel_state`` are up, and
-returns what each returned. The processes are forked from one server that has imported torch and megatron once, so a
+returns each one's result. The processes are forked from one server that has imported torch and megatron once, so a
 world costs about a second to start and a call some tenths of one. As with every use of multiprocessing, a script that
 does this keeps its own code under ``if __name__ == "__main__"``.
 """
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a world of processes is cut. What tensor and pipeline parallelism leave is data parallel.
+    """Parallel layout of a world of processes. The rest after tensor and pipeline parallelism is data parallel.
 
     ``ep`` (expert parallelism) is taken out of the data-parallel ranks, as in Megatron.
     """
@@ -64,7 +64,7 @@ class Layout:
         """Return the data-parallel degree that a world of this size leaves.
 
         Raises:
-            ValueError: the world size is not a multiple of ``tp * pp``, or ``ep`` does not divide what is left.
+            ValueError: the world size is not a multiple of ``tp * pp``, or ``ep`` does not divide the rest.
         """
         degree, rest = divmod(world_size, self.tp * self.pp)
         if degree == 0 or rest or degree % self.ep:
@@ -123,7 +123,7 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reply:
-    """What one process answered: a pickled value, or the traceback that stopped it."""
+    """Result of one process: a pickled value, or the traceback that stopped it."""
 
     value: bytes = b""
     error: str | None = None
@@ -139,7 +139,7 @@ def _execute(call: _Call, rank: int, size: int) -> _Reply:
     sys.path[:] = call.path
     function, args = pickle.loads(call.payload)
     store = torch.distributed.FileStore(call.store_file, size)  # type: ignore[attr-defined]
-    # A group of its own for each call: nothing that an earlier call left undelivered can reach a later one.
+    # A separate group for each call: nothing that an earlier call left undelivered can reach a later one.
     with _process_group(store, rank, size, call.timeout_s), parallel_state(call.layout):
         try:
             value = function(*args)
@@ -153,13 +153,13 @@ def _execute(call: _Call, rank: int, size: int) -> _Reply:
 
 def _serve(connection: Connection, rank: int, size: int) -> None:
     """Answer calls until the parent hangs up, which also happens when it dies."""
-    # A process group of its own: Ctrl-C is for the parent to handle, and close() finds what megatron started here (its
+    # A separate process group: Ctrl-C is for the parent to handle, and close() finds megatron's processes (its
     # checkpoint writer forks, which also is why these processes cannot be daemons).
     os.setsid()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     enable()
-    gc.freeze()  # what was imported need not be looked at after each call
+    gc.freeze()  # imported objects need not be scanned after each call
     while True:
         try:
             call: _Call = connection.recv()
@@ -193,7 +193,7 @@ class World:
             function: a function of a module that the processes can import; it may ask torch.distributed for its rank.
             *args: picklable arguments, the same for all.
             layout: degrees of parallelism.
-            timeout_s: for the whole call; each collective gets the same.
+            timeout_s: for the entire call; each collective gets the same.
 
         Returns:
             The results by rank.
@@ -227,7 +227,7 @@ class World:
         return [pickle.loads(reply.value) for reply in replies]
 
     def close(self, *, patience_s: float = 5.0) -> None:
-        """End the processes and whatever they started. The next :meth:`run` starts new ones.
+        """End the processes and their children. The next :meth:`run` starts new ones.
 
         Args:
             patience_s: how long they may take to end by themselves before they are killed.

@@ -40,7 +40,7 @@ HIDDEN = 6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Everything that a loss reads, whole.
+    """All inputs of a loss, unsplit.
 
     Attributes:
         student: hidden states ``[R_s, h]`` and weight ``[V_s, h]``.
@@ -142,7 +142,7 @@ def problem(seed: int = 0, *, student_size: int = 29, teacher_size: int = 37) ->
 def reference_terms(
     task: Problem, settings: LossSettings, student: torch.Tensor, teacher: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``[C]`` terms by the oracle, from whole logits of all rows."""
+    """Return ``[C]`` terms by the oracle, from full logits of all rows."""
     t, columns = settings.temperature, torch.arange(teacher.shape[1])
     if settings.top_k is not None:
         columns = reference.top_columns(teacher, task.chunks, settings.top_k)
@@ -171,7 +171,7 @@ def reference_terms(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """What the product finds on one rank.
+    """The product's results on one rank.
 
     Attributes:
         terms: ``[C]``, in the order of the problem's chunks.

@@ -1,4 +1,4 @@
-"""The losses of cross-tokenizer distillation, chunk by chunk on whole vocabularies: the oracle of the tests.
+"""The losses of cross-tokenizer distillation, chunk by chunk on full vocabularies: the oracle of the tests.
 
 Every function returns the term of one chunk, differentiable in both models' logits. A chunk's rows are its predictors.
 

@@ -1,7 +1,7 @@
-"""Compiling the kernels for a chip that is not there, and reading what came out.
+"""Compiling the kernels for a chip that is not present, and reading the result.
 
 ``python tests/kernels/compilation.py 90 100`` prints a line for every kernel of every row of the table: the way to see
-what another version of Triton makes of it.
+the result of another version of Triton.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SCALARS = {"scale": "fp32", "softmax_scale": "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one kernel needs."""
+    """Resources of one kernel."""
 
     kernel: str
     registers: int
@@ -65,9 +65,9 @@ class Report:
 
     @property
     def serialized(self):
-        """Whether Hopper's matrix instructions, which run beside others, wait for each other instead, one by one.
+        """Whether Hopper's matrix instructions, which run asynchronously, wait for each other instead, one by one.
 
-        ptxas makes it so where something else writes their sums while they may be running: each gets a wait of its own.
+        ptxas does so if something else writes their sums while they may be running: each gets a separate wait.
         Sound kernels have a wait for each product of tiles, of several instructions: 0.4 of them or fewer.
         """
         return self.warpgroup_waits > 0.5 * self.warpgroup_products
@@ -88,7 +88,7 @@ def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, determin
 
 
 def tiles_of(case, block, width, engine, widest, dtype=None):
-    """The type of what ``Call.tiles`` makes."""
+    """The type of the result of ``Call.tiles``."""
     dtype = dtype or {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[case.dtype]
     return f"tensordesc<{dtype}[1, {block}, {part(width, widest)}]>" if engine else (f"*{dtype}", "i32", "i32")
 
@@ -165,13 +165,13 @@ def report(kernel, case, launch, engine, architecture, absent=()):
     compiled = compile_kernel(kernel, case, launch, engine=engine, absent=absent, architecture=architecture)
     resources = dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage")
     instructions = dump(compiled.asm["cubin"], "nvdisasm", "-c") if architecture == 90 else ""
-    # Four warps have one of Hopper's instructions together, and each warp an older one of its own.
+    # Four warps have one of Hopper's instructions together, and each warp a separate older one.
     shapes = re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", instructions) * (launch.warps // 4)
     shapes += re.findall(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", compiled.asm["ptx"]) * launch.warps
     return Report(
         kernel=kernel.__name__,
         registers=int(re.search(r"REG:(\d+)", resources)[1]),
-        # The kernels have no arrays of their own, so what they have on the stack was spilled.
+        # The kernels have no local arrays, so all data on the stack were spilled.
         spilled=int(re.search(r"STACK:(\d+)", resources)[1]) + int(re.search(r"LOCAL:(\d+)", resources)[1]),
         shared=compiled.metadata.shared,
         matrix_instructions=compiled.asm["ptx"].count(MATRIX_INSTRUCTION[architecture]),
@@ -198,7 +198,7 @@ def needed(kernel, case, launch, absent):
 
 
 def dump(cubin, tool, option):
-    """Return what one of CUDA's tools, those that come with Triton, prints of machine code.
+    """Return the output for machine code of one of CUDA's tools that come with Triton.
 
     It is kept for the next run of the tests, by the code itself, the tool and its version; Triton keeps the code, by
     its source, its target and its options.

@@ -1,6 +1,6 @@
-"""The Triton kernels, on a GPU where there is one, else in Triton's interpreter.
+"""The Triton kernels, on a GPU if one is present, else in Triton's interpreter.
 
-TRITON_INTERPRET=1 selects the interpreter for a whole process, before Triton is imported. So scripts/test runs this
+TRITON_INTERPRET=1 selects the interpreter for an entire process, before Triton is imported. So scripts/test runs this
 folder twice: among the other tests, which compile the kernels, and by itself in the interpreter:
 ``TRITON_INTERPRET=1 python -m pytest tests/kernels``.
 """

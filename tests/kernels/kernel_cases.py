@@ -1,4 +1,4 @@
-"""A call of the kernels beside the same call of the fp64 reference."""
+"""A call of the kernels, and the same call of the fp64 reference."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_is_reference(metadata, *, configs=None, limit=None, settings=None, **
 
 
 def norm_of_sink_terms(inputs, grad_out, metadata, **settings):
-    """Return the norm over rows of what each adds to a sink's gradient, which may be a small difference of them."""
+    """Return the norm over rows of the terms of a sink's gradient, which may be a small difference of them."""
     *others, sinks = [tensor.detach().double() for tensor in inputs]
 
     def attend_with(sinks):

@@ -1,4 +1,4 @@
-"""Compiling every kernel of the table ahead of time, for chips that are not there: no GPU is needed."""
+"""Compiling every kernel of the table ahead of time, for any chip: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_other_chips(architecture, dims):
 
 
 def test_work_that_is_done_twice_is_counted(monkeypatch):
-    """The assertion on what is multiplied can fail: here both warpgroups have the same rows of keys."""
+    """The assertion on the multiplied operands can fail: here both warpgroups have the same rows of keys."""
     doubled = Launch(64, 64, 8, 2)
     monkeypatch.setattr(config, "_HOPPER", [row._replace(fast=doubled) for row in config._HOPPER])
     (found,) = reports(90, "fast", case_of(90, 128, 128, deterministic=False))

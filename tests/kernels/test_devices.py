@@ -1,7 +1,7 @@
-"""Kernels are launched on the device of their tensors, where the current device of the process is another.
+"""Kernels are launched on the device of their tensors, even if the current device of the process is another.
 
-No GPU is needed: tensors say that they are on a second one, and Triton has a driver that runs nothing but takes down
-where it was asked to. The kernels are really compiled, for Hopper.
+No GPU is needed: tensors report a second one as their device, and Triton has a driver that runs nothing but records
+the device of each launch. The kernels are really compiled, for Hopper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECOND = 1
 
 
 class Driver:
-    """What Triton asks of a driver; ``launches`` are names of kernels, devices and streams."""
+    """The calls of a driver by Triton; ``launches`` are names of kernels, devices and streams."""
 
     def __init__(self):
         self.current, self.launches = 0, []
@@ -101,7 +101,7 @@ def test_every_kernel_of_ours(machine, deterministic, apart, engine):
     assert machine.current == 0
 
 
-def test_a_launch_without_a_guard_is_noticed(machine):
+def test_launch_without_a_device_guard_is_detected(machine):
     """The test above can fail."""
     metadata = metadata_of([40], [-1])
     inputs = inputs_of(metadata)
@@ -111,7 +111,7 @@ def test_a_launch_without_a_guard_is_noticed(machine):
 
 
 class Recorded(CpuFlash):
-    """A varlen kernel that takes down the current device of its calls."""
+    """A varlen kernel that records the current device of its calls."""
 
     def __init__(self, machine):
         self.machine, self.devices = machine, []

@@ -1,4 +1,4 @@
-"""The kernels in bfloat16 and float16, launched as the table says for Hopper, against the reference in fp64.
+"""The kernels in bfloat16 and float16, launched with the table's settings for Hopper, against the reference in fp64.
 
 Hundreds of tokens in every head dimension of the table; on a GPU, test_triton.py has thousands in some.
 """
@@ -26,7 +26,7 @@ OPTIONS = {"plain": PLAIN, "window": {"window": 60}, "sinks": {"sinks": True}, "
 
 
 def cases():
-    """bfloat16 with all options in every head dimension; what else there is, seldom."""
+    """bfloat16 with all options in every head dimension; other cases, rarely."""
     found = []
     for dtype, (dims, deterministic), (name, options) in itertools.product(HALF, MODES, OPTIONS.items()):
         often = dtype == torch.bfloat16 and (name == "all" or (name == "plain" and dims == (128, 128)))
@@ -52,7 +52,7 @@ def test_half_precision(dtype, dims, deterministic, options):
     with bfloat16():
         assert_is_reference(
             metadata,
-            # Through descriptors, as on Hopper, where the interpreter has what the kernels do with them.
+            # Through descriptors, as on Hopper, if the interpreter supports the kernels' use of them.
             configs=with_engine(configs) if deterministic else configs,
             limit=HALF[dtype],
             settings=settings,

@@ -23,7 +23,7 @@ def test_opcheck(sinks, deterministic):
     (query, key, value, *rest), _ = make_inputs(metadata, dim=16, sinks=sinks)
     plan = DevicePlan.of(metadata, configs, None)
     arguments = (query, key, value, rest[0] if sinks else None, plan.end, plan.position, list(plan.schedules))
-    # What backward returns is checked against the fake results too: "test_aot_dispatch_dynamic" traces it.
+    # Results of backward are checked against the fake results too: "test_aot_dispatch_dynamic" traces it.
     torch.library.opcheck(ops.tree_attention, (*arguments, configs.packed, 0.25, None))
 
 

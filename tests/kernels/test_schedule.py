@@ -32,9 +32,9 @@ CASE = Case(
 
 
 def busy(metadata, heads, kv_heads, splits, processors):
-    """Of the time that dK and dV take, the share that processors work, each on the next program in the list."""
+    """Share of the time of dK and dV in which processors work, each on the next program in the list."""
     tiles = block_plan(metadata, 64, 128).by_key
-    # Half a tile for what a program does besides.
+    # Half a tile for the other work of a program.
     length = (tiles.bounds[:, 3] - tiles.bounds[:, 0])[tiles.longest_first] + 0.5
     costs = np.repeat(length * (heads // kv_heads // splits), kv_heads * splits).tolist()
     free_at = [0.0] * processors

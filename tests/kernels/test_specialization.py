@@ -1,6 +1,6 @@
-"""Any number of tokens without compiling again: what Triton looks a compiled kernel up by, taken down without a GPU.
+"""Any number of tokens without compiling again: Triton's keys of compiled kernels, recorded without a GPU.
 
-A launch is compiled anew when its key is new. Beside constants and types the key has, of every integer that a kernel
+A launch is compiled anew when its key is new. With constants and types the key has, of every integer that a kernel
 does not exempt, whether it is 1 and whether 16 divides it, and of every pointer whether it is aligned.
 """
 
@@ -30,7 +30,7 @@ KERNELS = {
     "key_value_kernel": backward.key_value_kernel,
     "query_kernel": backward.query_kernel,
 }
-# One token; powers of two, numbers beside them and odd ones; one block, several, and so many that no group is split.
+# One token; powers of two, their neighbours and odd numbers; one block, several, and so many that no group is split.
 SIZES = (1, 2, 15, 16, 17, 127, 128, 129, 240, 255, 1000, 1024, 1601, 4096, 5000, 20_000)
 PROCESSORS = 16
 
@@ -47,7 +47,7 @@ def forests():
 
 
 class Recorder:
-    """In the place of a kernel: takes down the keys of its launches and runs nothing."""
+    """Replaces a kernel: records the keys of its launches and runs nothing."""
 
     def __init__(self, kernel, architecture):
         backend = make_backend(GPUTarget("cuda", architecture, 32))
@@ -117,7 +117,7 @@ def test_a_group_is_split_and_not_split_by_the_same_kernel():
     assert grids == [(blocks[0] * 8,), (blocks[1],)]
 
 
-def test_a_number_that_is_not_exempt_is_noticed():
+def test_specialized_number_is_detected():
     """The test above can fail: without its exemptions a kernel has several keys."""
     kernel = triton.JITFunction(forward.forward_kernel.fn)
     with mock.patch.dict(KERNELS, forward_kernel=kernel):

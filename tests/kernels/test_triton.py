@@ -78,8 +78,8 @@ def test_one_sample_of_any_length(size, engine):
     assert_is_reference(metadata, heads=1, dim=16, configs=small_configs(engine=engine))
 
 
-def test_padding_alone():
-    """A token that sees itself alone hands its value on."""
+def test_padding_without_nodes():
+    """A token that sees only itself returns its value."""
     metadata = TreeMetadata.from_nodes([0], [], padded_size=37)
     out, *_ = assert_is_reference(metadata)
     inputs, _ = make_inputs(metadata)
@@ -106,7 +106,7 @@ def test_grouped_queries(ratio, key_heads):
 @pytest.mark.parametrize(("splits", "key_heads"), [(2, 2), (6, 1), pytest.param(3, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_group_divided_among_programs(splits, key_heads, deterministic, monkeypatch):
-    """What few key heads on a large GPU lead to."""
+    """The schedule of few key heads on a large GPU."""
     metadata = metadata_of(*random_forest(8, nodes=8, node_lens=(4, 30)), padding=2)
     key_blocks = -(-metadata.padded_size // 32)
     programs = []
@@ -126,7 +126,7 @@ def test_a_group_divided_among_programs(splits, key_heads, deterministic, monkey
 
 
 def test_a_group_that_is_not_divided(monkeypatch):
-    """As in long batches, wanted where a short one is to run what they do: programs write the sums of six heads."""
+    """As in long batches, for a short one to run the same code: programs write the sums of six heads."""
     metadata = metadata_of(*random_forest(8, nodes=3, node_lens=(4, 30)), padding=2)
     monkeypatch.setattr(kernel_calls, "processors", lambda device: 1000)
     programs = []
@@ -174,7 +174,7 @@ def test_head_dims(dim, value_dim, engine):
 @pytest.mark.parametrize(("deterministic", "engine"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("divided", [False, True])
 def test_heads_in_parts(deterministic, engine, divided, monkeypatch):
-    """Of 160, the last of three parts reaches past the end; the sums in fp32 have whole parts."""
+    """Of 160, the last of three parts reaches past the end; the sums in fp32 have full parts."""
     monkeypatch.setattr(kernel_calls, "processors", lambda device: 1000 if divided else 0)
     assert_is_reference(
         metadata_of([20, 30, 13], [-1, 0, 0], padding=2),
@@ -224,7 +224,7 @@ def test_the_comparison_before_first_use_passes(sinks):
 
 
 @pytest.mark.parametrize("scale", [1e-4, 0.05, 1.0])
-def test_sinks_beside_small_and_large_scores(scale):
+def test_sinks_with_small_and_large_scores(scale):
     assert_is_reference(
         metadata_of([35, 10, 15], [-1, 0, 0], padding=3),
         dim=16,
@@ -273,7 +273,7 @@ def test_a_sibling_cannot_be_seen():
 
 @pytest.fixture
 def nan_filled():
-    """Memory that nobody has written is NaN."""
+    """Unwritten memory is NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

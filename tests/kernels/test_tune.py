@@ -1,4 +1,4 @@
-"""The tuner from end to end on two tiny trees. Its clock is a fake: the interpreter's time says nothing of a GPU."""
+"""The tuner from end to end on two tiny trees. Its clock is a fake: the interpreter's time does not predict a GPU's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_part_and_candidate(tune, tmp_path, capsys):
     assert "x the table's" in capsys.readouterr().out
 
 
-def test_what_does_not_compile_or_spills_or_is_wrong_is_left_out(tune, tmp_path, monkeypatch):
+def test_broken_spilling_and_wrong_candidates_are_skipped(tune, tmp_path, monkeypatch):
     broken, spilling, wrong = Launch(64, 32, 4, 1), Launch(32, 64, 4, 1), Launch(32, 32, 4, 1)
     monkeypatch.setitem(tune.CANDIDATES, ("forward", (64, 64)), [broken, spilling, wrong])
     forward = kernel_calls.forward
@@ -97,14 +97,14 @@ def test_what_does_not_compile_or_spills_or_is_wrong_is_left_out(tune, tmp_path,
         assert not any("seconds" in row for row in others)
 
 
-def test_without_a_gpu_or_the_interpreter_it_says_so(tune, monkeypatch, capsys):
+def test_tuning_without_gpu_or_interpreter_is_rejected(tune, monkeypatch, capsys):
     monkeypatch.setattr(tune.triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=False)))
     assert tune.main([]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err
 
 
 def test_a_number_that_is_not_finite_is_a_failure_and_no_end(tune):
-    """In any of the results, where the table's is finite; elsewhere nothing is compared."""
+    """In any of the results, if the table's is finite; elsewhere nothing is compared."""
     expected = [torch.ones(3), torch.tensor([1.0, 2.0, float("inf")])]
     sound = [one.clone() for one in expected]
     sound[1][2] = 7.0

@@ -1,12 +1,12 @@
 """Fold, run forward, loss and backward where tensors are on a device without being there: torch's fake tensors.
 
-They have shapes, dtypes and a device, and refuse what a GPU would refuse or wait for: an operation on tensors of two
+They have shapes, dtypes and a device, and reject operations that a GPU would reject or wait for: an operation on two
 devices, any number that the host reads back, and, since :class:`Fake` looks for them, copies between host and device
 that wait. A CPU build of torch cannot give a fake tensor the device ``cuda``; PyTorch's device for Python back-ends
 stands in for it. Kernels do not run: operators of our own answer with their fake implementation.
 
-Takes names of objectives. Prints one JSON object: for each case "" or what was refused. A process of its own, because
-such a device is set up once for a whole process and ends it with an abort.
+Takes names of objectives. Prints one JSON object: for each case "" or the failure. A separate process, because
+such a device is set up once per process and ends it with an abort.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mcore_prefix_tree.signals import Teacher
 
 DEVICE = "gpu"
 PACKAGE = str(Path(mcore_prefix_tree.__file__).parent)
-BACKENDS = ("reference", "triton", "cascade")  # beside path, which the readouts go with
+BACKENDS = ("reference", "triton", "cascade")  # in addition to path, which the readouts run with
 READOUTS = {
     "logits": WeightedSum(fused=False),
     "logprobs": Logprobs(),
@@ -55,7 +55,7 @@ OPTIONS = {"kto": {"reference_point": "zero"}}
 
 
 class Fake(FakeTensorMode):
-    """Fake tensors without constants: torch would keep the value of a single number, on a device that is not there."""
+    """Fake tensors without constants: torch would keep the value of a single number, on a missing device."""
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
         return False
@@ -103,7 +103,7 @@ def pretend_hopper() -> None:
     Case.of = classmethod(on_hopper)
     parity._check = lambda *arguments: None
     torch.cuda.is_initialized = lambda: False  # no stream is captured
-    torch.use_deterministic_algorithms(True)  # what cascade asks for with torch's own kernel
+    torch.use_deterministic_algorithms(True)  # required by cascade with torch's own kernel
 
 
 def move(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -214,7 +214,7 @@ def main() -> None:
                 backend=backend,
                 dtype=torch.float32 if backend == "reference" else torch.bfloat16,
             )
-        # That the fake device notices what it is there for.
+        # Checks that the fake device detects the faults that it exists for.
         with Fake():
             here, there = torch.ones(2), torch.ones(2, device=DEVICE)
             outcomes["two devices"] = outcome(lambda: here + there)

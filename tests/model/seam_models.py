@@ -54,7 +54,7 @@ def tiny_config(dtype: torch.dtype = torch.float64, **changes: Any) -> Transform
 
 
 def local_spec(config: TransformerConfig, **options: Any) -> Any:
-    """Megatron's own spec for the configuration, with what that lacks on a CPU."""
+    """Megatron's own spec for the configuration, with the parts that it lacks on a CPU."""
     if isinstance(config, HeterogeneousTransformerConfig):
         return get_gpt_heterogeneous_layer_spec(config)
     spec = get_gpt_layer_local_spec(
@@ -105,7 +105,7 @@ def branching_samples() -> list[Sample]:
     for level, fan_out in enumerate((2, 3, 2, 2)):
         paths = [path + run(rng.randint(1, 3)) for path in paths for _ in range(fan_out)]
         kept = paths[: 2 if level else 1]
-        leaves += kept  # samples that end where others go on: strict prefixes
+        leaves += kept  # samples that others continue: strict prefixes
         paths = paths if level < 2 else paths[::2]
     leaves += paths
     leaves += [leaves[-1], run(9), [5], [leaves[0][0], 60]]  # a duplicate, a lone path, a single token, an early fork

@@ -96,7 +96,7 @@ def put_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, put_socket, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_named_and_not_waited_for(job: Path, folder: Path, put: Callable[[Path], Any]) -> None:
+def test_special_files_are_rejected_without_waiting(job: Path, folder: Path, put: Callable[[Path], Any]) -> None:
     run = folder.parent
     names = [path for path in sorted(run.rglob("*")) if path.is_file()]
     assert len(names) >= 6
@@ -174,7 +174,7 @@ def test_setting_that_keeps_the_function_is_accepted(job: Path, folder: Path) ->
     assert result.exit_code == 0, result.output
 
 
-def test_damaged_recipe_beside_weights_blocks_nothing(job: Path, folder: Path) -> None:
+def test_damaged_recipe_in_a_checkpoint_blocks_nothing(job: Path, folder: Path) -> None:
     (folder / "recipe.yaml").write_text("model: [")
     resume = ["train", str(job), f"checkpoint.save={folder.parent}", "seed=97", "train_iters=3", "--resume"]
     for words in (list(map(str, DOORS["score"](job, folder.parent))), resume):

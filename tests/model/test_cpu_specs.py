@@ -29,14 +29,14 @@ def test_norms_equal_torchs_and_exchange_weights(kind: str) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_norms_say_whether_their_gradients_are_partial(sequence_parallel: bool) -> None:
+def test_norms_mark_partial_gradients(sequence_parallel: bool) -> None:
     settings = {"sequence_parallel": sequence_parallel, "tensor_model_parallel_size": 2, "params_dtype": torch.float64}
     norm = Norm(config(normalization="LayerNorm", **settings), 8)
     assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2
     assert {p.dtype for p in norm.parameters()} == {torch.float64}
 
 
-def test_norms_refuse_what_they_cannot_do() -> None:
+def test_norms_reject_unsupported_settings() -> None:
     with pytest.raises(ValueError, match="layernorm_zero_centered_gamma"):
         Norm(config(normalization="RMSNorm", layernorm_zero_centered_gamma=True), 8)
     with pytest.raises(ValueError, match="L2Norm"):
@@ -80,7 +80,7 @@ def test_layers_that_run_anyway_stay_as_they_are() -> None:
 def test_interleaved_stages_keep_outputs_that_gloo_may_still_be_sending(
     on_gpu: bool, chunks: int | None, fixed: bool
 ) -> None:
-    """A recipe decides it, also where Megatron-Bridge's provider would free them."""
+    """A recipe decides it, also if Megatron-Bridge's provider would free them."""
     parallel = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks)
     found = settings_of_run(ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=2), parallel, on_gpu=on_gpu)
     assert found.get("deallocate_pipeline_outputs") is (False if fixed else None)

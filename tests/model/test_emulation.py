@@ -43,7 +43,7 @@ def test_everything_is_put_back_after_an_error() -> None:
     assert not emulation._active
 
 
-def test_tests_that_are_not_of_a_gpu_see_none() -> None:
+def test_cpu_tests_see_no_gpu() -> None:
     """tests/conftest.py hides it, or the emulation would refuse them all."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -107,7 +107,7 @@ def test_compiled_functions_run_eagerly() -> None:
 
 
 def test_forked_process_draws_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where something counted GPUs before the fork, torch would queue what Megatron asks of the generator."""
+    """If GPUs were counted before the fork, torch would queue Megatron's calls of the generator."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
@@ -173,7 +173,7 @@ def test_a_gpt_learns_in_one_process() -> None:
 
 
 def test_the_router_takes_no_kernel_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of TransformerEngine, where it is installed: its matrix product wants tensors of a GPU."""
+    """With TransformerEngine installed: its matrix product wants tensors of a GPU."""
     from megatron.core.transformer.moe import moe_utils
 
     monkeypatch.setattr(moe_utils, "te_general_gemm", lambda *_: None, raising=False)

@@ -120,8 +120,8 @@ def test_known_amounts_of_work_are_found(micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sleeps", "computes"])
-def test_the_clocks_of_the_cpu_find_them(kind: str) -> None:
-    """A millisecond a unit: the wall's clock sees what sleeps, the processor's too what computes."""
+def test_cpu_clocks_measure_known_amounts_of_work(kind: str) -> None:
+    """A millisecond per unit: wall time counts sleep, processor time only computation."""
 
     def spend(seconds: float) -> None:
         if kind == "sleeps":
@@ -181,7 +181,7 @@ def test_waiting_for_the_last_rank_is_body() -> None:
 
 
 class Sequence:
-    """A clock that only writes down what began."""
+    """A clock that only records which parts began."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -235,7 +235,7 @@ def test_the_parts_of_megatrons_step(changes: tuple[str, ...], attends_backward:
     (begun, parts, took), _ = run_once(recipe, step, is_trained=True)
     forward = ["body", *LAYER, *LAYER, "head"]
     assert begun == [*forward, "body", *attends_backward, *attends_backward, "rest"]
-    # In processor time: what else the machine does between two looks at the wall's clock would count.
+    # In processor time: other load on the machine would count between two readings of wall time.
     assert sum(parts) == pytest.approx(took, rel=0.05, abs=2e-3)
     assert min(parts) > 0
 

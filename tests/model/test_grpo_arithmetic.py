@@ -1,4 +1,4 @@
-"""The GRPO example: what it rewards, and that folding changes nothing of what it samples and learns."""
+"""The GRPO example: its rewards, and equal samples and training with and without folding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts/grpo_arithmetic.py"))
 
 
-def test_the_prompts_are_the_recipe_s(script: dict[str, Any], tmp_path: Path) -> None:
+def test_prompts_match_the_recipe(script: dict[str, Any], tmp_path: Path) -> None:
     script["write_prompts"](str(tmp_path / "prompts.jsonl"))
     written = (tmp_path / "prompts.jsonl").read_text()
     assert written == (ROOT / "recipes/data/arithmetic_prompts.jsonl").read_text()
@@ -39,7 +39,7 @@ def test_the_reward(script: dict[str, Any], given: str, right: str, worth: float
     assert script["answer"](script["encode"]("the sum of 3+5=")) == script["encode"]("8.")
 
 
-def test_a_curve_says_what_made_it(script: dict[str, Any]) -> None:
+def test_curve_file_records_its_settings(script: dict[str, Any]) -> None:
     recipe = str(ROOT / "recipes/grpo_arithmetic.yaml")
     folded, unfolded = (
         script["settings_of"](recipe, [*SMALL, "seed=7"], unfolded=unfolded, warm_up_steps=3)
@@ -62,7 +62,7 @@ def test_a_curve_says_what_made_it(script: dict[str, Any]) -> None:
         (["--output", "nowhere/curves.json"], "nowhere/curves.json: its folder does not exist; create it"),
     ],
 )
-def test_what_the_end_of_a_run_would_miss_is_told_before_it(
+def test_missing_requirements_are_reported_before_the_run(
     script: dict[str, Any],
     arguments: list[str],
     says: str,
@@ -80,7 +80,7 @@ def test_what_the_end_of_a_run_would_miss_is_told_before_it(
     assert capsys.readouterr().err.endswith(f"error: {says}\n")
 
 
-def test_the_recipe_says_that_it_is_the_script_s() -> None:
+def test_recipe_says_it_is_not_for_train() -> None:
     """``train`` would end with a missing group: the prompts are no rollouts."""
     recipe = ROOT / "recipes/grpo_arithmetic.yaml"
     top = recipe.read_text().partition("\ndata:")[0]

@@ -143,7 +143,7 @@ def test_callers_of_the_attention_are_refused_too(seen):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers_and_draws_of_the_caller_are_not_taken_for_dropout(reentrant):
+def test_checkpointing_and_callers_random_numbers_are_not_mistaken_for_dropout(reentrant):
     model = tiny("OPT")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     inputs = model_inputs(model, LAYOUT)

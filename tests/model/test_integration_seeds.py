@@ -1,4 +1,4 @@
-"""The calls of PrefixGrouper and of NeMo Automodel, against each sample alone in double precision."""
+"""The calls of PrefixGrouper and of NeMo Automodel, against unfolded samples in double precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from oracles import causal_attention, worst
 
 transformers = pytest.importorskip("transformers")
-from test_integration_transformers import InDouble, alone, gradients, tiny  # noqa: E402
+from test_integration_transformers import InDouble, gradients, tiny, unfolded_logprobs  # noqa: E402
 
 from mcore_prefix_tree import Sample  # noqa: E402
 from mcore_prefix_tree.integrations.automodel import (  # noqa: E402
@@ -36,10 +36,10 @@ def padded(rows, side):
 
 
 def completion_loss(model):
-    """Mean over completions of the mean probability of their tokens, as in the original's tests, each alone."""
+    """Mean over completions of the mean probability of their tokens, as in the original's tests, each by itself."""
     terms = []
     for prompt, completion in zip(OWNERS, FLAT, strict=True):
-        terms.append(alone(model, Sample(tokens=prompt + completion))[len(prompt) :].exp().mean())
+        terms.append(unfolded_logprobs(model, Sample(tokens=prompt + completion))[len(prompt) :].exp().mean())
     return torch.stack(terms).mean()
 
 
@@ -63,7 +63,7 @@ def uneven_mask():
 
 @pytest.mark.parametrize("mode", ["right", "left", uneven_mask()], ids=["right", "left", "mask"])
 @pytest.mark.parametrize("prompt_side", ["left", "right"])
-def test_prefix_grouper_trains_a_model_as_each_sample_alone(mode, prompt_side):
+def test_prefix_grouper_trains_like_unfolded_samples(mode, prompt_side):
     register_attention()
     model = tiny("qwen3")
     model.set_attn_implementation("prefix_grouper_attention")
@@ -123,7 +123,7 @@ def sdpa(q, k, v, mask, scale):
 
 
 def flash(q, k, v, mask, scale):
-    """What flash attention's variable lengths compute: every row without its padding, aligned at its end."""
+    """Results of flash attention with variable lengths: every row without its padding, aligned at its end."""
     out = q.new_zeros(q.transpose(1, 2).shape)
     for row in range(len(q)):
         keys, queries = mask[row].bool(), mask[row, -q.shape[2] :].bool()
@@ -155,7 +155,7 @@ def test_prefix_grouper_calls_the_attention_of_its_caller(attention):
     assert max(worst(one, other) for one, other in pairs) < 1e-12
 
 
-def test_prefix_grouper_refuses_what_does_not_fit():
+def test_prefix_grouper_rejects_mismatched_shapes():
     prompt_ids, prompt_mask = padded(PROMPTS, "left")
     ids, mask = padded(FLAT, "right")
     with pytest.raises(ValueError, match="group_sizes=3 do not fit 3 prompts and 6 completions"):
@@ -191,7 +191,7 @@ def test_automodel_shares_no_prompt_of_one_token(prompt):
     assert sorted(label for label in folded.labels if label >= 0) == ([1, 1, 2, 3] if prompt else [2, 3])
 
 
-def test_automodel_trains_any_number_of_groups_as_each_sample_alone():
+def test_automodel_trains_any_number_of_groups_like_unfolded_samples():
     model = tiny("llama")
     groups = [{"prompt_ids": p, "completions": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     batch = prefix_tree_collate_fn(groups)
@@ -201,7 +201,7 @@ def test_automodel_trains_any_number_of_groups_as_each_sample_alone():
         loss = model(**batch, shift_labels=batch["labels"], use_cache=False).loss
         actual = gradients(model, loss)
         model.set_attn_implementation("eager")
-        rows = [alone(model, Sample(tokens=p + c))[len(p) :] for p, c in zip(OWNERS, FLAT, strict=True)]
+        rows = [unfolded_logprobs(model, Sample(tokens=p + c))[len(p) :] for p, c in zip(OWNERS, FLAT, strict=True)]
         expected_loss = -torch.cat(rows).mean()
         expected = gradients(model, expected_loss)
     assert worst(loss, expected_loss) < 1e-12

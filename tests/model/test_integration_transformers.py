@@ -1,4 +1,4 @@
-"""A plain Hugging Face model with attn_implementation="prefix_tree" against each sample alone, in double precision."""
+"""A plain Hugging Face model with attn_implementation="prefix_tree" against unfolded samples, in double precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODELS = {
 
 
 class InDouble(TorchFunctionMode):
-    """Norms, softmax and routers of Transformers compute in float32 whatever the model's dtype: make that float64."""
+    """Norms, softmax and routers of Transformers compute in float32 for any model dtype: make that float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:
@@ -77,7 +77,7 @@ def gradients(model, loss):
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def alone(model, sample):
+def unfolded_logprobs(model, sample):
     """Log-probabilities by Transformers' own attention, without a batch."""
     tokens = torch.tensor(sample.tokens[None], dtype=torch.long)
     logits = model(input_ids=tokens).logits[0, :-1] / sample.temperature
@@ -91,7 +91,7 @@ def compare(name, backend, seed, **settings):
         folded = sample_logprobs(model, fold(samples, pad_to_multiple_of=8), backend=backend)
         actual = gradients(model, loss_of(folded, seed))
         model.set_attn_implementation("eager")
-        plain = [alone(model, sample) for sample in samples]
+        plain = [unfolded_logprobs(model, sample) for sample in samples]
         expected = gradients(model, loss_of(plain, seed))
     assert max(worst(one, other) for one, other in zip(folded, plain, strict=True)) < 1e-12
     assert len(actual) == len(expected) == len(list(model.parameters()))
@@ -100,7 +100,7 @@ def compare(name, backend, seed, **settings):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_rows_and_gradients_are_those_of_each_sample_alone(name, seed):
+def test_rows_and_gradients_equal_unfolded_samples(name, seed):
     compare(name, "auto", seed)
 
 
@@ -119,7 +119,7 @@ def test_samples_that_share_nothing_are_exact():
     with InDouble():
         folded = sample_logprobs(model, fold(samples))
         model.set_attn_implementation("sdpa")
-        assert all(worst(row, alone(model, one)) < 1e-12 for row, one in zip(folded, samples, strict=True))
+        assert all(worst(row, unfolded_logprobs(model, one)) < 1e-12 for row, one in zip(folded, samples, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
@@ -196,7 +196,7 @@ def test_dropout_is_refused_in_training():
         call(model.train())
 
 
-def test_windows_are_refused_where_no_fast_backend_has_them():
+def test_windows_without_a_fast_backend_are_rejected():
     with pytest.raises(ValueError, match=r"window=5.*name 'reference'"):
         call(tiny("gemma3"))
 

@@ -57,7 +57,7 @@ def padded(rows, side="right", extra=0):
 
 
 def packed(rows):
-    """Rows behind each other, as in padding-free batches."""
+    """Rows behind each other, for example in padding-free batches."""
     rows = [row for row in rows if row]
     ids = torch.tensor([token for row in rows for token in row])[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
@@ -74,7 +74,7 @@ def rows_of_packed(model, rows):
     return list(model(**packed(rows)).logits[0].split([len(row) for row in rows if row]))
 
 
-def rows_alone(model, rows):
+def unfolded_rows(model, rows):
     return [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows if row]
 
 
@@ -89,7 +89,7 @@ def loss_of(logits, seed=0):
 def assert_exact(stock, folds, rows, call, *, folded=True):
     folds.folding.report(with_grad=True)
     with InDouble():
-        expected, actual = rows_alone(stock, rows), call(folds, rows)
+        expected, actual = unfolded_rows(stock, rows), call(folds, rows)
         assert max(worst(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
         wanted, found = gradients(stock, loss_of(expected)), gradients(folds, loss_of(actual))
     assert wanted.keys() == found.keys()
@@ -220,7 +220,7 @@ def test_adapters_train_as_with_each_row_by_itself():
     folds = fold_backbone(copy.deepcopy(stock))
     assert_exact(stock, folds, ROWS, rows_of_padded)
     with stock.disable_adapter(), folds.disable_adapter(), InDouble():
-        expected, actual = rows_alone(stock, ROWS), rows_of_padded(folds, ROWS)
+        expected, actual = unfolded_rows(stock, ROWS), rows_of_padded(folds, ROWS)
     assert max(worst(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
     folds.add_adapter("dropping", peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"]))
     folds.set_adapter("dropping")

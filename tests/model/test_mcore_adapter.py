@@ -49,7 +49,7 @@ def parse_args(extra_args_provider: Callable[[argparse.ArgumentParser], argparse
 
 
 def recorder(signature: str) -> tuple[Any, dict[str, Any]]:
-    """A ``pretrain`` with these parameters, and what it was called with."""
+    """A ``pretrain`` with these parameters, and the arguments of its calls."""
     seen: dict[str, Any] = {}
     scope: dict[str, Any] = {"seen": seen}
     exec(f"def pretrain({signature}): seen.update(locals())", scope)
@@ -86,7 +86,7 @@ def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytes
     assert arguments["extra_args_provider"].keywords == {"args_defaults": {"vocab_size": 8}}
 
 
-def test_help_has_our_arguments_where_pretrain_parses_without_them(
+def test_help_has_our_arguments_if_pretrain_parses_without_them(
     load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """core_v0.16.1's ``pretrain`` parses once for its fault tolerance before it parses with extra arguments."""
@@ -113,7 +113,7 @@ def test_another_form_is_refused(load: Load, signature: str) -> None:
         adapter.check_megatron_lm()
 
 
-def test_what_else_moved_is_told(load: Load) -> None:
+def test_other_missing_names_are_reported(load: Load) -> None:
     """The fake has no get_timers."""
     adapter = load(recorder(CORE_019)[0])
     with pytest.raises(MegatronCoreError, match=r"lacks .*: megatron\.training\.get_timers; "):

@@ -1,4 +1,4 @@
-"""The tables of what is relied on upstream: complete, true of the installed megatron-core, and readable when not."""
+"""The tables of required upstream names: complete, correct for the installed megatron-core, readable if not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names_of(table: Any) -> list[str]:
 
 
 def owner_of(uses: Uses) -> tuple[Any, str]:
-    """The module or class that holds what an entry names, and under which name."""
+    """The module or class that holds an entry's name, and its name there."""
     module, _, qualified = uses.name.partition(":")
     *owners, name = qualified.split(".")
     owner: Any = importlib.import_module(module)
@@ -54,7 +54,7 @@ def without(target: Any, missing: str) -> Any:
 
 
 @pytest.mark.parametrize("uses", INSTALLED, ids=names_of(INSTALLED))
-def test_the_installed_megatron_core_has_it(uses: Uses) -> None:
+def test_installed_megatron_core_has_all_required_names(uses: Uses) -> None:
     assert list(missing_of(uses)) == []
 
 
@@ -85,7 +85,7 @@ def test_a_missing_name_is_named(uses: Uses, monkeypatch: pytest.MonkeyPatch) ->
     assert list(missing_of(uses)) == [f"{module}.{qualified}"]
 
 
-def test_everything_that_moved_is_told_at_once() -> None:
+def test_all_moved_names_are_reported_at_once() -> None:
     table = [Uses("megatron.core:nonsense"), Uses("megatron.core.gone:Thing"), *compat.SEAM]
     with pytest.raises(MegatronCoreError, match=r"megatron\.core\.nonsense; megatron\.core\.gone\.Thing \(No module"):
         compat.check(table)
@@ -118,7 +118,7 @@ def test_a_missing_attribute_is_named(uses: Uses) -> None:
         compat.check([renamed])
 
 
-def test_attributes_are_found_where_a_class_sets_them() -> None:
+def test_attributes_are_found_in_every_place_that_sets_them() -> None:
     there = "of_class annotated method set_in_init registered inherited"
     assert list(missing_of(Uses(f"{__name__}:Layer", attributes=there))) == []
     elsewhere = Uses(f"{__name__}:Layer", attributes="of_another local")
@@ -152,9 +152,7 @@ def test_an_installation_is_checked_in_one_table(capsys: pytest.CaptureFixture[s
     assert [row.split() for row in rows[: len(compat.TABLES)]] == [[room, "0"] for room in compat.TABLES]
 
 
-def test_what_an_installation_lacks_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_upstream_names_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     gone = Uses("megatron.core.models.gpt:GPTModel", keywords="a_new_one", attributes="gone")
     monkeypatch.setattr(compat, "TABLES", {"seam": compat.SEAM, "engine": (gone,)})
     assert not show_installed(None, as_json=False)
@@ -162,7 +160,7 @@ def test_what_an_installation_lacks_is_named(
     assert capsys.readouterr().out.splitlines()[-2:] == [f"{shown}(a_new_one=)", f"{shown}.gone"]
 
 
-def test_self_does_not_count() -> None:
+def test_self_is_not_counted_as_a_parameter() -> None:
     assert list(missing_of(Uses(f"{__name__}:Upstream.forward", "query", "mask"))) == []
     assert list(missing_of(Uses(f"{__name__}:Upstream", "config"))) == []
 
@@ -202,9 +200,9 @@ def test_versions_that_no_test_has_seen_are_warned_of(monkeypatch: pytest.Monkey
         compat.check_version()
 
 
-# Imported whole; what is asked of them is looked up by attribute.
+# Imported as modules; their names are looked up by attribute.
 MODULES = {"parallel_state", "dist_checkpointing", "num_microbatches_calculator", "datasets"}
-# Added by patches/megatron-lm: a stock megatron-core has neither, and nothing is asked of it there.
+# Added by patches/megatron-lm: a stock megatron-core has neither, and nothing is required of it there.
 PATCHED = {"megatron.core.tree_metadata", "megatron.core.transformer.tree_attention"}
 
 
@@ -240,7 +238,7 @@ def imported_from_core(file: Path) -> set[str]:
     ],
     ids=["seam", "engine", "packed", "models", "loop", "megatron_lm"],
 )
-def test_the_tables_leave_nothing_out(rooms: list[str], tables: list[Any]) -> None:
+def test_tables_cover_every_import(rooms: list[str], tables: list[Any]) -> None:
     files = [file for room in rooms for file in sorted((FOLDER / room).glob("*.py"))]
     listed = {name.partition(".")[0] for table in tables for name in names_of(table)}
     imported = {name for file in files for name in imported_from_core(file)}
@@ -249,7 +247,7 @@ def test_the_tables_leave_nothing_out(rooms: list[str], tables: list[Any]) -> No
 
 
 @pytest.mark.ci
-def test_what_moved_is_the_first_that_an_import_says() -> None:
+def test_failed_import_reports_the_moved_name_first() -> None:
     """In a fresh interpreter, where upstream lost a name that the package imports."""
     script = (
         "import warnings; warnings.simplefilter('ignore')\n"

@@ -25,7 +25,7 @@ NAMED = (
 
 
 class Adapter(torch.nn.Module):
-    """A low-rank adapter beside a linear layer, as Megatron-Bridge's are."""
+    """A low-rank adapter on a linear layer, for example one of Megatron-Bridge."""
 
     def __init__(self, linear: Any, kind: type[torch.nn.Module], rate: float) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_check_first_finds_draws_that_no_attribute_shows(recompute: dict[str, An
 
 
 class Statistics(torch.nn.Module):
-    """A buffer that changes in training, as those of batch norms and routers do; it changes no output."""
+    """A buffer that changes in training, for example one of a batch norm or a router; it changes no output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Statistics(torch.nn.Module):
 
 
 def test_check_first_leaves_buffers_and_generators() -> None:
-    """Python's generator too, as some models draw stochastic depth from it."""
+    """Python's generator too, for example for the stochastic depth of some models."""
     experts = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none", "moe_router_score_function": "sigmoid"}
     left: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
     for check_first in (False, True):

@@ -10,7 +10,7 @@ import torch
 from harness.marks import quick
 from oracles import worst
 from seam_models import VOCAB, noisy, tiny_config
-from test_mcore_output_layer import SAMPLES, WARM, alone, assert_same_gradients, batch_of, supervised
+from test_mcore_output_layer import SAMPLES, WARM, assert_same_gradients, batch_of, run_unfolded, supervised
 from test_mcore_output_layer import gradients as taken
 from test_mcore_seam import FP32_INSIDE, LATENT, LATENT_YARN, MOE, YARN, assert_equal, folded, folded_batch, unfolded
 
@@ -62,7 +62,7 @@ WITH_BIASES = {
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "attention, MLP": ("*-*-", {}, {}),
     "experts": ("*E*E", MOE, {}),
-    "experts beside MLPs, biases of experts": ("*-*E", MOE | WITH_BIASES, {}),
+    "experts and MLPs, biases of experts": ("*-*E", MOE | WITH_BIASES, {}),
     "latent attention": ("+-+-", LATENT, {}),
     "latent attention, yarn, experts": ("+-+E", LATENT_YARN | MOE, {}),
     "attention twice, ends in attention": ("-**", {}, {}),
@@ -91,7 +91,7 @@ def test_folded_is_unfolded(name: str) -> None:
 
 @pytest.mark.ci
 def test_windows_are_of_the_layers_that_have_them() -> None:
-    """Layers are numbered over the whole pattern, also those without attention."""
+    """Layers are numbered over the full pattern, also those without attention."""
     config = tiny_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[1, 0, 0, 1])
     stock, tree = twins(config, "*-*-")
     assert [layer.self_attention.core_attention.tree_window for layer in tree.decoder.layers[::2]] == [4, None]
@@ -102,7 +102,7 @@ def test_windows_are_of_the_layers_that_have_them() -> None:
 @pytest.mark.parametrize("tied", quick(True, of=[False, True]), ids=["tied", "untied"])
 def test_fused_head_takes_no_output_processor(readout: Any, tied: bool) -> None:
     stock, tree = twins(tiny_config(num_layers=4), "*-*-", share_embeddings_and_output_weights=tied)
-    expected = alone(stock, WARM)
+    expected = run_unfolded(stock, WARM)
     loss = supervised(with_edge_head(tree), batch_of(WARM, only_supervised=True), readout)
     loss.backward()
     assert worst(loss.detach(), expected["loss"]) < 1e-12
@@ -155,14 +155,14 @@ def test_layers_that_follow_a_tree_are_accepted(pattern: str) -> None:
     check_pattern(pattern)
 
 
-def test_a_stack_refuses_before_it_builds_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_rejects_settings_before_building_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerLayer, "__init__", lambda *_, **__: pytest.fail("built a layer"))
     with pytest.raises(NotImplementedError, match=r"support M \(Mamba"):
         hybrid(tiny_config(num_layers=3), "-M*", with_prefix_tree(hybrid_stack))
 
 
 def test_a_model_is_refused_on_every_pipeline_stage() -> None:
-    """By its whole pattern, whatever layers this stage has."""
+    """By its full pattern, for any layers of this stage."""
     _, tree = twins(tiny_config(num_layers=2), "*-")
     check_model(tree)
     tree.hybrid_layer_pattern = "*-|M-"

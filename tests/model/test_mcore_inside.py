@@ -1,4 +1,4 @@
-"""A model that folds packed rows inside answers what the stock model answers for each row by itself."""
+"""A model that folds packed rows inside gives the stock model's outputs for each separate row."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def spans(call: dict[str, Any]) -> list[slice]:
     return [slice(start, start + n) for start, n in zip(slots.tolist(), lengths, strict=False) if n]
 
 
-def alone(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+def run_row(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
     return model(input_ids=ids, position_ids=positions, attention_mask=None, **arguments)
 
@@ -106,7 +106,7 @@ def check_logits(model: Any, stock: Any, call: dict[str, Any], limit: float = FP
     padding = torch.ones(logits.shape[1], dtype=torch.bool)
     (logits * weight).sum().backward()
     for span in spans(call):
-        expected = alone(stock, call["input_ids"][:, span])
+        expected = run_row(stock, call["input_ids"][:, span])
         assert worst(logits[:, span], expected) <= limit, span
         (expected * weight[:, span]).sum().backward()
         padding[span] = False
@@ -114,8 +114,8 @@ def check_logits(model: Any, stock: Any, call: dict[str, Any], limit: float = FP
     check_gradients(model, stock, limit)
 
 
-def log_softmax_alone(stock: Any, call: dict[str, Any], span: slice) -> torch.Tensor:
-    return torch.log_softmax(alone(stock, call["input_ids"][:, span])[0], dim=-1)
+def log_softmax_of_row(stock: Any, call: dict[str, Any], span: slice) -> torch.Tensor:
+    return torch.log_softmax(run_row(stock, call["input_ids"][:, span])[0], dim=-1)
 
 
 def check_losses(model: Any, stock: Any, call: dict[str, Any], limit: float = FP64) -> None:
@@ -127,9 +127,9 @@ def check_losses(model: Any, stock: Any, call: dict[str, Any], limit: float = FP
     padding = torch.ones(losses.shape[1], dtype=torch.bool)
     (losses * weight).sum().backward()
     for span in spans(call):
-        # Megatron's own loss is in fp32 whatever the dtype.
-        assert worst(losses[:, span], alone(stock, call["input_ids"][:, span], labels=labels[:, span])) <= 1e-6
-        expected = -log_softmax_alone(stock, call, span).gather(1, labels[0, span, None])[:, 0]
+        # Megatron's own loss is in fp32 for any dtype.
+        assert worst(losses[:, span], run_row(stock, call["input_ids"][:, span], labels=labels[:, span])) <= 1e-6
+        expected = -log_softmax_of_row(stock, call, span).gather(1, labels[0, span, None])[:, 0]
         assert worst(losses[0, span], expected) <= limit
         (expected * weight[0, span]).sum().backward()
         padding[span] = False
@@ -176,7 +176,7 @@ def backend_of(config: Any) -> str:
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_logits_and_losses(settings: dict[str, Any]) -> None:
-    # Upstream's scores of experts are in fp32 whatever the dtype of the model.
+    # Upstream's scores of experts are in fp32 for any dtype of the model.
     limit = 1e-6 if "num_moe_experts" in settings else FP64
     model, stock = inside(tiny_config(**settings))
     check_logits(model, stock, packed(ROWS), limit)
@@ -208,7 +208,7 @@ def test_packed_forms(call: dict[str, Any]) -> None:
 def test_a_micro_batch_without_tokens_answers_nothing(
     tokens: int, borders: list[int], check_first: bool, packs: bool
 ) -> None:
-    """Also where the stock attention takes packed rows: its layers fail on no tokens."""
+    """Also if the stock attention takes packed rows: its layers fail on no tokens."""
     config = tiny_config()
     spec = with_prefix_tree(packed_attention_spec(config) if packs else local_spec(config))
     model = fold_inside(build(config, spec), check_first=check_first)
@@ -287,7 +287,7 @@ def test_labels_outside_the_vocabulary_have_no_loss() -> None:
     assert not losses[0, ignored].any()
     losses.sum().backward()
     for span in spans(call):
-        expected = -log_softmax_alone(stock, call, span).gather(1, labels[0, span, None])[:, 0]
+        expected = -log_softmax_of_row(stock, call, span).gather(1, labels[0, span, None])[:, 0]
         expected[~ignored[span]].sum().backward()
     check_gradients(model, stock, FP64)
 
@@ -302,7 +302,7 @@ def test_logprobs_and_entropy_of_rows(rows: Rows) -> None:
     assert answer.shape == (*labels.shape, 2)
     answer.sum().backward()
     for span in spans(call):
-        logprob = torch.log_softmax(alone(stock, call["input_ids"][:, span])[0] / 0.7, dim=-1)
+        logprob = torch.log_softmax(run_row(stock, call["input_ids"][:, span])[0] / 0.7, dim=-1)
         of_label = logprob.gather(1, labels[0, span, None])[:, 0]
         entropy = -(logprob.exp() * logprob).sum(dim=1)
         assert worst(answer[0, span, 0], of_label) <= FP64
@@ -328,7 +328,7 @@ def test_an_output_processor_sees_unfolded_rows() -> None:
     for name in ("labels", "input_ids", "packed_seq_params"):
         assert seen[name] is call[name]
     for span in spans(call):
-        expected = 2 * alone(stock, call["input_ids"][:, span])
+        expected = 2 * run_row(stock, call["input_ids"][:, span])
         assert worst(answer[:, span], expected) <= FP64
         expected.sum().backward()
     # At padding the processor was given a hidden state of zeros, which the output layer's weight gets nothing from.
@@ -341,7 +341,7 @@ def test_hidden_states_without_a_head() -> None:
     hidden = model(**call)
     hidden.square().sum().backward()
     for span in spans(call):
-        expected = alone(stock, call["input_ids"][:, span])
+        expected = run_row(stock, call["input_ids"][:, span])
         assert worst(hidden[span], expected) <= FP64
         expected.square().sum().backward()
     check_gradients(model, stock, FP64)
@@ -358,7 +358,7 @@ def test_forward_only_keeps_no_graph() -> None:
     with torch.no_grad():
         logits = model(**packed(ROWS))
         assert not logits.requires_grad
-        assert worst(logits[:, : len(ROWS[0])], alone(stock, packed(ROWS[:1])["input_ids"])) <= FP64
+        assert worst(logits[:, : len(ROWS[0])], run_row(stock, packed(ROWS[:1])["input_ids"])) <= FP64
 
 
 def test_arguments_by_position() -> None:
@@ -377,7 +377,7 @@ def test_logits_can_be_changed_in_place() -> None:
     call = packed(ROWS)
     model(**call).div_(2).sum().backward()
     for span in spans(call):
-        (alone(stock, call["input_ids"][:, span]) / 2).sum().backward()
+        (run_row(stock, call["input_ids"][:, span]) / 2).sum().backward()
     check_gradients(model, stock, FP64)
 
 
@@ -458,7 +458,7 @@ def packed_attention_spec(config: Any) -> Any:
     return exchanged(local_spec(config), {DotProductAttention: PackedAttention})
 
 
-def test_what_shares_nothing_goes_through_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_sharing_use_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     model = fold_inside(build(config, with_prefix_tree(packed_attention_spec(config))))
     stock = build(config, local_spec(config))
@@ -481,14 +481,14 @@ def test_what_shares_nothing_goes_through_the_stock_model(monkeypatch: pytest.Mo
     labels = some_labels(call)
     answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
     for span in spans(call):
-        logprob = log_softmax_alone(stock, call, span)
+        logprob = log_softmax_of_row(stock, call, span)
         assert worst(answer[0, span, 0], logprob.gather(1, labels[0, span, None])[:, 0]) <= FP64
         assert worst(answer[0, span, 1], -(logprob.exp() * logprob).sum(dim=1)) <= FP64
     check_logits(model, stock, packed(ROWS))
     assert model.folding.last.left_alone == 0
 
 
-def test_little_sharing_is_left_alone() -> None:
+def test_little_sharing_is_not_folded() -> None:
     """Exactly as much as the layout would have: a common first token, and rows in slots."""
     config = tiny_config()
     tree = build(config, with_prefix_tree(packed_attention_spec(config)))

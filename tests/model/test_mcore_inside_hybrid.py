@@ -1,4 +1,4 @@
-"""A hybrid model that folds packed rows inside answers what the stock HybridModel answers for each row by itself."""
+"""A hybrid model that folds packed rows inside gives the stock HybridModel's outputs for each separate row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_mcore_inside import (
     check_gradients,
     check_logits,
     check_losses,
-    log_softmax_alone,
+    log_softmax_of_row,
     packed,
     some_labels,
     spans,
@@ -56,7 +56,7 @@ def inside(name: str, **settings: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", quick("attention and MLPs", "experts", of=VARIANTS))
 def test_logits_and_losses(name: str) -> None:
-    # Upstream's scores of experts are in fp32 whatever the dtype of the model.
+    # Upstream's scores of experts are in fp32 for any dtype of the model.
     limit = 1e-6 if name == "experts" else FP64
     model, stock = inside(name, check_first=True)
     check_logits(model, stock, packed(ROWS, gap=1, tail=2), limit)
@@ -77,7 +77,7 @@ def test_logprobs_and_entropy_of_rows() -> None:
     answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
     answer.sum().backward()
     for span in spans(call):
-        logprob = log_softmax_alone(stock, call, span)
+        logprob = log_softmax_of_row(stock, call, span)
         of_label, entropy = logprob.gather(1, labels[0, span, None])[:, 0], -(logprob.exp() * logprob).sum(dim=1)
         assert worst(answer[0, span, 0], of_label) <= FP64
         assert worst(answer[0, span, 1], entropy) <= FP64
@@ -115,7 +115,7 @@ def test_the_report_counts_the_layers_of_the_pattern() -> None:
     assert few.folding.last.work.token != many.folding.last.work.token
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_calls_are_rejected() -> None:
     model, _ = inside("attention and MLPs")
     with pytest.raises(NotImplementedError, match="HybridModel takes none; pass RowLogprobs, or labels"):
         model(**packed(ROWS), output_processor=lambda **_: torch.zeros(1))

@@ -1,4 +1,4 @@
-"""A model whose output layer scores edges, against the untouched stock model on each sample alone."""
+"""A model whose output layer scores edges, against the untouched stock model on unfolded samples."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def supervised(model: torch.nn.Module, batch: MicroBatch, readout: Readout[Any])
 
 
 class SumOfSquares:
-    """As much of an objective as a readout asks; keeps what it was given last."""
+    """The part of an objective that a readout uses; keeps its last arguments."""
 
     terms = "sample"
 
@@ -81,7 +81,7 @@ class SumOfSquares:
         return LossOutput(loss=scores.square().sum())
 
 
-def alone(model: torch.nn.Module, samples: list[Sample], *, entropy_weight: float = 0.0) -> dict[str, Any]:
+def run_unfolded(model: torch.nn.Module, samples: list[Sample], *, entropy_weight: float = 0.0) -> dict[str, Any]:
     """Each sample by itself through a stock model: rows, loss, and gradients by name."""
     logprobs, entropies, loss = [], [], torch.zeros((), dtype=torch.float64)
     for sample in samples:
@@ -117,7 +117,7 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, t
 @pytest.mark.parametrize("readout", SFT, ids=str)
 def test_supervised_training(readout: Readout[Any], only_supervised: bool, tied: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
-    expected = alone(stock, samples)
+    expected = run_unfolded(stock, samples)
     loss = supervised(with_edge_head(tree), batch_of(samples, only_supervised=only_supervised), readout)
     loss.backward()
     assert worst(loss.detach(), expected["loss"]) < 1e-12
@@ -128,7 +128,7 @@ def test_supervised_training(readout: Readout[Any], only_supervised: bool, tied:
 @pytest.mark.parametrize("fused", [False, True])
 def test_rows_and_the_gradient_of_entropies(fused: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config())
-    expected = alone(stock, samples, entropy_weight=0.1)
+    expected = run_unfolded(stock, samples, entropy_weight=0.1)
     batch, readout = batch_of(samples), Logprobs(entropy=True, fused=fused)
     logprob, entropy = readout.read(tree_forward(with_edge_head(tree), batch, readout), batch)
     assert entropy is not None
@@ -186,7 +186,7 @@ OBJECTIVES = [
 
 
 def informed(samples: list[Sample]) -> list[Sample]:
-    """With what these objectives read."""
+    """Samples with the signals that these objectives read."""
     rng = np.random.default_rng(0)
 
     def near_uniform(size: Any) -> Any:
@@ -237,7 +237,7 @@ def test_each_output_that_objectives_name_has_a_readout() -> None:
 def test_objectives_form_their_gradients_in_forward(
     name: str, options: dict[str, Any], terms: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss, what is reported, and every gradient of the path that has all logits first."""
+    """The loss, the metrics, and every gradient of the path that has all logits first."""
     monkeypatch.setattr(head_chunks, "_CPU", (1, chunk))
     objective: Any = make_objective(name, options)
     assert objective.terms == terms
@@ -261,7 +261,7 @@ def test_objectives_form_their_gradients_in_forward(
     assert_same_gradients(grads, wanted_grads, 1e-12)
 
 
-def test_the_log_probabilities_have_the_same_bits_whatever_else_is_asked_for() -> None:
+def test_logprobs_have_the_same_bits_with_and_without_entropy() -> None:
     _, tree = twins(tiny_config(torch.float32))
     with_edge_head(tree)
     batch = batch_of(WARM)
@@ -333,7 +333,7 @@ def test_hooks_of_the_output_layer_run() -> None:
 def test_gradient_accumulation_fusion(readout: Any, tied: bool) -> None:
     """Its protocol, with DDP's own hooks and buffers: two micro-batches add up in main_grad, once each."""
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
-    expected = alone(stock, SAMPLES)["grads"]
+    expected = run_unfolded(stock, SAMPLES)["grads"]
     with_edge_head(tree)
     wrapped = DistributedDataParallel(tree.config, DistributedDataParallelConfig(), tree)
     wrapped.zero_grad_buffer()
@@ -345,7 +345,7 @@ def test_gradient_accumulation_fusion(readout: Any, tied: bool) -> None:
 
 
 def test_overlapped_gradient_reduction() -> None:
-    """Every parameter's hook runs in the last micro-batch, also where a rank has nothing to score."""
+    """Every parameter's hook runs in the last micro-batch, also on a rank without scored tokens."""
     _, tree = twins(tiny_config())
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
     wrapped = DistributedDataParallel(tree.config, ddp_config, with_edge_head(tree))
@@ -359,7 +359,7 @@ def test_overlapped_gradient_reduction() -> None:
 
 def test_a_frozen_output_layer() -> None:
     stock, tree = twins(tiny_config())
-    expected = alone(stock, SAMPLES)["grads"]
+    expected = run_unfolded(stock, SAMPLES)["grads"]
     tree.output_layer.weight.requires_grad_(False)
     for readout in FUSED:
         supervised(with_edge_head(tree), batch_of(), readout).backward()
@@ -368,7 +368,7 @@ def test_a_frozen_output_layer() -> None:
         assert_same_gradients(grads, {name: expected[name] for name in grads}, 1e-12)
 
 
-def test_a_model_without_the_head_says_so() -> None:
+def test_model_without_an_edge_head_is_rejected() -> None:
     _, tree = twins(tiny_config())
     with pytest.raises(
         ValueError, match=r"^Logprobs asks the fused head, but the model's .* only has logits; pass the"
@@ -384,14 +384,14 @@ def test_a_request_never_passes_for_a_flag() -> None:
 
 
 @pytest.mark.parametrize("readout", [TopLogprobs(k=2, fused=True), Hidden(fused=False)])
-def test_a_readout_refuses_the_way_that_it_lacks(readout: Any) -> None:
+def test_readout_rejects_unsupported_heads(readout: Any) -> None:
     _, tree = twins(tiny_config())
     batch = batch_of()
     with pytest.raises(NotImplementedError, match=f"{type(readout).__name__} .*; set fused={not readout.fused}"):
         readout.read(tree_forward(with_edge_head(tree), batch, readout), batch)
 
 
-def test_output_layers_of_their_own_are_refused() -> None:
+def test_custom_output_layers_are_rejected() -> None:
     class Capped(ColumnParallelLinear):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             logits, bias = super().forward(*args, **kwargs)
@@ -412,12 +412,12 @@ def test_deferred_weight_gradients_are_refused() -> None:
 
 
 def test_a_model_with_scaled_logits() -> None:
-    """muP, where megatron-core has it: the model multiplies whatever any head answers, and the answer allows for it."""
+    """muP, if megatron-core has it: the model multiplies any head's output, and the output layer allows for it."""
     config = tiny_config()
     if not hasattr(config, "use_mup"):
         pytest.skip("this megatron-core has no muP")
     stock, tree = twins(tiny_config(use_mup=True, mup_base_hidden_size=8))
-    expected = alone(stock, SAMPLES)
+    expected = run_unfolded(stock, SAMPLES)
     for readout in SFT:
         loss = supervised(with_edge_head(tree), batch_of(), readout)
         loss.backward()
@@ -426,7 +426,7 @@ def test_a_model_with_scaled_logits() -> None:
 
 
 def test_hidden_states_are_not_scaled_like_logits() -> None:
-    """muP again: the model multiplies whatever its output layer returns."""
+    """muP again: the model multiplies its output layer's result."""
     if not hasattr(tiny_config(), "use_mup"):
         pytest.skip("this megatron-core has no muP")
     stock, tree = twins(tiny_config(use_mup=True, mup_base_hidden_size=8))
@@ -434,6 +434,6 @@ def test_hidden_states_are_not_scaled_like_logits() -> None:
     found = Hidden().read(tree_forward(with_edge_head(tree), batch, Hidden()), batch)
     logits = found @ tree.output_layer.weight.T * tree.config.mup_output_mult
     ids = torch.tensor(SAMPLES[0].tokens.tolist()).unsqueeze(0)
-    alone = stock(ids, torch.arange(len(SAMPLES[0])).unsqueeze(0), None)[0, 0]
+    expected = stock(ids, torch.arange(len(SAMPLES[0])).unsqueeze(0), None)[0, 0]
     row = int((batch.edges.row == batch.layout.sample_tokens(0)[0]).nonzero())
-    assert worst(logits[row], alone) < 1e-12
+    assert worst(logits[row], expected) < 1e-12

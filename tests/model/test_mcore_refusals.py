@@ -1,4 +1,4 @@
-"""What folding cannot do exactly is refused by name; and with_prefix_tree changes nothing else."""
+"""Settings that folding does not support, for example dropout, are rejected by name; nothing else changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filter
 
 
 def config_with(**changes):
-    """Set past ``__post_init__``, which has opinions of its own about some of these."""
+    """Set past ``__post_init__``, which itself rejects some of these."""
     config = tiny_config()
     for name, value in changes.items():
         assert hasattr(config, name) or name in NEWER | LATENT, name
@@ -92,7 +92,7 @@ NEWER = {
     *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
     *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections"),
 }
-# One of MLATransformerConfig alone.
+# A setting of MLATransformerConfig only.
 LATENT = {"cache_mla_latents"}
 
 
@@ -109,7 +109,7 @@ def test_settings_are_refused_by_name(setting):
 
 
 @pytest.mark.parametrize("setting", MOE_SETTINGS, ids=ids_of(MOE_SETTINGS))
-def test_settings_of_experts_are_refused_by_name_where_there_are_experts(setting):
+def test_unsupported_expert_settings_are_rejected_by_name(setting):
     check_config(config_with(**setting))
     with pytest.raises(NotImplementedError, match="does not support ") as raised:
         check_config(config_with(num_moe_experts=4, **setting))
@@ -131,7 +131,7 @@ def test_several_refusals_come_in_one_message():
         check_config(config_with(attention_dropout=0.1, hidden_dropout=0.2))
 
 
-def test_what_is_supported_is_not_refused():
+def test_supported_settings_are_accepted():
     check_config(tiny_config())
     check_config(config_with(num_moe_experts=4, moe_router_load_balancing_type="none"))
 
@@ -155,7 +155,7 @@ def test_dropout_that_only_a_layer_asks_for_is_refused():
     assert core(tiny_config(), 3, AttnMaskType.causal, "self", attention_dropout=0.0).layer_number == 3
 
 
-# What a forward refuses.
+# Calls that a forward rejects.
 
 
 def test_a_mask_with_a_tree_is_refused():
@@ -218,7 +218,7 @@ def test_a_schedule_that_averages_micro_batches_is_refused():
         )
 
 
-def test_check_positions_leaves_other_embeddings_alone():
+def test_check_positions_ignores_other_embeddings():
     rope = SimpleNamespace(position_embedding_type="rope", max_sequence_length=8)
     check_positions(rope, 1000)
 
@@ -243,7 +243,7 @@ def test_an_unknown_attention_backend_is_refused_when_the_batch_is_made():
         batch(attention_backend="flash")
 
 
-def test_attention_is_deterministic_unless_asked_otherwise():
+def test_attention_is_deterministic_by_default():
     assert batch().packed_seq_params.deterministic_attention
     assert not batch(deterministic_attention=False).packed_seq_params.deterministic_attention
 
@@ -282,7 +282,7 @@ def test_with_prefix_tree_changes_two_classes_and_not_its_input():
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_applying_it_twice_is_harmless(block):
+def test_with_prefix_tree_can_be_applied_twice(block):
     spec = get_gpt_layer_local_spec()
     spec = TransformerBlockSubmodules(layer_specs=[spec] * 2) if block else spec
     once = with_prefix_tree(spec)
@@ -313,7 +313,7 @@ def test_subclasses_of_attention_are_followed():
 
 
 @pytest.mark.parametrize(("name", "width"), [("linear_kv_down_proj", 24), ("linear_qkv_down_proj", 36)])
-def test_rotary_keys_whose_gradient_upstream_loses_are_refused(name, width):
+def test_rotary_keys_without_upstream_gradients_are_rejected(name, width):
     config = tiny_config(
         multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=20, qk_pos_emb_head_dim=4, num_query_groups=4
     )
@@ -339,7 +339,7 @@ def test_a_spec_of_another_attention_is_refused_for_a_latent_model():
     build(latent_config(), with_prefix_tree(local_spec(latent_config())))
 
 
-def test_a_table_of_frequencies_in_an_old_checkpoint_is_left_out():
+def test_frequency_table_of_an_old_checkpoint_is_ignored():
     stock, tree = twins(latent_config())
     old = stock.state_dict()
     for layer in range(len(stock.decoder.layers)):
@@ -386,7 +386,7 @@ def test_layers_that_are_no_transformer_layers_are_refused():
 
 
 @pytest.mark.skipif(HAS_HYBRID_MODEL, reason="this megatron-core has HybridModel")
-def test_a_mamba_stack_says_what_hybrid_models_need():
+def test_mamba_stack_error_names_the_required_megatron_core():
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 
     with pytest.raises(NotImplementedError, match=r"layers of class MambaStack.*with megatron-core 0\.18"):
@@ -394,7 +394,7 @@ def test_a_mamba_stack_says_what_hybrid_models_need():
 
 
 @pytest.mark.parametrize("spec", [None, SelfAttention, "gpt_layer_local"])
-def test_what_is_no_spec_is_a_type_error(spec):
+def test_other_types_than_specs_raise_type_error(spec):
     with pytest.raises(TypeError, match="with_prefix_tree takes a ModuleSpec"):
         with_prefix_tree(spec)
 
@@ -408,7 +408,7 @@ def test_specs_for_the_command_line_are_names_of_the_module(name):
 
 
 def test_the_local_specs_are_megatrons():
-    # Newer megatron-core has functools.partial in specs, which equals nothing but itself: compare what they show.
+    # Newer megatron-core has functools.partial in specs, which equals nothing but itself: compare their reprs.
     assert repr(layer_specs.gpt_layer_local) == repr(with_prefix_tree(get_gpt_layer_local_spec()))
     with_norms = with_prefix_tree(get_gpt_layer_local_spec(qk_layernorm=True))
     assert repr(layer_specs.gpt_layer_local_qk_layernorm) == repr(with_norms)
@@ -416,7 +416,7 @@ def test_the_local_specs_are_megatrons():
     assert repr(local_layer_spec(**rms_norm)) == repr(with_prefix_tree(get_gpt_layer_local_spec(**rms_norm)))
 
 
-def test_transformer_engine_specs_without_transformer_engine_say_so(monkeypatch):
+def test_missing_transformer_engine_is_reported(monkeypatch):
     monkeypatch.setattr(layer_specs, "_have_te", lambda: False)
     with pytest.raises(ImportError, match=r"needs TransformerEngine, which is not installed.*gpt_layer_local"):
         te_layer_spec(qk_layernorm=True)

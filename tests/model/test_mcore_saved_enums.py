@@ -1,4 +1,4 @@
-"""Enums in checkpoints are loaded by torch's safe loader, whatever the running Python makes of an enum by itself."""
+"""Enums in checkpoints are loaded by torch's safe loader, regardless of how the running Python pickles an enum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_prefix_tree.mcore.checkpoints.saved_enums import pickle_enums_by_valu
 
 
 def by_name(member: Enum, protocol: int) -> tuple[object, ...]:
-    """What Python 3.11.2 pickles."""
+    """A pickle of Python 3.11.2."""
     return getattr, (type(member), member.name)
 
 

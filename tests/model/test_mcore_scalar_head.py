@@ -1,4 +1,4 @@
-"""A scalar head on the stock model: what ``tests/world/test_objective_layouts.py`` does not tell."""
+"""A scalar head on the stock model: in addition to ``tests/world/test_objective_layouts.py``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_values_of_bfloat16_are_not_rounded_to_it():
     assert model.output_layer.weight.grad.dtype == torch.bfloat16
 
 
-def test_what_it_starts_from_and_is_called():
+def test_initial_weights_and_parameter_names():
     torch.manual_seed(0)
     model = with_scalar_head(gpt())
     assert with_scalar_head(model) is model
@@ -68,7 +68,7 @@ def test_other_stages_stay_as_they_are():
         with_scalar_head(gpt(share_embeddings_and_output_weights=True))
 
 
-def test_a_model_is_asked_for_what_it_has():
+def test_readouts_require_the_matching_head():
     vocabulary, scalar = gpt(), with_scalar_head(gpt())
     assert isinstance(scalar.output_layer, ScalarHead)
     with pytest.raises(

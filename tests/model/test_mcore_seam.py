@@ -1,4 +1,4 @@
-"""Folded is unfolded: a tree-capable model on one forest against the untouched stock model on each sample alone."""
+"""Folded is unfolded: a tree-capable model on one forest against the untouched stock model on unfolded samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import sft_loss
 
-# Megatron warns about its own deprecations and about what is not installed, thousands of times.
+# Megatron warns about its own deprecations and about missing packages, thousands of times.
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 ENTROPY_WEIGHT = 0.1
@@ -46,7 +46,7 @@ def folded_batch(backend: str = "path") -> MicroBatch:
 
 @dataclasses.dataclass
 class Outcome:
-    """Of a whole step: rows by sample, the loss with its entropy term, gradients by parameter name."""
+    """Results of a full step: rows by sample, the loss with its entropy term, gradients by parameter name."""
 
     logprob: list[torch.Tensor]
     entropy: list[torch.Tensor]
@@ -281,7 +281,7 @@ WINDOWS_AND_SINKS = {
 
 @pytest.mark.parametrize("name", WINDOWS_AND_SINKS)
 def test_windows_and_sinks(name):
-    """With the reference: what back-ends have of it is their own tests' affair. Sinks get gradients like any weight."""
+    """With the reference: the back-ends' options have separate tests. Sinks get gradients like any weight."""
     config = tiny_config(**WINDOWS_AND_SINKS[name])
     stock, tree = twins(config)
     offsets = [parameter for parameter, _ in tree.named_parameters() if parameter.endswith("softmax_offset")]
@@ -298,7 +298,7 @@ def test_windows_and_sinks_change_the_result(name):
 
 
 @pytest.mark.parametrize("name", ["window", "learnable sinks"])
-def test_a_backend_without_them_refuses_and_names_one_that_has_them(name):
+def test_backend_without_options_names_one_with_them(name):
     config = tiny_config(**WINDOWS_AND_SINKS[name])
     _, tree = twins(config)
     with pytest.raises(ValueError, match=r"'path' does not support (window=4|sinks) .*backends that do: .*reference"):
@@ -310,7 +310,7 @@ def test_a_backend_without_them_refuses_and_names_one_that_has_them(name):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "selective"}], ids=["", "recompute"])
 def test_the_setting_reaches_every_call_of_the_back_end(deterministic, recompute, monkeypatch):
-    """From how a job folds, through the model's layers, to what a back-end is asked."""
+    """From a job's folding, through the model's layers, to the case that a back-end is asked for."""
     asked = []
 
     def attention(query, key, value, metadata, options):
@@ -331,7 +331,7 @@ def test_the_setting_reaches_every_call_of_the_back_end(deterministic, recompute
     assert asked == [deterministic] * LAYERS * (2 if recompute else 1)
 
 
-# Upstream computes some things in fp32 whatever the dtype of the model: what is summed over the samples of a token is
+# Upstream computes some things in fp32 for any dtype of the model: a sum over the samples of a token is
 # rounded once there, or once per sample. A query that sees one wrong key costs 1e-2.
 FP32_INSIDE = 1e-6
 
@@ -451,7 +451,7 @@ def padded_batch(model: torch.nn.Module) -> Outcome:
 def test_bfloat16_is_about_as_close_to_the_truth_as_unfolded():
     """Both against the stock model in fp64 with the same (bf16) weights, over several sets of weights.
 
-    The two runs round in other places, so one set of weights says little. Measured over 60, error of folded over error
+    The two runs round in other places, so one set of weights is too few. Measured over 60, error of folded over error
     of unfolded: 0.5 to 2.1 each; in the geometric mean logprob 0.99, entropy 0.99, gradient 1.03. The limit leaves four
     standard errors of a mean over 12.
     """
@@ -548,7 +548,7 @@ def test_rotary_rows_are_gathered_once_per_micro_batch():
 
 
 def test_few_rotary_tables_are_kept():
-    """Upstream keeps the last 32 that were asked for: trees of 33 to 64 positions share one."""
+    """Upstream keeps the last 32 requested ones: trees of 33 to 64 positions share one."""
     _, tree = twins(tiny_config())
     tree.rotary_pos_emb.forward.cache_clear()
     for longest in range(33, 65):
@@ -557,8 +557,8 @@ def test_few_rotary_tables_are_kept():
     assert tree.rotary_pos_emb.forward.cache_info().currsize == 1
 
 
-def test_the_final_norm_is_not_apex_s_where_that_has_none(monkeypatch):
-    """Upstream chooses it by what can be imported; Apex's FusedLayerNorm asserts LayerNorm when a model is built."""
+def test_final_norm_avoids_apex_without_rms_norm(monkeypatch):
+    """Upstream chooses it by the installed packages; Apex's FusedLayerNorm asserts LayerNorm when a model is built."""
 
     class FusedLayerNorm:
         pass
@@ -571,7 +571,7 @@ def test_the_final_norm_is_not_apex_s_where_that_has_none(monkeypatch):
     assert norms == {"RMSNorm": WrappedTorchNorm, "LayerNorm": FusedLayerNorm}
 
 
-def test_a_config_s_l2_norm_of_queries_and_keys_is_in_its_block():
+def test_l2_norm_of_a_config_is_in_its_block():
     for qk_l2_norm in (False, True):
         block = stock_block_spec(tiny_config(qk_l2_norm=qk_l2_norm), use_transformer_engine=False)
         attention = block.layer_specs[0].submodules.self_attention.submodules

@@ -1,4 +1,4 @@
-"""What a GPU would refuse or wait for, found without one: see placement_job.py."""
+"""Operations that a GPU would reject or wait for, found without one: see placement_job.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_prefix_tree.objectives import OBJECTIVES
 
 pytestmark = pytest.mark.ci
 OBJECTIVE_TEST = "test_an_objective_stays_on_the_device"
-# Each of the others does on the device what one of these does.
+# Each of the others runs the device operations of one of these.
 KINDS = ("sft", "grpo", "dpo", "kto", "critic", "reward_model", "distill")
 # One needs a second model.
 EVERY = quick(*KINDS, of=[name for name in OBJECTIVES if name != "xtoken"])
@@ -22,7 +22,7 @@ EVERY = quick(*KINDS, of=[name for name in OBJECTIVES if name != "xtoken"])
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Run every objective that a selected test asks about, and everything else."""
+    """Run every objective of the selected tests, and everything else."""
     selected = [item for item in request.session.items if isinstance(item, pytest.Function)]
     names = [item.callspec.params["name"] for item in selected if item.originalname == OBJECTIVE_TEST]
     job = str(Path(__file__).with_name("placement_job.py"))
@@ -49,7 +49,7 @@ def test_attention_stays_on_the_device(outcomes: dict[str, str], backend: str) -
     assert outcomes[f"attention {backend}"] == ""
 
 
-def test_it_would_be_noticed(outcomes: dict[str, str]) -> None:
+def test_device_faults_are_detected(outcomes: dict[str, str]) -> None:
     assert "found at least two devices" in outcomes["two devices"]
     assert outcomes["read back"].startswith("DataDependentOutputException")
     assert "a copy to the host" in outcomes["copied back"]

@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree score``: what is written is what the stock model says of each sample alone, and trains."""
+"""``mcore-prefix-tree score``: written scores equal the stock model's on unfolded samples, and can be trained on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def alone(job: Path, folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+def score_unfolded(job: Path, folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """Each line's log-probabilities and entropies from the untouched stock model with a checkpoint's weights."""
     recipe = load_recipe(job, FLOAT64)
     found = []
@@ -79,12 +79,12 @@ def as_array(values: list[float | None]) -> np.ndarray:
 
 @pytest.mark.parametrize("head", ["fused_head=true", "fused_head=false"])
 @pytest.mark.parametrize("all_tokens", [False, True])
-def test_each_sample_as_if_alone(job: Path, reference: Path, tmp_path: Path, all_tokens: bool, head: str) -> None:
+def test_scores_equal_unfolded_samples(job: Path, reference: Path, tmp_path: Path, all_tokens: bool, head: str) -> None:
     output = tmp_path / "scored.jsonl"
     flags = ["--all-tokens"] if all_tokens else []
     result = command("score", job, *FLOAT64, head, "--output", str(output), "--reference", str(reference), *flags)
     assert result.exit_code == 0, result.output
-    of_policy, of_reference = alone(job, job.parent / "runs"), alone(job, reference)
+    of_policy, of_reference = score_unfolded(job, job.parent / "runs"), score_unfolded(job, reference)
     samples, lines = read_samples(job.parent / "data.jsonl"), written(output)
     assert len(lines) == len(samples) > 2 * BATCH
     scored_tokens = 0
@@ -102,7 +102,7 @@ def test_each_sample_as_if_alone(job: Path, reference: Path, tmp_path: Path, all
     )
 
 
-def test_nothing_is_said_beside_the_result(job: Path, tmp_path: Path) -> None:
+def test_score_prints_only_the_result(job: Path, tmp_path: Path) -> None:
     """Neither are torch's warnings of how Megatron calls it."""
     words = [sys.executable, "-m", "mcore_prefix_tree", "score", str(job), "--output", str(tmp_path / "scored.jsonl")]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=job.parent)
@@ -111,7 +111,7 @@ def test_nothing_is_said_beside_the_result(job: Path, tmp_path: Path) -> None:
 
 
 def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path) -> None:
-    """Everything that the data said is still there, and the log-probabilities are read to the bit."""
+    """All fields of the data are kept, and the log-probabilities are read to the bit."""
     output = tmp_path / "scored.jsonl"
     run_score(load_recipe(job), output, reference=reference)
     before, after = read_samples(job.parent / "data.jsonl"), read_samples(output)
@@ -144,8 +144,8 @@ def test_without_a_reference_and_entropies(job: Path, tmp_path: Path) -> None:
     assert report.samples == len(written(output))
 
 
-def test_an_objective_that_reads_what_is_missing_does_not_matter(job: Path, tmp_path: Path) -> None:
-    """Old log-probabilities are what GRPO wants, in groups that this data does not have."""
+def test_signals_of_the_objective_are_not_required(job: Path, tmp_path: Path) -> None:
+    """GRPO needs old log-probabilities and groups, and this data has neither."""
     plain, grpo = tmp_path / "plain.jsonl", tmp_path / "grpo.jsonl"
     run_score(load_recipe(job), plain)
     run_score(load_recipe(job, ["objective.name=grpo"]), grpo)
@@ -167,7 +167,7 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "scored.jsonl"
-    output.write_text("what was there before\n")
+    output.write_text("earlier content of it\n")
     load: Callable[..., None] = checkpoint.load_weights
 
     def broken(folder: Any, iteration: int, chunks: Any, **options: Any) -> None:
@@ -180,13 +180,13 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
     assert result.exit_code == 2
     assert "the log-probability of token" in result.stderr
     assert "data.jsonl:" in result.stderr
-    assert output.read_text() == "what was there before\n"
+    assert output.read_text() == "earlier content of it\n"
     assert [path.name for path in tmp_path.iterdir()] == ["scored.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["scored.parquet", "scored.arrow"])
-def test_tables_hold_what_the_lines_hold(job: Path, reference: Path, tmp_path: Path, name: str) -> None:
-    """In the data's order, whatever columns only some samples have; and they are data to train on."""
+def test_tables_hold_the_same_rows_as_lines(job: Path, reference: Path, tmp_path: Path, name: str) -> None:
+    """In the data's order, with columns that only some samples have; and they are data to train on."""
     lines, table = tmp_path / "scored.jsonl", tmp_path / name
     for output in (lines, table):
         result = command("score", job, "--output", str(output), "--reference", str(reference))
@@ -240,9 +240,7 @@ def test_the_data_are_not_replaced(job: Path, tmp_path: Path) -> None:
     assert data.read_bytes() == before
 
 
-def test_a_table_without_pyarrow_is_told_before_anything_runs(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_pyarrow_is_reported_before_the_run(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     result = command("score", job, "--output", str(tmp_path / "out.parquet"), "model.hidden_size=64")
     assert result.exit_code == 2
@@ -251,7 +249,7 @@ def test_a_table_without_pyarrow_is_told_before_anything_runs(
     )
 
 
-def test_a_name_of_another_kind_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:
+def test_unknown_output_suffix_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     result = command("score", job, "--output", str(output), "model.hidden_size=64")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -259,7 +257,7 @@ def test_a_name_of_another_kind_is_told_before_anything_runs(job: Path, tmp_path
     assert not output.exists()
 
 
-def test_the_help_says_what_is_read_and_what_is_overwritten() -> None:
+def test_help_names_read_and_replaced_files() -> None:
     said = " ".join(
         CliRunner().invoke(app, ["score", "--help"], env={"COLUMNS": "400"}).stdout.replace("│", " ").split()
     )
@@ -267,7 +265,7 @@ def test_the_help_says_what_is_read_and_what_is_overwritten() -> None:
     assert "checkpoint.save is the folder of a run, in the recipe or given here; it is only read." in said
 
 
-def test_a_folder_that_is_missing_is_told_before_anything_runs(job: Path, tmp_path: Path) -> None:
+def test_missing_output_folder_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
     result = command("score", job, "--output", str(tmp_path / "no" / "out.jsonl"))
     assert result.exit_code == 2
     assert "its folder does not exist; create it" in result.stderr

@@ -1,4 +1,4 @@
-"""What ``score`` writes serves what comes after it: turns fold as before, and no file that is read is replaced."""
+"""Output of ``score`` serves the next commands: turns fold as before, and no input file is replaced."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def test_no_file_that_is_read_is_replaced(job: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "is read by this command" in done.stderr
     assert metadata.read_bytes() == before
-    # Another file in the run's folder is nobody's input, also the second time.
+    # Another file in the run's folder is no input, also the second time.
     for _ in range(2):
         score(job, job.parent / "run" / "scored.jsonl")
 
 
-def test_paths_mean_what_they_say(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -155,7 +155,7 @@ def test_paths_mean_what_they_say(job: Path, tmp_path: Path, monkeypatch: pytest
         ("inspect", "s3://bucket/one.jsonl"),
     )
     for name, first, *others in options:
-        done = command(name, first, *others)  # type: ignore[arg-type]  # a recipe, or what another command takes first
+        done = command(name, first, *others)  # type: ignore[arg-type]  # a recipe, or another command's first argument
         assert done.exit_code == 2
         assert "is a URL" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["home"]

@@ -1,4 +1,4 @@
-"""Attention whose layers differ: Gemma 3's, as Megatron-Bridge gives it to Megatron-Core."""
+"""Attention whose layers differ, for example Gemma 3's, as Megatron-Bridge gives it to Megatron-Core."""
 
 from __future__ import annotations
 

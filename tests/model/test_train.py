@@ -47,11 +47,11 @@ def test_losses_fall_on_data_that_can_be_memorised(tmp_path: Path) -> None:
     losses = train(job, "train_iters=60", "optimizer.lr_decay_style=constant").losses
     assert len(losses) == 60
     assert losses[0] == pytest.approx(torch.tensor(64.0).log().item(), rel=0.05)  # knows nothing yet
-    # What is left is the choice at the forks, which no model can know.
+    # The rest is the choice at the forks, which no model can know.
     assert losses[-1] < 0.5
 
 
-def test_every_step_is_the_stock_model_s_step(job: Path) -> None:
+def test_every_step_equals_the_stock_models_step(job: Path) -> None:
     """Losses and weights of six steps in fp64 equal AdamW on the stock model, one sample at a time."""
     recipe = load_recipe(job, [*FLOAT64, "optimizer.weight_decay=0.1"])
     notes = train(recipe)
@@ -79,7 +79,7 @@ def test_every_step_is_the_stock_model_s_step(job: Path) -> None:
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(job: Path, tmp_path: Path) -> None:
-    """Before a step of it: what is saved is of the steps before."""
+    """Before a step of it: the checkpoint holds the previous steps."""
     wild = (
         "optimizer.lr=1e30",
         "optimizer.min_lr=1e30",
@@ -119,12 +119,12 @@ def test_yarn_reaches_the_model(job: Path) -> None:
     (plain, scale), (stretched, larger) = tables
     assert scale == 1
     assert larger == pytest.approx(0.1 * math.log(4) + 1)
-    # Of 4 pairs the fastest turns once in 6 tokens; the others not in 8, and are divided by the whole factor.
+    # Of 4 pairs the fastest turns once in 6 tokens; the others not in 8, and are divided by the full factor.
     torch.testing.assert_close(stretched, plain / torch.tensor([1, 4, 4, 4] * 2))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
-def test_the_first_loss_is_the_stock_model_s(job: Path, dtype: str, tolerance: float) -> None:
+def test_first_loss_equals_the_stock_models(job: Path, dtype: str, tolerance: float) -> None:
     recipe = load_recipe(job, [f"model.dtype={dtype}", "optimizer.clip_grad=0", "train_iters=2"])
     notes = train(recipe)
     with world_of_one(recipe) as place, torch.no_grad():
@@ -135,7 +135,7 @@ def test_the_first_loss_is_the_stock_model_s(job: Path, dtype: str, tolerance: f
     assert notes.losses[0] == pytest.approx(expected, rel=tolerance)
 
 
-def test_what_a_step_reports(job: Path) -> None:
+def test_step_report_fields(job: Path) -> None:
     recipe = load_recipe(job)
     notes = train(recipe)
     assert notes.spans == [(1, 6)]
@@ -162,7 +162,7 @@ def test_what_a_step_reports(job: Path) -> None:
     assert rates[-1] > 1e-3
 
 
-def test_a_step_larger_than_the_data_is_said(job: Path) -> None:
+def test_step_larger_than_the_data_is_reported(job: Path) -> None:
     notes = train(job, "batch.global_batch_size=20", "train_iters=2")
     assert notes.told == [
         "a step of 20 samples takes the 16 there are more than once; its fold ratio counts the repeats, which other "
@@ -171,7 +171,7 @@ def test_a_step_larger_than_the_data_is_said(job: Path) -> None:
     assert train(job, "batch.global_batch_size=16", "train_iters=2").told == []
 
 
-def test_new_weights_are_said_to_be(job: Path) -> None:
+def test_new_weights_are_reported(job: Path) -> None:
     said = "the weights are new, drawn with seed=1234"
     assert train(job, "train_iters=2").messages[-1] == said
     policy = write_job(job.parent, [{**row, "reward": index % 2, "group": 0} for index, row in enumerate(rows())])
@@ -231,7 +231,7 @@ def test_a_signal_ends_a_run_after_its_step(job: Path, tmp_path: Path, ending: s
 
 
 @pytest.mark.slow
-def test_where_nothing_is_saved_the_end_says_so(job: Path) -> None:
+def test_signal_message_without_checkpoints(job: Path) -> None:
     code, lines, error = ended_by(signal.SIGINT, job)
     assert (code, error) == (130, "")
     assert re.fullmatch(
@@ -252,7 +252,7 @@ def test_second_ctrl_c_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     with EndRequest():
         twice(signal.SIGINT, 0.0)  # to the process and to its group
         twice(signal.SIGTERM, 0.02)  # timeout, and a scheduler that warned with another signal before
-    monkeypatch.setenv("RANK", "0")  # a launcher sends to all what the terminal has sent already
+    monkeypatch.setenv("RANK", "0")  # a launcher sends the terminal's signal to all again
     with EndRequest():
         twice(signal.SIGINT, 0.02)
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""``attention_backend=auto`` in a job: asked once, of the first step, and kept whatever the later steps look like."""
+"""``attention_backend=auto`` in a job: chosen once, by the first step, and kept for all later steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def said_of(notes: Notes) -> list[str]:
     return [message for message in notes.messages if message.startswith("attention backend ")]
 
 
-def test_these_steps_are_what_they_are_called() -> None:
+def test_steps_match_their_names() -> None:
     depths = [
         TreeShape.of([TreeMetadata.from_layout(fold([Sample(tokens=row["tokens"]) for row in some]))]).depth
         for some in (UNSHARED, SHARED[:BATCH], SHARED[BATCH:])
@@ -50,7 +50,7 @@ def test_these_steps_are_what_they_are_called() -> None:
     assert min(depths[1:]) > 0
 
 
-def test_a_first_step_without_sharing_takes_the_stock_causal_kernel_for_the_whole_run(
+def test_first_step_without_sharing_selects_the_stock_causal_kernel(
     tmp_path: Path, called: list[tuple[str, int]]
 ) -> None:
     notes = train(write_job(tmp_path, UNSHARED + SHARED), "attention_backend=auto", *IN_ORDER)
@@ -74,14 +74,14 @@ def test_a_later_step_without_sharing_changes_nothing(tmp_path: Path, called: li
 
 
 @pytest.mark.parametrize("name", ["path", "cascade"])
-def test_a_named_back_end_overrides_it(tmp_path: Path, called: list[tuple[str, int]], name: str) -> None:
+def test_named_back_end_overrides_auto(tmp_path: Path, called: list[tuple[str, int]], name: str) -> None:
     notes = train(write_job(tmp_path, UNSHARED), f"attention_backend={name}", "data.order=file", "train_iters=2")
     assert not said_of(notes)
     assert {one for one, _ in called} == {name}
 
 
-def test_a_resumed_run_is_asked_about_the_same_step(tmp_path: Path, called: list[tuple[str, int]]) -> None:
-    """The job begins again in the middle of its data, and takes what it took."""
+def test_resumed_run_chooses_by_the_same_step(tmp_path: Path, called: list[tuple[str, int]]) -> None:
+    """The job begins again in the middle of its data, and makes the same choice."""
     saved = ("attention_backend=auto", *IN_ORDER, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=1")
     job = write_job(tmp_path, UNSHARED + SHARED)
     first = train(job, *saved, stop_after=1)

@@ -88,7 +88,7 @@ def assert_agree(found: Counter[str], work: Work) -> None:
         pytest.param(LATENT, id="latent attention", marks=pytest.mark.slow),
     ],
 )
-def test_the_work_is_what_torch_counts(changes: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_equals_torchs_count(changes: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries one at a time: no block computes scores that it masks."""
     monkeypatch.setattr(path_attention, "QUERY_BLOCK", 1)
     monkeypatch.setattr(path_attention, "_fused", lambda *_, **__: path_attention._Fused(roots=False, windows=True))

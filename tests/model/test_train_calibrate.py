@@ -1,4 +1,4 @@
-"""Timing micro-batches, and plans by what was timed."""
+"""Timing micro-batches, and plans from these times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that takes exactly what a cost model says, in the best of rounds that noise slows."""
+    """On a machine whose times follow a cost model exactly, in the best of rounds that noise slows."""
     noise = random.Random(0)
 
     def seconds(chunks: object, batch: Any, job: object) -> float:
@@ -45,7 +45,7 @@ def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert depths[-1] > 1.5 * depths[0], "or the two costs cannot be told apart"
 
 
-def test_a_head_that_computes_all_tokens_has_no_cost_of_its_own(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_on_all_tokens_has_no_separate_cost(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = CostModel(token=3e-4, pair=5e-6, micro_batch=2e-3)
 
     def seconds(chunks: object, batch: Any, job: object) -> float:
@@ -64,7 +64,7 @@ def test_a_policy_is_timed_by_the_supervised_loss(job: Path) -> None:
     assert all(one.seconds > 0 for one in found.measured)
 
 
-def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
+def test_command_writes_a_file_that_plans_read(job: Path, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     result = command("calibrate", job, "--output", str(path), "--repeats", "1")
     assert result.exit_code == 0, result.stderr
@@ -80,7 +80,7 @@ def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
         path.rename(tmp_path / "elsewhere")  # which a running job takes no notice of
         assert vars(resolved(recipe, place).job.folding.cost_model) == content["cost"]
         (tmp_path / "elsewhere").rename(path)
-    # Balance changes nothing but who computes what.
+    # Balance only changes which rank computes a sample.
     assert train(recipe).losses == pytest.approx(train(job).losses, rel=1e-4)
 
     data = str(job.parent / "data.jsonl")
@@ -94,7 +94,7 @@ def test_the_command_writes_what_plans_read(job: Path, tmp_path: Path) -> None:
     )
 
 
-def test_where_nothing_can_be_written_nothing_is_measured(
+def test_unwritable_output_is_rejected_before_measuring(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "calibrate", None)
@@ -103,7 +103,7 @@ def test_where_nothing_can_be_written_nothing_is_measured(
     assert result.stderr.endswith("nowhere/measured.json: its folder does not exist; create it\n")
 
 
-def test_nothing_is_trained_and_the_schedule_is_left_as_it_was(job: Path) -> None:
+def test_calibration_trains_nothing_and_restores_the_schedule(job: Path) -> None:
     recipe = load_recipe(job)
     assert len(batch_of(recipe, 1)) == 6
     found, _ = run_once(recipe, partial(measure_costs, repeats=1), is_trained=True)

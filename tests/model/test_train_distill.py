@@ -77,15 +77,15 @@ def overrides_of(options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
-def test_every_step_is_the_stock_model_s_step(job: Path, divergence: str, fused_head: bool) -> None:
-    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
+def test_every_step_equals_the_stock_models_step(job: Path, divergence: str, fused_head: bool) -> None:
+    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""
     options = options_of(divergence)
     recipe = load_recipe(job, [*FLOAT64, *overrides_of(options), f"fused_head={str(fused_head).lower()}"])
     check_steps(recipe, divergence, lambda world, place: top_k_loss(make_objective("distill", options), world))
 
 
 def check_steps(recipe: Recipe, divergence: str, loss_of: Callable[[Any, Any], torch.Tensor]) -> Notes:
-    """Train, and take the same steps with the stock model, each sample alone."""
+    """Train, and take the same steps with the stock model on unfolded samples."""
     notes = train(recipe)
     assert len(notes.reports) == 6
     with world_of_one(recipe) as place:
@@ -115,8 +115,8 @@ def check_steps(recipe: Recipe, divergence: str, loss_of: Callable[[Any, Any], t
 
 
 @pytest.mark.parametrize("fused_head", ["true", "false"])
-def test_with_every_token_of_the_vocabulary_there_is_no_rest(tmp_path: Path, fused_head: str) -> None:
-    """What single precision leaves of 1 is no token: the loss is the divergence of what the file says, and no more."""
+def test_top_k_of_the_full_vocabulary_has_no_rest(tmp_path: Path, fused_head: str) -> None:
+    """The rest of 1 in single precision is no token: the loss is exactly the divergence from the file's rows."""
     recipe = load_recipe(
         write_job(tmp_path, taught(rows(), VOCAB)),
         [*FLOAT64, *overrides_of({}), "train_iters=2", f"fused_head={fused_head}"],
@@ -147,15 +147,15 @@ def test_a_teacher_is_learnt(job: Path) -> None:
     assert reports[-1].metrics["forward_kl"] < reports[0].metrics["forward_kl"] / 5
 
 
-def test_verification_and_comparison_go_with_it(job: Path) -> None:
+def test_verification_and_comparison_support_distillation(job: Path) -> None:
     notes = train(job, *overrides_of(OPTIONS), "train_iters=2", "verify.enabled=true", "compare=true")
     assert notes.verifications[0].passed
     assert len(notes.comparisons) == 1
     assert command("verify", job, *overrides_of(OPTIONS)).exit_code == 0
 
 
-def test_a_teacher_asked_about_each_sample_by_itself(tmp_path: Path) -> None:
-    """It says the same of a shared prefix but for its last digits."""
+def test_teacher_on_unfolded_samples(tmp_path: Path) -> None:
+    """Its rows of a shared prefix are equal up to their last digits."""
     content = taught(rows())
     rng = np.random.default_rng(0)
     for row in content:
@@ -171,7 +171,7 @@ def test_a_teacher_asked_about_each_sample_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("k", [4, VOCAB])
 def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
-    """What it says is what the stock model says of each sample alone; of itself it has nothing to learn."""
+    """Its rows equal the stock model's on unfolded samples; from itself it has nothing to learn."""
     job = write_job(tmp_path)
     saving = [*FLOAT64, "train_iters=2", f"checkpoint.save={tmp_path / 'teacher'}"]
     train(job, *saving)
@@ -204,7 +204,7 @@ def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
     assert train(job, *distilling).losses[0] > 1e-3
 
 
-def test_what_a_teacher_cannot_be_asked(job: Path, tmp_path: Path) -> None:
+def test_invalid_teacher_requests_are_rejected(job: Path, tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
         done = command("score", job, f"checkpoint.save={tmp_path}", *arguments, "--output", str(tmp_path / "x.jsonl"))
         assert done.exit_code == 2
@@ -226,7 +226,7 @@ LARGER = {
 
 
 def recipe_of_teacher(folder: Path, job: Path, **model: Any) -> Path:
-    """A recipe of its own, with a checkpoint of two steps: a model of another size."""
+    """A separate recipe, with a checkpoint of two steps: a model of another size."""
     path = folder / "teacher.yaml"
     text = job.read_text().replace("  hidden_size: 32\n", "").replace("  num_layers: 2\n", "")
     text = text.replace("  ffn_hidden_size: 48\n", "")
@@ -283,14 +283,14 @@ def test_a_second_model_is_asked_again_after_a_resume(tmp_path: Path) -> None:
     assert train(job, *settings, saving, resume=True).losses == whole.losses[2:]
 
 
-def test_verification_goes_with_a_second_model(tmp_path: Path) -> None:
+def test_verification_supports_a_second_model(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     taught_by = from_model(recipe_of_teacher(tmp_path, job))
     assert train(job, *taught_by, "train_iters=2", "verify.enabled=true").verifications[0].passed
     assert command("verify", job, *taught_by).exit_code == 0
 
 
-def test_a_second_model_is_named_and_only_where_it_is_asked(job: Path) -> None:
+def test_teacher_recipe_is_required_only_by_its_objective(job: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"yaml: objective.options.teacher: full runs a second model in every step; name"
     ):
@@ -373,7 +373,7 @@ def test_a_model_that_has_diverged(job: Path) -> None:
 
 
 def test_a_second_model_in_bfloat16(tmp_path: Path) -> None:
-    """Megatron makes fp32 of what such a model puts out, and its weights are none."""
+    """Megatron casts such a model's output to fp32, and its weights are not fp32."""
     job = write_job(tmp_path)
     teacher = recipe_of_teacher(tmp_path, job, dtype="bfloat16")
     half = [*from_model(teacher), "model.dtype=bfloat16", "optimizer.clip_grad=1", "train_iters=2"]

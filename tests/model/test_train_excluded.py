@@ -81,7 +81,7 @@ def test_interleaved_subagents_train_as_sorted_ones(tmp_path: Path, streaming: s
     assert runs[0].reports[1].samples == runs[1].reports[1].samples
 
 
-def test_last_member_of_a_group_names_what_was_excluded(tmp_path: Path) -> None:
+def test_error_of_a_single_rollout_counts_excluded_records(tmp_path: Path) -> None:
     content = [row | {"exclude": row["rollout"] != 1} for row in agents()]
     says = r"has only this rollout in the step, .* \(excluded \d+ by the field 'exclude'\)$"
     for streaming in ("false", "true"):
@@ -137,7 +137,7 @@ def test_files_without_a_scored_token(tmp_path: Path, streaming: str) -> None:
 
 
 def test_reward_model_scores_samples_without_a_scored_token(tmp_path: Path) -> None:
-    """It scores what comes after the last token, and reads no mask."""
+    """It scores the position after the last token, and reads no mask."""
     pairs = [row | {"pair": at // 2, "chosen": at % 2 == 0, "loss_mask": None} for at, row in enumerate(rows()[:12])]
     job = write_job(tmp_path, [{k: v for k, v in row.items() if v is not None} for row in pairs])
     more = ("objective.name=reward_model", f"checkpoint.save={tmp_path / 'runs'}")

@@ -1,4 +1,4 @@
-"""What a step of many micro-batches holds at a time, and in which thread their attention is planned."""
+"""Micro-batches that a step holds at a time, and the thread in which their attention is planned."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ RECOMPUTE = (
 # Recomputation holds a micro-batch as long as its graph, which Megatron's loop drops when it has the next one;
 # with megatron-core 0.19 the graph goes earlier.
 @pytest.mark.parametrize(("recompute", "most"), [((), 1), (RECOMPUTE, 2)], ids=["kept", "recomputed"])
-def test_a_micro_batch_goes_with_its_backward(
+def test_micro_batch_is_freed_with_its_backward(
     tmp_path: Path, alive: Alive, recompute: tuple[str, ...], most: int
 ) -> None:
     train(write_job(tmp_path), *MANY, *recompute)

@@ -1,4 +1,4 @@
-"""What a run writes down of its steps, what of it a resumed run keeps, and what is told before the first step."""
+"""Records of a run's steps, the part that a resumed run keeps, and errors before the first step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def line_of(report: StepReport) -> dict[str, Any]:
-    """What the file has of a report."""
+    """The line that the file has for a report."""
     return asdict(report) | {
         "fold_ratio": report.logical_tokens / report.physical_tokens,
         "logical_tokens_per_second": report.logical_tokens / report.seconds,
@@ -49,7 +49,7 @@ def line_of(report: StepReport) -> dict[str, Any]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows, by name: steps and values."""
+    """TensorBoard's scalars, by name: steps and values."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(folder))
     events.Reload()
     return {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
@@ -67,7 +67,7 @@ def test_the_file_has_all_that_was_reported(job: Path, tmp_path: Path) -> None:
     assert notes.told == []
 
 
-def test_the_file_has_what_the_objective_reports(tmp_path: Path) -> None:
+def test_metrics_file_has_the_objectives_metrics(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo", {"kl_coef": 0.05})
     notes = train(job, *overrides, f"log.metrics={tmp_path / 'metrics.jsonl'}", "train_iters=2")
     written = lines(tmp_path / "metrics.jsonl")
@@ -76,7 +76,7 @@ def test_the_file_has_what_the_objective_reports(tmp_path: Path) -> None:
 
 
 def test_every_line_is_there_when_its_step_is_done(job: Path, tmp_path: Path) -> None:
-    """Of a run that is killed, too: nothing waits for the end."""
+    """Also if the run is killed: nothing waits for the end."""
     file = tmp_path / "metrics.jsonl"
     found = []
 
@@ -91,7 +91,7 @@ def test_every_line_is_there_when_its_step_is_done(job: Path, tmp_path: Path) ->
     assert found == [1, 2, 3]
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_is(job: Path, tmp_path: Path) -> None:
+def test_resumed_run_continues_the_metrics_file_at_its_checkpoint(job: Path, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     options = (f"log.metrics={file}", f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2")
     first = train(job, *options, stop_after=5)
@@ -124,7 +124,7 @@ def test_a_run_that_starts_again_starts_its_file_again(job: Path, tmp_path: Path
         ("[1]\n", 1),
     ],
 )
-def test_a_file_of_something_else_is_left_alone(job: Path, tmp_path: Path, content: str, number: int) -> None:
+def test_file_with_other_content_is_not_changed(job: Path, tmp_path: Path, content: str, number: int) -> None:
     file = tmp_path / "notes.jsonl"
     file.write_text(content)
     result = command("train", job, f"log.metrics={file}", "train_iters=2")
@@ -146,7 +146,7 @@ def test_a_file_of_something_else_is_left_alone(job: Path, tmp_path: Path, conte
         ("folder.jsonl", "folder.jsonl: is a folder; name a file in it, such as"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_first_step(
+def test_unwritable_metrics_file_is_rejected_before_the_first_step(
     job: Path, tmp_path: Path, name: str, says: str
 ) -> None:
     (tmp_path / "in_the_way").touch()
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_first_step(
     assert "step 1" not in result.stdout
 
 
-def test_a_full_disk_is_told_by_name(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_the_setting(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, text: str) -> None:
             raise OSError(28, "No space left on device")
@@ -189,7 +189,7 @@ def test_full_disk_of_a_log_ends_no_run(job: Path, tmp_path: Path, monkeypatch: 
     assert (len(notes.reports), len(lines(file))) == (6, 2)
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+def test_non_finite_metrics_are_null(tmp_path: Path) -> None:
     log = logs._MetricsFile(str(tmp_path / "metrics.jsonl"), 0, print)
     log.step(STEP)
     log.close()
@@ -239,7 +239,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(job: Path, tmp_path: Pat
     assert shown == pytest.approx(seconds), "step 5 is the second run's"
 
 
-def test_a_folder_that_tensorboard_cannot_write_to_is_told_before_the_first_step(job: Path, tmp_path: Path) -> None:
+def test_unwritable_tensorboard_folder_is_rejected_before_the_first_step(job: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "in_the_way").touch()
     result = command("train", job, f"log.tensorboard={tmp_path / 'in_the_way' / 'board'}", "train_iters=2")
@@ -251,7 +251,7 @@ def test_a_folder_that_tensorboard_cannot_write_to_is_told_before_the_first_step
     assert "step 1" not in result.stdout
 
 
-def test_tensorboard_that_is_missing_is_told_before_anything_runs(
+def test_missing_tensorboard_is_reported_before_the_run(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[:3] == ["torch", "utils", "tensorboard"]]:

@@ -42,12 +42,12 @@ from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
 PAIRED = ("dpo", "ipo", "simpo", "orpo")
-GROUPS = 5  # of three: a step of six takes two, and one is left out of each epoch
+GROUPS = 5  # of three: a step of six takes two, and one is dropped from each epoch
 GRPO = {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
 
 
 def rows(seed: int = 0, *, neighbours: int) -> list[dict[str, Any]]:
-    """Prompts with two turns, of which the second one is shared by some; every signal, near what a new model says."""
+    """Prompts with two turns, of which the second one is shared by some; every signal, near a new model's values."""
     rng = np.random.default_rng(seed)
     made = []
     for number in range(GROUPS * 3 // neighbours):
@@ -81,7 +81,7 @@ def job_of(folder: Path, name: str, options: dict[str, Any] | None = None) -> tu
 
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
-    """The samples of a step, from the documented order alone."""
+    """The samples of a step, from only the documented order."""
     by = "pair" if recipe.objective.name in PAIRED else "group"
     lines = list(iter_sample_groups(recipe.data.path))
     groups = whole_groups(lines, by, step=BATCH, setting="the test")
@@ -111,10 +111,10 @@ def sft_loss(objective: Any, world: Any) -> torch.Tensor:
     ids=["grpo", "dapo", "dpo", "orpo", "kto", "grpo by group", "sft by group", "sft"],
 )
 @pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
-def test_every_step_is_the_stock_model_s_step(
+def test_every_step_equals_the_stock_models_step(
     tmp_path: Path, name: str, options: dict[str, Any], oracle: Any, fused_head: bool
 ) -> None:
-    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
+    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""
     job, overrides = job_of(tmp_path, name, options)
     one_by_one = name == "kto" or options.get("normalise") == "sample"
     if one_by_one:
@@ -156,7 +156,7 @@ def test_every_step_is_the_stock_model_s_step(
             optimizer.step()
 
 
-def test_what_a_policy_reports(tmp_path: Path) -> None:
+def test_policy_metrics(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo", GRPO)
     recipe = load_recipe(job, [*FLOAT64, *overrides])
     notes = train(recipe)
@@ -176,7 +176,7 @@ def test_what_a_policy_reports(tmp_path: Path) -> None:
 
 
 def with_scores(job: Path, recipe: Recipe, columns: Sequence[str]) -> None:
-    """Put what the new model says of its data into the data."""
+    """Put the new model's values for its data into the data."""
     with world_of_one(recipe) as place:
         samples = [line[0] for line in iter_sample_groups(recipe.data.path)]
         scores = score([built(recipe, place)], samples, resolved(recipe, place).job.folding, Logprobs(entropy=True))
@@ -230,7 +230,7 @@ def test_preferences_are_learnt(tmp_path: Path) -> None:
     assert reports[-1].loss < 0.3
 
 
-def test_the_command_line_shows_them_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_command_line_shows_metrics_and_dropped_samples(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo")
     done = command("train", job, *overrides, "train_iters=2")
     assert done.exit_code == 0, done.output
@@ -242,7 +242,7 @@ def test_the_command_line_shows_them_and_says_what_it_leaves_out(tmp_path: Path)
     assert "each epoch skips 3 samples: steps take complete groups" in done.output
 
 
-def test_verification_and_comparison_go_with_any_objective(tmp_path: Path) -> None:
+def test_verification_and_comparison_support_every_objective(tmp_path: Path) -> None:
     for name in ("grpo", "dpo"):
         job, overrides = job_of(tmp_path, name)
         notes = train(job, *overrides, "train_iters=2", "verify.enabled=true", "compare=true")
@@ -283,14 +283,14 @@ def test_unknown_keys_of_an_objective(tmp_path: Path) -> None:
         load_recipe(job, ["objective.kl_coef=1"])
 
 
-def test_a_step_that_would_cut_a_group(tmp_path: Path) -> None:
+def test_step_that_cuts_a_group_is_rejected(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "grpo")
     with pytest.raises(SampleError, match=r"data.jsonl:1: group 'prompt 0' has 3 samples, and steps .* multiple of 3"):
         train(job, *overrides, "batch.global_batch_size=4")
 
 
-def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
-    """Told before the first step, although a later one is the first to take it."""
+def test_missing_signals_are_reported_before_the_first_step(tmp_path: Path) -> None:
+    """Reported before the first step, although a later one is the first to take it."""
     content = rows(neighbours=3)
     del content[10]["old_logprobs"]
     job = write_job(tmp_path, content)
@@ -340,7 +340,7 @@ def test_a_sample_without_what_the_objective_reads(tmp_path: Path) -> None:
         ("grpo", {"tis_cap": 2.0}, "rollout_logprobs", "and tis_cap=2.0 needs it"),
     ],
 )
-def test_a_missing_field_is_told_with_the_command_that_writes_it(
+def test_missing_field_error_names_the_command_that_writes_it(
     tmp_path: Path, name: str, options: dict[str, Any], field: str, ends: str
 ) -> None:
     content = [{key: value for key, value in row.items() if key != field} for row in rows(neighbours=2)[:12]]
@@ -371,7 +371,7 @@ def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_p
     train(job, *overrides, "train_iters=1", "optimizer.lr_warmup_steps=0")
 
 
-def test_chunks_of_the_head_are_as_large_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_chunks_follow_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are those of any other; of samples that are longer than a chunk, logits are formed twice."""
     job, overrides = job_of(tmp_path, "gspo")
     formed, logits = [], head_chunks.Chunks.logits

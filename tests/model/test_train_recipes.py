@@ -34,7 +34,7 @@ def test_the_recipe_for_one_gpu_trains(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     import torch
 
     if torch.cuda.is_available():

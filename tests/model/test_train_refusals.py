@@ -1,4 +1,4 @@
-"""What a user can get wrong: one sentence on standard error, exit code 2, and nothing trained or written."""
+"""A user's mistakes: one sentence on standard error, exit code 2, and nothing trained or written."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_one_sentence_and_exit_code_2(job: Path, name: str, overrides: str, says
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=0.01"),
     ],
 )
-def test_what_only_training_refuses(job: Path, overrides: str, says: str) -> None:
+def test_settings_that_only_training_rejects(job: Path, overrides: str, says: str) -> None:
     result = command("train", job, *overrides.split())
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
@@ -220,7 +220,7 @@ def test_transformer_engine_that_is_not_there(job: Path) -> None:
     assert "TransformerEngine is not installed; pip install transformer-engine[pytorch] or set" in result.stderr
 
 
-def test_a_place_where_nothing_can_be_saved_is_known_before_the_first_step(job: Path, tmp_path: Path) -> None:
+def test_unwritable_checkpoint_folder_is_rejected_before_the_first_step(job: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     setting = f"checkpoint.save={tmp_path / 'file' / 'saved'}"
     result = command("train", job, setting)

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, and that a run which was stopped goes on as if it had not been."""
+"""Checkpoints: their contents, and a stopped run that resumes as if it had not been stopped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, l
     return recipe, folder / "saved", train(recipe, *saving(folder / "saved")).losses
 
 
-def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path, list[float]]) -> None:
+def test_checkpoints_have_megatrons_layout(undisturbed: tuple[Path, Path, list[float]]) -> None:
     _, saved, _ = undisturbed
     assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
     assert (saved / TRACKER).read_text() == "6"
@@ -74,12 +74,12 @@ def test_checkpoints_are_where_megatron_puts_them(undisturbed: tuple[Path, Path,
     }
 
 
-def test_the_last_step_saves_whatever_the_interval(job: Path, tmp_path: Path) -> None:
+def test_last_step_saves_with_any_interval(job: Path, tmp_path: Path) -> None:
     train(job, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=100", "train_iters=3")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["iter_0000003", TRACKER]
 
 
-def test_only_the_last_checkpoints_are_kept_and_a_run_goes_on_from_them(
+def test_run_resumes_with_only_the_last_checkpoints_kept(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
 ) -> None:
     recipe, reference, losses = undisturbed
@@ -93,7 +93,7 @@ def test_only_the_last_checkpoints_are_kept_and_a_run_goes_on_from_them(
     assert_same_bits(checkpoint_content(saved, 6), checkpoint_content(reference, 6))
 
 
-def test_an_interrupted_run_goes_on_with_the_same_bits(
+def test_interrupted_run_resumes_with_the_same_bits(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
 ) -> None:
     recipe, reference, losses = undisturbed
@@ -134,7 +134,7 @@ def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, l
     shutil.copytree(reference, tmp_path / "saved")
     result = command("train", recipe, *saving(tmp_path / "saved"), "--resume")
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[1:] == [  # after what auto chose
+    assert result.stdout.splitlines()[1:] == [  # after the choice of auto
         f"resumed from {tmp_path / 'saved' / 'iter_0000006'}",
         "nothing to train: train_iters=6 are done",
         f"saved: {tmp_path / 'saved' / 'iter_0000006'}",
@@ -150,14 +150,16 @@ def test_more_steps_can_be_asked_of_a_finished_run(undisturbed: tuple[Path, Path
     notes = train(recipe, *saving(tmp_path / "saved", *changed), resume=True)
     assert notes.spans == [(7, 8)]
     assert (tmp_path / "saved" / TRACKER).read_text() == "8"
-    # What the recipe says now counts.
+    # The recipe's present settings count.
     fresh = train(recipe, *changed)
     assert [report.lr for report in notes.reports] == [report.lr for report in fresh.reports[6:]]
     groups = checkpoint_content(tmp_path / "saved", 8)["optimizer"]["param_groups"]
     assert {group["betas"] for group in groups} == {(0.5, 0.95)}
 
 
-def test_what_a_resumed_run_does_otherwise_is_said(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
+def test_changed_settings_of_a_resumed_run_are_reported(
+    undisturbed: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
     recipe, reference, _ = undisturbed
     saved = tmp_path / "saved"
     shutil.copytree(reference, saved)
@@ -174,7 +176,7 @@ def test_what_a_resumed_run_does_otherwise_is_said(undisturbed: tuple[Path, Path
     assert notes.told == [f"resumed from {saved / 'iter_0000007'}"]
 
 
-def test_a_folder_is_one_run_s_at_a_time(job: Path, tmp_path: Path) -> None:
+def test_folder_is_locked_by_one_run_at_a_time(job: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     with world_of_one(load_recipe(job)):
         checkpoint.make_folder(saved)
@@ -226,7 +228,7 @@ def test_resume_needs_a_folder(job: Path) -> None:
         ("batch.global_batch_size=5", "was written with global_batch_size=6, this run has global_batch_size=5"),
     ],
 )
-def test_what_must_not_change_is_refused_by_name(
+def test_forbidden_changes_are_rejected_by_name(
     undisturbed: tuple[Path, Path, list[float]], override: str, says: str
 ) -> None:
     recipe, saved, _ = undisturbed
@@ -253,8 +255,8 @@ def test_as_many_other_samples_are_refused(job: Path, tmp_path: Path, streaming:
     assert f"{holds}; the data would not" in str(error.value)
 
 
-def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Path) -> None:
-    """Optimizer and steps go on; and that run resumes as any other."""
+def test_new_data_start_at_their_first_sample_on_request(job: Path, tmp_path: Path) -> None:
+    """Optimizer and steps continue; and that run resumes as any other."""
     assert train(job, *saving(tmp_path / "first", "train_iters=2")).spans == [(1, 2)]
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     other = write_rows(tmp_path / "other.jsonl", rows()[::-1][:11])
@@ -274,7 +276,7 @@ def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Pat
     known = "which was trained on these data already: they continue where it stopped"
     assert [known in text for text in again.messages if text.startswith("resumed from")] == [True]
     assert not any(known in text for text in (*rest.messages, *straight.messages))
-    # Samples that were read in another way are not known again: it is as the user says.
+    # Samples that were read in another way are not recognised: the user decides.
     streamed = [f"data.path={other}", "train_iters=3", "data.streaming=true", "data.num_workers=0"]
     shutil.copytree(tmp_path / "first" / "iter_0000002", tmp_path / "third" / "iter_0000002")
     (tmp_path / "third" / "latest_checkpointed_iteration.txt").write_text("2")
@@ -287,7 +289,7 @@ def test_other_data_begin_at_their_beginning_if_told_so(job: Path, tmp_path: Pat
     assert result.stderr == "error: --new-data goes with --resume: a run that begins has no other data\n"
 
 
-def test_a_checkpoint_goes_into_an_untouched_stock_model(undisturbed: tuple[Path, Path, list[float]]) -> None:
+def test_stock_model_loads_a_checkpoint(undisturbed: tuple[Path, Path, list[float]]) -> None:
     recipe_file, saved, _ = undisturbed
     recipe = load_recipe(recipe_file)
     with world_of_one(recipe) as place, torch.no_grad():
@@ -303,7 +305,7 @@ def test_a_checkpoint_goes_into_an_untouched_stock_model(undisturbed: tuple[Path
         assert not torch.allclose(logits_of(stock, samples[0].tokens.tolist()), untrained)
 
 
-def test_a_stock_checkpoint_goes_into_the_tree_model(job: Path, tmp_path: Path) -> None:
+def test_tree_model_loads_a_stock_checkpoint(job: Path, tmp_path: Path) -> None:
     recipe = load_recipe(job)
     (tmp_path / "stock").mkdir()
     with world_of_one(recipe) as place, torch.no_grad():
@@ -339,14 +341,14 @@ def cut_in_half(path: Path) -> None:
         ("iter_0000006/__0_0.distcp", Path.unlink, "{file} is missing; restore it"),
     ],
 )
-def test_damage_is_told_by_name(
+def test_damaged_checkpoint_error_names_the_file(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, name: str, damage: object, says: str
 ) -> None:
     recipe, reference, _ = undisturbed
     saved = tmp_path / "saved"
     shutil.copytree(reference, saved)
     if name.endswith("common.pt") and not (saved / name).exists():
-        pytest.skip("this megatron-core keeps what is common to all ranks in the other files")
+        pytest.skip("this megatron-core keeps the state common to all ranks in the other files")
     damage(saved / name)
     with pytest.raises(RecipeError) as error:
         train(recipe, *saving(saved), resume=True)
@@ -384,7 +386,7 @@ def test_a_checkpoint_of_another_program_is_refused(job: Path, tmp_path: Path, m
 
 
 def assert_same_but_for_checksums(one: Path, other: Path) -> None:
-    """Of samples that are streamed, these are of something else."""
+    """Streamed samples have other checksums."""
     contents = [checkpoint_content(folder, 6) for folder in (one, other)]
     for content in contents:
         content["progress"].pop("checksums")
@@ -395,7 +397,7 @@ def assert_same_but_for_checksums(one: Path, other: Path) -> None:
 def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
     undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, num_workers: int
 ) -> None:
-    """Bit for bit what samples in memory give; steps 3 and 6 reach over the end of an epoch."""
+    """Bit for bit as with samples in memory; steps 3 and 6 reach over the end of an epoch."""
     recipe, reference, losses = undisturbed
     streamed = ("data.streaming=true", f"data.num_workers={num_workers}")
     first = train(recipe, *saving(tmp_path / "saved", *streamed), stop_after=3)
@@ -407,7 +409,7 @@ def test_streamed_data_are_the_same_data_and_resume_in_the_middle_of_an_epoch(
 
 @pytest.mark.parametrize("form", quick("parquet", of=["parquet", "arrow"]))
 def test_tables_are_the_same_data(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path, form: str) -> None:
-    """Bit for bit what JSON Lines give, streamed and resumed in the middle of an epoch."""
+    """Bit for bit as with JSON Lines, streamed and resumed in the middle of an epoch."""
     recipe, reference, losses = undisturbed
     table, data = pa.Table.from_pylist(rows()), tmp_path / f"rows.{form}"
     if form == "parquet":
@@ -423,7 +425,7 @@ def test_tables_are_the_same_data(undisturbed: tuple[Path, Path, list[float]], t
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])
-def test_bad_lines_are_skipped_and_told_twice(tmp_path: Path, streaming: str) -> None:
+def test_skipped_lines_are_reported_before_and_after_training(tmp_path: Path, streaming: str) -> None:
     (tmp_path / "good").mkdir()
     good = train(write_job(tmp_path / "good"))
     recipe = write_job(tmp_path, [{"tokens": [99]}, *rows(), {"tokens": list(range(50))}, {}])

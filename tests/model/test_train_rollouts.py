@@ -1,4 +1,4 @@
-"""GRPO on agents' conversations: a sample a turn, groups of unequal sizes, whole groups in every step."""
+"""GRPO on agents' conversations: one sample per turn, groups of unequal sizes, complete groups in every step."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def options(objective: str = "grpo", **more: Any) -> list[str]:
     return [f"objective.name={objective}", f"objective.options={json.dumps(ON_POLICY | more)}"]
 
 
-def whole_rollouts(recipe: Recipe, iteration: int) -> list[Sample]:
-    """The rollouts of a step, one sample each, from the documented order alone."""
+def complete_rollouts(recipe: Recipe, iteration: int) -> list[Sample]:
+    """The rollouts of a step, one sample each, from only the documented order."""
     lines = iter_sample_groups(recipe.data.path, LineOptions(tokenizer=Letters()))
     groups = whole_groups(list(lines), "group", step=None, setting="the test")
     order = SampleOrder(
@@ -102,8 +102,8 @@ def whole_rollouts(recipe: Recipe, iteration: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo"])
-def test_a_sample_a_turn_trains_as_a_sample_a_rollout_does(tmp_path: Path, name: str) -> None:
-    """Losses, gradient norms and rewards of six steps in fp64 equal AdamW on each whole rollout alone."""
+def test_sample_per_turn_trains_like_sample_per_rollout(tmp_path: Path, name: str) -> None:
+    """Losses, gradient norms and rewards of six steps in fp64 equal AdamW on complete, unfolded rollouts."""
     by = {"grpo": ("sample", "rollout"), "dapo": ("token", "token"), "rloo": ("sample", "rollout")}[name]
     job = write_job(tmp_path, conversations())
     recipe = load_recipe(job, [*BY_GROUP, *FLOAT64, *options(name, normalise=by[1])])
@@ -126,10 +126,10 @@ def test_a_sample_a_turn_trains_as_a_sample_a_rollout_does(tmp_path: Path, name:
             for group in optimizer.param_groups:
                 group["lr"] = report.lr
             optimizer.zero_grad()
-            samples = whole_rollouts(recipe, report.iteration)
+            samples = complete_rollouts(recipe, report.iteration)
             objective = make_objective(name, ON_POLICY | {"normalise": by[0]})
             loss = policy_loss(objective, Alone(partial(logits_of, model), samples))
-            # A difference of terms of about log(64): where it is near 0, their digits count.
+            # A difference of terms of about log(64): if it is near 0, their digits count.
             assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=1e-9)
             assert report.metrics["reward"] == pytest.approx(np.mean([s.signals.reward for s in samples]))
             loss.backward()
@@ -151,7 +151,7 @@ def test_steps_and_schedule_count_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", quick(3, of=[1, 3]))
-def test_a_run_goes_on_at_the_right_group(tmp_path: Path, stop: int) -> None:
+def test_resumed_run_continues_at_the_right_group(tmp_path: Path, stop: int) -> None:
     job = write_job(tmp_path, conversations())
     overrides = [*BY_GROUP, *options(), "checkpoint.save_interval=1"]
     whole = train(job, *overrides, f"checkpoint.save={tmp_path / 'whole'}")
@@ -225,13 +225,13 @@ def test_scores_of_groups_give_ratios_of_1_to_the_bit(tmp_path: Path) -> None:
         ((*BY_GROUP, *options(), "batch.groups_per_step=6"), r"batch\.groups_per_step=6 is more than the 5 groups"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:
+def test_contradictory_settings_are_rejected(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:
     job = write_job(tmp_path, conversations())
     with pytest.raises(RecipeError, match=says):
         train(job, *overrides)
 
 
-def test_unequal_groups_counted_in_samples_are_told_the_way_out(tmp_path: Path) -> None:
+def test_error_of_unequal_groups_names_the_way_out(tmp_path: Path) -> None:
     job = write_job(tmp_path, conversations())
     with pytest.raises(SampleError, match=r"jsonl:4 turn 0: group 1 has 6 samples and group 0 has 9 sam.*per_step"):
         train(job, "batch.max_tokens=60", "data.tokenizer=letters", "data.expand_turns=true", *options())

@@ -1,4 +1,4 @@
-"""What a job says when something runs out, or when it was told nonsense: one sentence, exit code 2, nothing written."""
+"""Exhausted resources, for example a full disk, and nonsensical settings: one sentence, exit code 2, no output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def sentence(done: Any) -> str:
-    """What a command that failed says."""
+    """The error of a command that failed."""
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
@@ -172,7 +172,7 @@ def test_two_runs_do_not_write_to_one_file_of_metrics(job: Path) -> None:
         ("train", "log.tensorboard", "tb"),
     ],
 )
-def test_a_full_disk_is_told_by_name(job: Path, name: str, option: str, file: str) -> None:
+def test_full_disk_error_names_the_path(job: Path, name: str, option: str, file: str) -> None:
     output = job.with_name(file)
     given = [option, str(output)] if option.startswith("--") else [f"{option}={output}"]
     if file == "tb":
@@ -197,7 +197,7 @@ def test_a_full_disk_is_told_by_name(job: Path, name: str, option: str, file: st
         ),
     ],
 )
-def test_ranks_that_make_no_sense_are_told_at_once(
+def test_nonsensical_ranks_are_rejected_at_once(
     job: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
 ) -> None:
     if "RANK" in variables:
@@ -207,7 +207,7 @@ def test_ranks_that_make_no_sense_are_told_at_once(
     assert sentence(command("train", job)).startswith(says)
 
 
-def test_a_port_that_is_taken_is_told(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_is_reported(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **where}.items():
@@ -217,7 +217,7 @@ def test_a_port_that_is_taken_is_told(job: Path, monkeypatch: pytest.MonkeyPatch
     assert "already in use" in said
 
 
-def test_files_that_cannot_be_opened_are_told_by_name(job: Path) -> None:
+def test_unreadable_files_are_named(job: Path) -> None:
     used = len(os.listdir("/proc/self/fd"))
     with at_most(used - 1, resource.RLIMIT_NOFILE):
         said = sentence(command("train", job))

@@ -79,7 +79,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
-    """The samples of a step, from the documented order alone."""
+    """The samples of a step, from only the documented order."""
     lines: Sequence[Sequence[Sample]] = list(iter_sample_groups(recipe.data.path))
     whole = recipe.objective.name == "reward_model"
     if whole:
@@ -89,7 +89,7 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
 
 
 def hidden_of(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """``[n, h]``, what the stock model gives its output layer for one sample alone."""
+    """``[n, h]``, the stock model's input of its output layer for one unfolded sample."""
     seen: list[torch.Tensor] = []
     hook = model.output_layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model(torch.tensor([list(tokens)]), torch.arange(len(tokens))[None], None)
@@ -105,8 +105,8 @@ def stock_with(model: torch.nn.Module, state: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["critic", "reward_model"])
-def test_every_step_is_the_stock_model_s_step(job: Path, name: str) -> None:
-    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on each sample alone."""
+def test_every_step_equals_the_stock_models_step(job: Path, name: str) -> None:
+    """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""
     recipe = load_recipe(job, [*FLOAT64, *overrides_of(name)])
     notes = train(recipe)
     assert len(notes.reports) == 6
@@ -135,7 +135,7 @@ def test_every_step_is_the_stock_model_s_step(job: Path, name: str) -> None:
             optimizer.step()
 
 
-def test_a_run_that_is_continued_and_what_its_checkpoints_hold(job: Path, tmp_path: Path) -> None:
+def test_resumed_run_and_its_checkpoints(job: Path, tmp_path: Path) -> None:
     whole = train(job, *overrides_of("critic"), f"checkpoint.save={tmp_path / 'whole'}")
     saved = [*overrides_of("critic"), f"checkpoint.save={tmp_path / 'cut'}", "checkpoint.save_interval=3"]
     train(job, *saved, stop_after=4)
@@ -201,7 +201,7 @@ def test_a_policy_starts_from_a_language_model(job: Path, tmp_path: Path, langua
     assert notes.losses[0] < train(job, "train_iters=2").losses[0]
 
 
-def test_one_kind_of_model_is_not_mistaken_for_another(job: Path, tmp_path: Path, language_model: Path) -> None:
+def test_checkpoints_of_another_kind_of_model_are_rejected(job: Path, tmp_path: Path, language_model: Path) -> None:
     train(job, *overrides_of("critic"), "train_iters=2", f"checkpoint.save={tmp_path / 'critic'}")
     with pytest.raises(RecipeError, match=r"critic/iter_0000002 is damaged or does not fit .*output_layer\.weight"):
         train(job, f"checkpoint.pretrained_checkpoint={tmp_path / 'critic'}")
@@ -259,7 +259,7 @@ def test_the_loop_of_ppo_closes(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["critic", "reward_model"])
-def test_what_is_scored_is_what_the_stock_model_says_of_each_sample_alone(job: Path, tmp_path: Path, name: str) -> None:
+def test_scores_equal_the_stock_model_on_unfolded_samples(job: Path, tmp_path: Path, name: str) -> None:
     saving = [*FLOAT64, *overrides_of(name), f"checkpoint.save={tmp_path / 'runs'}"]
     train(job, *saving, "train_iters=2")
     output = tmp_path / "scored.jsonl"
@@ -294,7 +294,7 @@ def test_verification_compares_values(job: Path, name: str, dtype: str) -> None:
     assert report.unfolded_errors is not None
 
 
-def test_verification_sees_what_is_wrong_in_values(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_detects_wrong_values(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(read: Any) -> Any:
         return lambda self, output, batch: read(self, output.roll(1, dims=1), batch)
 
@@ -309,7 +309,7 @@ def test_verification_sees_what_is_wrong_in_values(job: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", quick("critic", of=["critic", "reward_model"]))
-def test_comparison_and_calibration_go_with_them(job: Path, tmp_path: Path, name: str) -> None:
+def test_comparison_and_calibration_support_scalar_heads(job: Path, tmp_path: Path, name: str) -> None:
     notes = train(job, *overrides_of(name), "train_iters=2", "compare=true")
     assert notes.comparisons[0].stock is not None
     done = command("calibrate", job, *overrides_of(name), "--output", str(tmp_path / "costs.json"))
@@ -327,7 +327,7 @@ def test_preferences_are_learnt(job: Path) -> None:
 
 @pytest.mark.ci
 def test_returns_are_learnt(job: Path) -> None:
-    """Against the returns that a lambda of 1 makes of the rewards alone."""
+    """Against the returns of a lambda of 1, from only the rewards."""
     reports = train(
         job,
         *overrides_of("critic", {"clip_eps": None}),
@@ -357,7 +357,9 @@ def without(field: str, line: int) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_what_is_missing_names_the_sample(tmp_path: Path, name: str, content: list[dict[str, Any]], says: str) -> None:
+def test_missing_fields_are_reported_with_their_sample(
+    tmp_path: Path, name: str, content: list[dict[str, Any]], says: str
+) -> None:
     job = write_job(tmp_path, content)
     with pytest.raises(SampleError, match=says):
         train(job, *overrides_of(name), "data.order=file")

@@ -41,7 +41,7 @@ def test_a_rank_takes_the_gpu_of_its_place_on_the_machine(
 
 
 @pytest.mark.parametrize("gpus", [4, pytest.param(1, id="torchrun with one GPU")])
-def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+def test_more_ranks_than_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_RANK", str(gpus))
     if gpus == 1:
@@ -56,7 +56,7 @@ def test_more_ranks_than_gpus_are_told(monkeypatch: pytest.MonkeyPatch, gpus: in
 
 @pytest.fixture
 def fused_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if megatron-core had been imported beside TransformerEngine: its optimizers are kernels that want a GPU."""
+    """As if megatron-core had been imported with TransformerEngine: its optimizers are kernels that want a GPU."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as mixed_precision
 
@@ -77,7 +77,7 @@ def fused_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("setting", ["model.dtype=float32", "model.dtype=bfloat16"])
-def test_training_on_the_cpu_leaves_a_gpus_optimizers_alone(
+def test_training_on_the_cpu_does_not_change_gpu_optimizers(
     tmp_path: Path, setting: str, request: pytest.FixtureRequest
 ) -> None:
     job = write_job(tmp_path)
@@ -89,12 +89,12 @@ def test_training_on_the_cpu_leaves_a_gpus_optimizers_alone(
 
 
 def timeouts() -> list[timedelta]:
-    """Of all ranks together, and of one of Megatron's groups."""
+    """Timeouts of all ranks together, and of one of Megatron's groups."""
     groups = (dist.group.WORLD, parallel_state.get_data_parallel_group())
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
-def test_ranks_wait_as_long_as_the_recipe_says(tmp_path: Path) -> None:
+def test_ranks_use_the_recipes_timeout(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     with world_of_one(load_recipe(job, ["distributed_timeout_minutes=47"])):
         assert timeouts() == [timedelta(minutes=47)] * 2
@@ -102,7 +102,7 @@ def test_ranks_wait_as_long_as_the_recipe_says(tmp_path: Path) -> None:
         assert timeouts() == [timedelta(minutes=30)] * 2, "torch's for gloo, and Megatron's"
 
 
-def test_what_another_machine_wrote_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_machine_may_appear_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As network file systems show it."""
     monkeypatch.setattr(checkpoint, "_LOOK_S", 0.01)
     late = tmp_path / "runs" / "late"

@@ -1,4 +1,4 @@
-"""Where the unfolded side does not fit, it says so instead of running out of memory."""
+"""An unfolded side that does not fit raises an error instead of running out of memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe_of(job: Path, dtype: str, implementation: str = "local", **transforme
         ("bfloat16", HALF_SOFTMAX, 2),
     ],
 )
-def test_what_a_score_takes_is_what_megatron_keeps_of_it(
+def test_memory_per_score_equals_megatrons(
     job: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, transformer: dict[str, bool], expected: int
 ) -> None:
     kept: dict[int, int] = {}
@@ -85,7 +85,7 @@ LOCAL, ENGINE = "Megatron's local attention", "TransformerEngine's attention in 
         ("bfloat16", "transformer_engine", None, 0, ENGINE),
     ],
 )
-def test_it_fits_to_the_byte(
+def test_memory_limit_is_exact_to_the_byte(
     job: Path,
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
@@ -111,13 +111,13 @@ def test_it_fits_to_the_byte(
                 assert obstacle.startswith(f"{whose} needs about 0 GiB for the 15 tokens of {job.parent}/data.jsonl:")
 
 
-def test_verify_says_it_in_a_sentence(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reports_missing_memory_in_one_sentence(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfolded, "available_bytes", lambda device: 0)
     with pytest.raises(RecipeError, match=r"^verify cannot run the unfolded side: .*, and 0 GiB are available; "):
         train(job, "verify.enabled=true")
 
 
-def test_a_comparison_goes_without_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_skips_an_unfolded_side_beyond_memory(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfolded, "available_bytes", lambda device: 0)
     (comparison,) = train(job, "compare=true", "train_iters=2").comparisons
     assert comparison.stock is None

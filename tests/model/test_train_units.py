@@ -1,4 +1,4 @@
-"""Units that a step takes whole: no setting gives a sample other numbers for the neighbours it happens to get."""
+"""Units that a step never splits: a sample's numbers do not depend on its neighbours, for example in shuffled data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def signals_of(rollout: Rollout, seed: int) -> dict[str, list[float]]:
 
 
 def lines(*, by_turn: bool) -> list[dict[str, Any]]:
-    """A line a turn, or a line a rollout with every turn scored; of every other group each turn has a reward."""
+    """One line per turn, or per rollout with every turn scored; in every other group each turn has a reward."""
     rows: list[dict[str, Any]] = []
     made = (rollouts(SHAPE, 3, vocab=VOCAB, per_turn=per_turn) for per_turn in (False, True))
     for number, both in enumerate(zip(*made, strict=True)):
@@ -104,7 +104,7 @@ def loaded(job: Path, *overrides: str) -> Recipe:
 
 
 def read(job: Path, place: Any, section: ObjectiveConfig, *overrides: str) -> tuple[Data, int]:
-    """The data as a run reads them, in steps of whole units where the objective has any, and the size of a step."""
+    """The data as a run reads them, in steps of complete units if the objective has any, and the size of a step."""
     for size in (UNITS, SAMPLES):
         recipe = replace(loaded(job, *size, *overrides), objective=section)
         objective = objective_of(recipe)
@@ -114,7 +114,7 @@ def read(job: Path, place: Any, section: ObjectiveConfig, *overrides: str) -> tu
 
 
 def told(targets: Targets) -> dict[str, dict[str, np.ndarray]]:
-    """What a step's losses read of each sample, by where it was read and by name; whole columns of a pair's two."""
+    """Values that a step's losses read of each sample, by source and name; full columns for the two of a pair."""
     scored = targets.scored
     per_token = {"weight": targets.weight, **targets.columns}
     found = {}
@@ -129,7 +129,7 @@ def told(targets: Targets) -> dict[str, dict[str, np.ndarray]]:
 
 
 def is_of_the_step(objective: Any, name: str) -> Literal["scaled", "moved", "free"] | None:
-    """How the documented statistics of a whole step may change a column: by a factor, by a constant too, or freely."""
+    """How the documented statistics of a full step may change a column: by a factor, by a constant too, or freely."""
     if isinstance(objective, PolicyGradient) and name == "advantage":
         if objective.whiten:
             return "moved"
@@ -138,7 +138,7 @@ def is_of_the_step(objective: Any, name: str) -> Literal["scaled", "moved", "fre
 
 
 def same(step: np.ndarray, whole: np.ndarray, change: str | None) -> bool:
-    """Whether one column of a step is that of the whole batch, but for a change that is the same for all of it."""
+    """Whether one column of a step is that of the full batch, but for a change that is the same for all of it."""
     if change is None or whole.dtype.kind == "U":
         return bool(np.array_equal(step, whole) or np.allclose(step, whole, rtol=1e-12, atol=1e-14))
     if change == "free":
@@ -150,7 +150,7 @@ def same(step: np.ndarray, whole: np.ndarray, change: str | None) -> bool:
 
 # xtoken reads two tokenizers: its own tests cut its steps in every way.
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "xtoken"])
-def test_a_sample_trains_alike_whatever_its_neighbours(tmp_path: Path, name: str) -> None:
+def test_sample_trains_equally_with_any_neighbours(tmp_path: Path, name: str) -> None:
     """All settings, over every step of a shuffled epoch as the recipe's reader deals them: against one step of all."""
     turns, wholes = (write_rows(tmp_path / f"{by_turn}.jsonl", lines(by_turn=by_turn)) for by_turn in (True, False))
     job = write_job(tmp_path)
@@ -171,7 +171,7 @@ def test_a_sample_trains_alike_whatever_its_neighbours(tmp_path: Path, name: str
                     assert same(one, other, is_of_the_step(objective, column)), (options, column, list(of_step))
 
 
-# Of each objective: its options for a line a rollout, and how many units a step takes.
+# Options of each objective for one line per rollout, and the units per step.
 WHOLE: dict[str, tuple[dict[str, Any], int]] = {
     "sft": ({}, 4),
     "reinforce": ({"kl_coef": 0.1, "kl_in": "reward"}, 4),
@@ -181,8 +181,8 @@ WHOLE: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", quick("sft", of=WHOLE))
-def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str) -> None:
-    """Six shuffled steps and what is held out; of streamed files too, resumed in the middle of an epoch."""
+def test_line_per_turn_trains_like_line_per_rollout(tmp_path: Path, name: str) -> None:
+    """Six shuffled steps and held-out data; of streamed files too, resumed in the middle of an epoch."""
     options, units = WHOLE[name]
     job = write_job(tmp_path)
 
@@ -222,9 +222,9 @@ def test_a_line_a_turn_trains_as_a_line_a_rollout_does(tmp_path: Path, name: str
 def test_equal_rewards_give_exactly_0_without_eps(
     tmp_path: Path, options: dict[str, Any], differ: bool, per_turn: bool
 ) -> None:
-    """0.1 thrice has a mean and a deviation of its own rounding; nothing of a group reaches those that follow."""
+    """0.1 thrice has a mean and a deviation from rounding; nothing of a group reaches those that follow."""
     if per_turn and options["advantage"] == "reward":
-        return  # what is still to come differs from turn to turn
+        return  # the remaining return differs from turn to turn
     rewards = [[0.1] * 3, [0.1, 0.7, 0.1] if differ else [0.1] * 3, [0.1] * 3]
     content = [
         {"tokens": [1, 2, 3, 4, number], "loss_mask": [0, 1, 0, 1, 1], "group": group, "reward": reward}
@@ -246,7 +246,7 @@ def test_equal_rewards_give_exactly_0_without_eps(
     assert np.isfinite(notes.losses).all()
 
 
-def test_the_command_line_deals_whole_rollouts(tmp_path: Path) -> None:
+def test_command_line_deals_complete_rollouts(tmp_path: Path) -> None:
     job = write_job(tmp_path, lines(by_turn=True))
     rollout = ("objective.options={normalise: rollout}", "batch.max_tokens=80", "train_iters=3")
     done = command("train", job, *rollout, "batch.global_batch_size=null", "batch.groups_per_step=5")

@@ -1,4 +1,4 @@
-"""What is told of samples that are held out, against a step on all of them and against stock Megatron."""
+"""Reports on held-out samples, against a step on all of them and against stock Megatron."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def held_out_groups(recipe: Recipe) -> list[Any]:
     return list(iter_sample_groups(recipe.validation.path))
 
 
-def test_the_loss_is_the_stock_model_s(job: Path, held_out: Path) -> None:
-    """Before the first step, in fp64, of each sample alone; 16 samples that a step of 6 does not divide."""
+def test_loss_equals_the_stock_models(job: Path, held_out: Path) -> None:
+    """Before the first step, in fp64, of each unfolded sample; 16 samples that a step of 6 does not divide."""
     recipe = load_recipe(job, [*FLOAT64, "train_iters=2", f"validation.path={held_out}"])
     notes = train(recipe)
     samples = [sample for group in held_out_groups(recipe) for sample in group]
@@ -92,7 +92,7 @@ def test_the_loss_is_the_stock_model_s(job: Path, held_out: Path) -> None:
     ids=["sft", "sft by group", "grpo", "gspo", "dpo", "kto", "critic", "reward_model"],
 )
 @pytest.mark.parametrize("fused_head", quick(True, of=[True, False]), ids=["fused", "unfused"])
-def test_the_loss_is_that_of_a_step_on_all_of_them(
+def test_loss_equals_a_step_on_all_held_out_samples(
     tmp_path: Path, name: str, options: dict[str, Any], fused_head: bool
 ) -> None:
     """The same loss and the same metrics, though they are computed a part at a time; in fp64."""
@@ -133,8 +133,8 @@ def test_the_loss_is_that_of_a_step_on_all_of_them(
     assert last.samples == count == step.samples
 
 
-def test_a_teacher_s_divergence(tmp_path: Path, job: Path, held_out: Path) -> None:
-    """Of a second model, which is asked about the samples that are held out too."""
+def test_divergence_from_a_teacher(tmp_path: Path, job: Path, held_out: Path) -> None:
+    """From a second model, which also scores the held-out samples."""
     teacher = tmp_path / "teacher.yaml"
     teacher.write_text(job.read_text() + f"checkpoint: {{save: {tmp_path / 'teacher'}}}\nseed: 5\n")
     train(teacher, *FLOAT64, "train_iters=2")
@@ -161,7 +161,7 @@ def test_a_teacher_s_divergence(tmp_path: Path, job: Path, held_out: Path) -> No
     assert notes.evaluations[-1].metrics == pytest.approx(step.metrics, rel=1e-12)
 
 
-def test_nothing_is_learnt_from_them(tmp_path: Path, job: Path, held_out: Path) -> None:
+def test_validation_trains_nothing(tmp_path: Path, job: Path, held_out: Path) -> None:
     with_it, without = tmp_path / "with", tmp_path / "without"
     notes = train(job, f"checkpoint.save={with_it}", f"validation.path={held_out}", "validation.eval_interval=1")
     assert list(losses(notes)) == list(range(7))
@@ -169,8 +169,8 @@ def test_nothing_is_learnt_from_them(tmp_path: Path, job: Path, held_out: Path) 
     assert_same_bits(checkpoint_content(with_it, 6), checkpoint_content(without, 6))
 
 
-def test_a_resumed_run_goes_on_with_the_next(tmp_path: Path, job: Path, held_out: Path) -> None:
-    """The file has every evaluation once, and those alone beside the steps."""
+def test_resumed_run_continues_with_the_next_evaluation(tmp_path: Path, job: Path, held_out: Path) -> None:
+    """The file has every evaluation once, and nothing else but the steps."""
     log = tmp_path / "metrics.jsonl"
     settings = (
         f"checkpoint.save={tmp_path / 'saved'}",
@@ -194,7 +194,7 @@ def test_a_resumed_run_goes_on_with_the_next(tmp_path: Path, job: Path, held_out
     assert [line["iteration"] for line in written if "loss" in line] == list(range(1, 10))
 
 
-def test_a_run_that_starts_again_does_not_keep_another_s(tmp_path: Path, job: Path, held_out: Path) -> None:
+def test_restarted_run_drops_evaluations_of_another_run(tmp_path: Path, job: Path, held_out: Path) -> None:
     log, board = tmp_path / "metrics.jsonl", tmp_path / "board"
     settings = ["train_iters=2", f"validation.path={held_out}", f"log.metrics={log}", f"log.tensorboard={board}"]
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_run_that_starts_again_does_not_keep_another_s(tmp_path: Path, job: Pa
     assert [one.step for one in shown.Scalars("validation/loss")] == [0, 2]
 
 
-def test_tensorboard_has_them(tmp_path: Path) -> None:
+def test_tensorboard_shows_evaluations(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     job, overrides = job_of(tmp_path, "dpo")
     held_out = write_rows(tmp_path / "held_out.jsonl", rows_with_signals(1, neighbours=2)[:6])
@@ -237,7 +237,7 @@ def test_a_signal_ends_the_run_before_an_evaluation(tmp_path: Path, job: Path, h
     assert (len(notes.reports), list(losses(notes))) == (2, [0])
 
 
-def test_samples_that_cannot_be_used_are_told_before_the_first_step(tmp_path: Path) -> None:
+def test_unusable_held_out_samples_are_rejected_before_the_first_step(tmp_path: Path) -> None:
     job, overrides = job_of(tmp_path, "dpo")
     good = rows_with_signals(1, neighbours=2)[:6]
 
@@ -260,7 +260,7 @@ def test_samples_that_cannot_be_used_are_told_before_the_first_step(tmp_path: Pa
         load_recipe(job, ["validation.eval_interval=0"])
 
 
-def test_what_is_skipped_is_told(tmp_path: Path, job: Path) -> None:
+def test_skipped_held_out_samples_are_reported(tmp_path: Path, job: Path) -> None:
     held_out = write_rows(tmp_path / "held_out.jsonl", [*rows(seed=1), {"tokens": [1] * 60}])
     notes = train(
         job, "train_iters=1", "data.on_error=skip", f"validation.path={held_out}", "optimizer.lr_warmup_steps=0"
@@ -284,7 +284,7 @@ def test_an_output_that_is_not_finite_names_the_sample(tmp_path: Path) -> None:
             evaluated.evaluate([model], 0)
 
 
-def test_parts_take_whole_groups(tmp_path: Path) -> None:
+def test_parts_take_complete_groups(tmp_path: Path) -> None:
     """Groups of three and of two, two groups a part; steps that count groups evaluate the same."""
     assert GROUPS == 5
     job, overrides = job_of(tmp_path, "grpo", {"on_policy": True})

@@ -101,7 +101,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Break], None]:
 
 @pytest.fixture(scope="module")
 def certain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Of samples that share prefixes, each of which says what follows: nothing is left to learn."""
+    """Samples share prefixes, each of which determines the next token: nothing is left to learn."""
     rng = np.random.default_rng(3)
     trunks = [[root, *rng.integers(8, VOCAB, size=5).tolist()] for root in range(1, 5)]
     content = [
@@ -200,8 +200,8 @@ def converged(folder: Path, content: list[dict[str, Any]]) -> tuple[Path, str]:
 
 
 @pytest.mark.ci
-def test_training_goes_on_from_a_loss_near_zero(tmp_path: Path) -> None:
-    """Nothing is shared: what a stock run of such a model loses to rounding is all that there is."""
+def test_training_continues_from_a_loss_near_zero(tmp_path: Path) -> None:
+    """Nothing is shared: all differences are the rounding of a stock run of such a model."""
     rng = np.random.default_rng(0)
     alone = [{"tokens": [root, *rng.integers(8, VOCAB, size=12).tolist()]} for root in range(1, 7)]
     job, start = converged(tmp_path, alone)
@@ -246,7 +246,7 @@ def test_a_batch_in_which_nothing_is_scored_proves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_recipe_says_whether_attention_is_deterministic(
+def test_recipe_controls_deterministic_attention(
     job: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
@@ -264,7 +264,7 @@ def test_the_recipe_says_whether_attention_is_deterministic(
 
 
 @pytest.mark.parametrize("model", [(), YARN, LATENT], ids=["rope", "yarn", "latent attention"])
-def test_half_precision_is_judged_by_the_unfolded_run_s_own_rounding(job: Path, model: tuple[str, ...]) -> None:
+def test_half_precision_limits_follow_the_unfolded_runs_rounding(job: Path, model: tuple[str, ...]) -> None:
     report, _ = run_once(load_recipe(job, ["model.dtype=bfloat16", *model]), verify_first)
     assert report.passed
     assert report.reference == "the same weights in float32, unfolded"
@@ -315,7 +315,7 @@ def test_broken_folding_is_caught(
 
 
 def test_random_draws_in_training_are_refused(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer that shows no rate: only a second run tells."""
+    """In a layer without a rate attribute: only a second run detects them."""
     plain = MLP.forward
 
     def noisy(layer: Any, hidden: torch.Tensor, **options: Any) -> Any:
@@ -352,7 +352,7 @@ def test_nothing_is_trained_when_folding_is_broken(job: Path, broken: Callable[[
         train(job, "verify.enabled=true")
 
 
-def test_the_worst_parameter_is_the_one_whose_gradient_is_off(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worst_parameter_has_the_wrong_gradient(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is wrong in one parameter, and only in the folded run."""
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     recipe = load_recipe(job, ["attention_backend=path"])
@@ -388,7 +388,7 @@ def test_weights_and_gradients_are_untouched(job: Path) -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_training_after_it_has_the_same_bits(job: Path) -> None:
+def test_training_after_verify_has_the_same_bits(job: Path) -> None:
     verified = train(job, "verify.enabled=true", "compare=true")
     skipped = train(job, "verify.enabled=false", "compare=false")
     assert verified.losses == skipped.losses
@@ -397,7 +397,7 @@ def test_training_after_it_has_the_same_bits(job: Path) -> None:
     assert len(verified.comparisons) == 1
 
 
-def test_it_runs_only_when_asked_and_only_before_the_first_step(
+def test_verify_runs_only_on_request_before_the_first_step(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = (f"checkpoint.save={tmp_path / 'saved'}", "verify.enabled=true", "train_iters=2")
@@ -443,7 +443,7 @@ def test_json_of_a_failure(job: Path, broken: Callable[[Break], None]) -> None:
     assert report["gradient_error"] > report["tolerance"]
 
 
-def test_verify_refuses_what_would_hide_gradients(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_rejects_settings_that_hide_gradients(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(job)
     with world_of_one(recipe) as place:
         model = built(recipe, place)
@@ -467,7 +467,7 @@ def check_comparison(comparison: Comparison, logical: int, physical: int) -> Non
     assert 0 < comparison.gain.speedup < 100
 
 
-def test_what_a_comparison_says(job: Path) -> None:
+def test_comparison_report(job: Path) -> None:
     recipe = load_recipe(job, ["batch.max_tokens=1000"])
     samples = batch_of(recipe, 1)
     comparison, is_main = run_once(recipe, partial(compare_first, repeats=1), is_trained=True)

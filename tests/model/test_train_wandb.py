@@ -1,4 +1,4 @@
-"""What Weights & Biases receives of a run: by a stand-in that writes down its calls, and by the real client offline."""
+"""Data of a run for Weights & Biases: by a stand-in that records its calls, and by the real client offline."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def init(*, project, id, resume, config, settings):
 
 
 class Calls:
-    """What the stand-in was called with."""
+    """The stand-in's calls."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -104,7 +104,7 @@ def test_a_resumed_run_continues_its_run(job: Path, wandb: Calls, tmp_path: Path
     assert wandb.of("finish") == [1, 0], "the first was interrupted"
 
 
-def test_a_run_that_cannot_begin_is_told_before_the_first_step(
+def test_failed_wandb_start_is_reported_before_the_first_step(
     job: Path, wandb: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_FAILS", "1")
@@ -123,10 +123,8 @@ def test_a_lost_network_ends_no_run(job: Path, wandb: Calls, monkeypatch: pytest
     assert [one["iteration"] for one in wandb.of("log")] == [1]
 
 
-def test_a_missing_client_is_told_before_anything_runs(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder by that name, which the client leaves where it ran, is not the client."""
+def test_missing_wandb_is_reported_before_the_run(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder by that name, which the client creates in its working directory, is not the client."""
     (tmp_path / "cwd" / "wandb").mkdir(parents=True)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr("sys.path", [str(tmp_path / "cwd"), *without_wandb()])

@@ -30,7 +30,7 @@ def rates_of(job: Path, *overrides: str, resume: bool = False) -> list[float]:
     return [report.lr for report in train(job, *overrides, resume=resume).reports]
 
 
-def test_a_fraction_of_whole_steps_trains_with_the_same_bits(job: Path) -> None:
+def test_fraction_of_full_steps_trains_with_the_same_bits(job: Path) -> None:
     steps = train(job, "train_iters=4", "optimizer.lr_warmup_steps=2")
     fraction = train(job, "train_iters=4", "optimizer.lr_warmup_fraction=0.5")
     assert [report.lr for report in fraction.reports] == [report.lr for report in steps.reports]
@@ -40,7 +40,7 @@ def test_a_fraction_of_whole_steps_trains_with_the_same_bits(job: Path) -> None:
 
 
 def test_a_fraction_may_end_between_two_steps(job: Path) -> None:
-    """As in ``get_optimizer_param_scheduler`` of Megatron-LM, where it counts samples and is not rounded."""
+    """As in ``get_optimizer_param_scheduler`` of Megatron-LM, which counts samples and does not round."""
     linear = ("train_iters=5", "optimizer.lr_decay_style=linear", "optimizer.min_lr=0", "optimizer.lr=1")
     rates = rates_of(job, *linear, "optimizer.lr_warmup_fraction=0.3")
     total, warmup = 5 * BATCH, 0.3 * (5 * BATCH)

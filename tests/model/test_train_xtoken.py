@@ -115,7 +115,7 @@ def test_the_student_comes_closer_to_its_teacher(folder):
 
 
 @pytest.mark.ci
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
+def test_resumed_run_equals_an_undisturbed_run(folder, tmp_path):
     given = [*settings(folder, "alm"), "checkpoint.save_interval=2"]
     whole = train(folder / "student.yaml", *given, f"checkpoint.save={tmp_path / 'whole'}")
     saving = f"checkpoint.save={tmp_path / 'stopped'}"
@@ -124,7 +124,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
 
 
 def test_a_teacher_may_read_conversations_in_its_own_chat_format(folder, tmp_path):
-    """The same turns behind another prompt: the alignment is the same, what the teacher makes of it is not."""
+    """The same turns behind another prompt: the alignment is the same, the teacher's logits are not."""
     rows = [
         {"messages": [{"role": "user", "content": "look up the parcel"}, {"role": "assistant", "content": text}]}
         for text in ("it is lost", "it is lost sorry", "no", "bye bye", "you are terse", "the parcel is lost")
@@ -161,7 +161,7 @@ def test_one_teacher_twice_is_that_teacher(folder):
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
-def test_the_average_of_one_teacher_is_that_teacher_whatever_it_weighs(folder):
+def test_average_of_one_teacher_is_that_teacher_for_any_weight(folder):
     averaged = settings(folder, "alm", teachers="averaged_logits", teacher_weights=[3.0])
     found = [
         train(folder / "student.yaml", *given, "train_iters=2").losses for given in (settings(folder, "alm"), averaged)
@@ -169,7 +169,7 @@ def test_the_average_of_one_teacher_is_that_teacher_whatever_it_weighs(folder):
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
-def test_verification_goes_with_a_teacher(folder):
+def test_verification_supports_a_teacher(folder):
     assert command("verify", folder / "student.yaml", *settings(folder)).exit_code == 0
 
 

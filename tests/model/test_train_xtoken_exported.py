@@ -33,8 +33,8 @@ def export(folder: Path, output: Path, *, k: int) -> Path:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def whole(folder, tmp_path_factory) -> Path:  # noqa: F811
-    """Rows of the whole vocabulary, in float64."""
+def all_rows(folder, tmp_path_factory) -> Path:  # noqa: F811
+    """Rows of the full vocabulary, in float64."""
     size = token_bytes(load_tokenizer(str(folder / "teacher"))).vocab_size
     return export(folder, tmp_path_factory.mktemp("rows") / "whole.parquet", k=size)
 
@@ -55,16 +55,16 @@ def lines(folder, tmp_path_factory) -> Path:  # noqa: F811
         pytest.param("uld", {}, marks=pytest.mark.slow),
     ],
 )
-def test_rows_of_the_whole_vocabulary_are_the_teacher(folder, whole, mode, changes):  # noqa: F811
+def test_rows_of_the_full_vocabulary_equal_the_teacher(folder, all_rows, mode, changes):  # noqa: F811
     given = [*settings(folder, mode, **changes), "train_iters=3"]
     asked = train(folder / "student.yaml", *given)
-    read = train(folder / "student.yaml", *given, EXPORTED, f"data.path={whole}")
+    read = train(folder / "student.yaml", *given, EXPORTED, f"data.path={all_rows}")
     assert read.losses == pytest.approx(asked.losses, rel=1e-12)
     assert not any("the teacher's weights" in text for text in read.messages)
 
 
 @pytest.mark.parametrize("mode", ["p_kl", "alm"])
-def test_likeliest_tokens_train_from_lines_however_steps_are_cut(folder, lines, mode):  # noqa: F811
+def test_likeliest_tokens_train_equally_for_any_cut_of_a_step(folder, lines, mode):  # noqa: F811
     given = [*settings(folder, mode), EXPORTED, f"data.path={lines}", "train_iters=3"]
     narrow = train(folder / "student.yaml", *given)
     held_out = [f"validation.path={lines}", "validation.eval_interval=3"]
@@ -76,7 +76,7 @@ def test_likeliest_tokens_train_from_lines_however_steps_are_cut(folder, lines, 
         assert narrow.losses == pytest.approx(asked.losses, rel=1e-5), "float32 in lines"
 
 
-def test_wrong_rows_are_refused_before_a_step(folder, lines, whole, tmp_path):  # noqa: F811
+def test_wrong_rows_are_refused_before_a_step(folder, lines, all_rows, tmp_path):  # noqa: F811
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
 
     def refused(number: int | None = None, mode: str = "p_kl", *, path: Path | None = None, **changes: object) -> str:
@@ -113,7 +113,7 @@ def test_wrong_rows_are_refused_before_a_step(folder, lines, whole, tmp_path):  
     cut.write_text(lines.read_text()[:-200])
     assert f"{cut}:{len(rows)}: " in refused(path=cut)
     torn = tmp_path / "torn.parquet"
-    torn.write_bytes(whole.read_bytes()[:-50])
+    torn.write_bytes(all_rows.read_bytes()[:-50])
     assert str(torn) in refused(path=torn)
 
 
@@ -136,7 +136,7 @@ def test_settings_that_exported_rows_leave_without_effect_are_refused(folder, li
         train(folder / "student.yaml", *FLOAT64, f"data.path={lines}", *distill)
 
 
-def test_export_names_what_is_wrong_and_writes_nothing(folder, tmp_path):  # noqa: F811
+def test_export_names_mistakes_and_writes_nothing(folder, tmp_path):  # noqa: F811
     output = tmp_path / "rows.jsonl"
 
     def refused(*overrides: str, given: list[str] | None = None) -> str:
@@ -163,7 +163,7 @@ def empty(folder: Path, tmp_path: Path) -> Path:  # noqa: F811
     return recipe
 
 
-def test_exported_lines_say_what_the_teacher_reads(folder, lines):  # noqa: F811
+def test_exported_lines_hold_the_teachers_tokens(folder, lines):  # noqa: F811
     table = token_bytes(load_tokenizer(str(folder / "teacher")))
     own = token_bytes(load_tokenizer(str(folder / "student")))
     for sample in read_samples(lines):

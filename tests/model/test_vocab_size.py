@@ -1,4 +1,4 @@
-"""The output layer of a model whose vocabulary has padding: its logits, for whoever reads them."""
+"""The output layer of a model whose vocabulary has padding: its logits, for every reader."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_padding_has_no_probability(size: int, gathers: bool) -> None:
     assert all(grad.isfinite().all() for *_, grads in found for grad in grads if grad is not None)
 
 
-def test_without_padding_the_model_stays_as_it_is() -> None:
+def test_model_without_padding_is_unchanged() -> None:
     assert world(1).run(_hooks, layout=Layout()) == [(0, 0, 0)]
 
 

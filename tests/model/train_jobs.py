@@ -1,4 +1,4 @@
-"""A training job small enough for a test: data, recipe, and somebody who writes down what is reported."""
+"""A training job small enough for a test: data, recipe, and an observer that records reports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_rows(path: Path, content: Sequence[dict[str, Any]]) -> Path:
 
 
 def write_job(folder: Path, content: Sequence[dict[str, Any]] | None = None) -> Path:
-    """A recipe file whose data lie beside it."""
+    """A recipe file with its data in the same folder."""
     data = write_rows(folder / "data.jsonl", rows() if content is None else content)
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
@@ -94,7 +94,7 @@ class Notes:
 
     @property
     def told(self) -> list[str]:
-        """The messages but for what ``auto`` chose, which rests on measurements, and what the weights are."""
+        """The messages without the choice of ``auto``, which depends on measurements, and the source of the weights."""
         return [text for text in self.messages if not text.startswith(("attention backend ", "the weights are new"))]
 
     def reading(self, done: int, total: int) -> None:
@@ -186,7 +186,7 @@ def built(recipe: Recipe, place: Any) -> torch.nn.Module:
 
 
 def stock_model(recipe: Recipe, place: Any) -> torch.nn.Module:
-    """The same model out of megatron-core alone, with weights of its own."""
+    """The same model from megatron-core only, with separate weights."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -203,14 +203,14 @@ def stock_model(recipe: Recipe, place: Any) -> torch.nn.Module:
 
 
 def logits_of(model: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
-    """``[n, VOCAB]`` of one sample alone through the stock forward."""
+    """``[n, VOCAB]`` of one sample through the stock forward."""
     ids = torch.tensor([list(tokens)])
     output: torch.Tensor = model(ids, torch.arange(len(ids[0]))[None], None)
     return output[0]
 
 
 def stock_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tensor:
-    """Mean negative log-likelihood over the supervised tokens, each sample alone."""
+    """Mean negative log-likelihood over the supervised tokens, each sample by itself."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for sample in samples:
         logprobs = torch.log_softmax(logits_of(model, sample.tokens.tolist()), dim=-1)[:-1]
@@ -222,7 +222,7 @@ def stock_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tenso
 
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
-    """The samples of a step, from the documented order alone."""
+    """The samples of a step, from only the documented order."""
     from mcore_prefix_tree.data import iter_sample_groups
     from mcore_prefix_tree.data.batches import SampleOrder
 

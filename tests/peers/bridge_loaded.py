@@ -1,4 +1,4 @@
-"""Imports what ranks of jobs on Hugging Face folders need, for a server that forks them."""
+"""Imports for ranks of jobs on Hugging Face folders, for a server that forks them."""
 
 from bridge_models import auto_bridge
 

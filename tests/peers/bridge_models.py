@@ -22,7 +22,7 @@ from stand_ins import AnyName, Finder
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore import fold_inside
 
-# What fold_inside refuses, and these families' configurations ask for.
+# Settings of these families' configurations that fold_inside rejects.
 OVERRIDES = {
     "mtp_num_layers": None,
     "moe_aux_loss_coeff": 0.0,
@@ -140,7 +140,7 @@ def run(folder: str, rows: list[Any], layout: Any) -> dict[str, Any]:
 
 
 def refused(folder: str, rows: list[Any], kind: str) -> list[str]:
-    """Every rank: what a model that folds says of adapters of Megatron-Bridge with dropout, and of the same without."""
+    """Every rank: a folding model's results for adapters of Megatron-Bridge with dropout, and without."""
     model = model_of(folder, Layout(), check_first=True)
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
     from megatron.bridge.peft.dora import DoRA
@@ -185,7 +185,7 @@ def read_back() -> str:
 
 
 def logged(rows: list[Any]) -> dict[str, float]:
-    """What Megatron-Bridge's own log writes of a step that its callbacks surround, after an evaluation."""
+    """Megatron-Bridge's own log of a step with its callbacks, after an evaluation."""
     auto_bridge()
     with mock.patch.object(sys, "meta_path", [Finder(), *sys.meta_path]):
         from megatron.bridge.training.callbacks import CallbackContext, CallbackManager

@@ -61,7 +61,7 @@ class Family:
     Attributes:
         name: first part of the name of its configuration's class and its model's.
         settings: of a tiny model.
-        config: name of the configuration's class where it has another.
+        config: name of the configuration's class if it has another.
     """
 
     name: str
@@ -121,7 +121,7 @@ def saved_model(family: str, where: Path, settings: Mapping[str, Any], *, seed: 
     Args:
         family: of :data:`FAMILIES`.
         where: the folder.
-        settings: of the configuration, beside those of the family.
+        settings: of the configuration, in addition to those of the family.
         seed: of the weights.
         options: of ``save_pretrained``.
     """

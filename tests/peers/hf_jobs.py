@@ -118,7 +118,7 @@ def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:
         ``worst_gradient``, the largest of one weight's, of which a small one counts as a thousandth of all.
 
     Raises:
-        RuntimeError: the model is refused; says why.
+        RuntimeError: the model is rejected, with the reason.
     """
     with mock.patch.dict(os.environ):  # in which Megatron-Core leaves the attention that a model asks for
         recipe, source, model = write_job(folder, family)

@@ -1,4 +1,4 @@
-"""What ranks of a world do with a Hugging Face folder, where no recipe has a key for the layout."""
+"""Work of a world's ranks on a Hugging Face folder, in layouts for which no recipe has a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a hybrid model holds, with the local stack for CPUs and with upstream's of TransformerEngine.
+"""Contents of a hybrid model's checkpoint, with the local stack for CPUs and with upstream's of TransformerEngine.
 
 Prints both, by kind of model, as JSON: keys and shapes of all tensors. TransformerEngine is a stand-in.
 """

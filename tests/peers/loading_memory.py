@@ -1,4 +1,4 @@
-"""Prints, in MiB, what memory loading a Hugging Face folder takes beside the model, and the folder's largest file."""
+"""Prints, in MiB, memory for loading a Hugging Face folder in addition to the model, and the folder's largest file."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def own_memory() -> float:
-    """Return what this process holds, without the pages of files, which the kernel can drop."""
+    """Return this process's memory, without the pages of files, which the kernel can drop."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024
@@ -36,7 +36,7 @@ def main(folder: str) -> None:
         chunks = build_chunks(model, provider, vocab_size=model.vocab_size, device=torch.device("cpu"))
         for parameter in chunks[0].parameters():
             parameter.data.fill_(0)  # pages that nothing has touched are no memory yet
-        # What is imported on the way is no weight.
+        # Modules imported on the way are no weights.
         check_shapes(HuggingFaceFolder.read(folder), bridge_of(folder).hf_pretrained.config)
         before, seen, done = own_memory(), [0.0], threading.Event()
 

@@ -110,7 +110,7 @@ def layers(config: Any) -> Any:
 
 
 def provider_of(layout: Any) -> Any:
-    """What the worker's ``run_config.yaml`` would hold."""
+    """Contents of the worker's ``run_config.yaml``."""
     from megatron.bridge.models import GPTModelProvider
 
     provider = GPTModelProvider(
@@ -217,7 +217,7 @@ def compare(layout: Any) -> dict[str, Any]:
 
 
 def refusals(layout: Any, policies: list[dict[str, Any]]) -> list[str]:
-    """What workers say whose policies have other settings."""
+    """Errors of workers whose policies have other settings."""
     said = []
     with nemo_rl():
         from mcore_prefix_tree.integrations.nemo_rl import FoldingPolicyWorkerImpl

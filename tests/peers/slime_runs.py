@@ -30,7 +30,7 @@ from mcore_prefix_tree.cpu.specs import exchanged
 VOCAB = 64  # tensor-parallel ranks have as much of it
 OURS = "mcore_prefix_tree.integrations.slime"
 ARGS = Namespace()  # megatron.training's global arguments
-LOGGED: list[dict[str, float]] = []  # what slime's log was given
+LOGGED: list[dict[str, float]] = []  # the entries of slime's log
 
 
 def config_of(args: Namespace) -> Any:
@@ -93,7 +93,7 @@ def _register_accelerator() -> None:
 
 
 def arguments(layout: Any, **changes: Any) -> Namespace:
-    """What slime's parser would make of a command line."""
+    """A command line as slime's parser would return it."""
     config = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -213,7 +213,7 @@ class Optimizer:
 
 
 def models(args: Namespace, role: str) -> list[Any]:
-    """What slime's ``setup_model_and_optimizer`` has of ``get_model``: a chunk, which answers in float32."""
+    """The result of ``get_model`` in slime's ``setup_model_and_optimizer``: a chunk with float32 outputs."""
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
@@ -233,7 +233,7 @@ def models(args: Namespace, role: str) -> list[Any]:
 
 
 def run(args: Namespace, role: str) -> dict[str, Any]:
-    """What slime answers for a rollout: log-probabilities and entropies or values, metrics, and gradients.
+    """slime's results for a rollout: log-probabilities and entropies or values, metrics, and gradients.
 
     Of a model that folds also the report of the first of these, and slime's log of the training step.
     """

@@ -1,4 +1,4 @@
-"""What takes the place of packages that need a GPU, in tests of trainers."""
+"""Replacements for packages that need a GPU, in tests of trainers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# What trainers import that would log, serve or quantize.
+# Modules of trainers for logging, serving or quantization.
 PACKAGES = (
     "aiohttp", "datasets", "decord", "fastapi", "hydra", "math_verify", "matplotlib", "megatron.energon", "mlflow",
     "modelopt", "num2words", "nvidia_resiliency_ext", "nvtx", "openai", "prometheus_client", "pynvml", "ray", "swanlab",

@@ -1,7 +1,7 @@
-"""TransformerEngine's layers in plain torch: what its linear layers and norms compute, on a CPU.
+"""TransformerEngine's layers in plain torch: its linear layers and norms, on a CPU.
 
 Importing this module puts it in TransformerEngine's place, before anything imports Megatron-Core: its wrappers
-(``TEColumnParallelLinear``, ``TEGroupedLinear``, ...) are then subclasses of these. Attention is left out: a folded
+(for example ``TEColumnParallelLinear``) are then subclasses of these. Attention is omitted: a folded
 micro-batch never reaches TransformerEngine's.
 """
 

@@ -1,4 +1,4 @@
-"""``benchmarks/trl_backbone.py``, and what is rendered of its file. Needs TRL."""
+"""``benchmarks/trl_backbone.py``, and the page rendered from its file. Needs TRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The datasets library itself: what it saves and what its builders make of files is read. There is no network here.
+"""The datasets library itself: its saved folders and its builders' tables are read. There is no network here.
 
 Needs it: ``pip install --no-deps -r requirements/peers.txt``.
 """
@@ -19,7 +19,7 @@ from mcore_prefix_tree.sample import SampleError  # noqa: E402
 ROWS = [{"tokens": [1, 2, number], "reward": float(number)} for number in range(7)]
 
 
-def test_what_save_to_disk_writes(tmp_path: Path) -> None:
+def test_saved_data_sets_are_read(tmp_path: Path) -> None:
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "saved", num_shards=3)
     assert [one.tokens.tolist() for one in read_samples(tmp_path / "saved")] == [row["tokens"] for row in ROWS]
@@ -30,7 +30,7 @@ def test_what_save_to_disk_writes(tmp_path: Path) -> None:
         read_samples(tmp_path / "both")
 
 
-def test_what_a_builder_makes_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sets_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of that name in the working folder stands for the hub: the library looks there first."""
     (tmp_path / "me" / "data").mkdir(parents=True)
     for split, rows in (("train", ROWS), ("test", ROWS[:2])):

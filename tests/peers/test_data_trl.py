@@ -1,4 +1,4 @@
-"""Tokens and masks of TRL's formats against its own functions: what its trainers would train on.
+"""Tokens and masks of TRL's formats against its own functions: the samples that its trainers would train on.
 
 Needs TRL: ``pip install --no-deps -r requirements/peers.txt``.
 """
@@ -38,7 +38,7 @@ TEMPLATES = {"chatml": CHATML.replace("<|im_end|>\n", "<|im_end|>"), "plain": PL
 
 
 def theirs(tokenizer, row):
-    """Tokens and where the completion starts, of each completion, as SFT, KTO and DPO make them in TRL 1.16."""
+    """Tokens and start of each completion, as SFT, KTO and DPO make them in TRL 1.16."""
     if "chosen" in row and "prompt" not in row:
         row = trl.extract_prompt(row)
     completions = [row[name] for name in ("completion", "chosen", "rejected") if name in row]

@@ -1,7 +1,7 @@
 """Families of Hugging Face models, each against transformers: log-probabilities, gradients and exported bits.
 
-Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt. TransformerEngine's layers run in a process
-of their own, where a stand-in computes them; ``benchmarks/families.py`` is that process.
+Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt. TransformerEngine's layers run in another
+process, with a stand-in for them; ``benchmarks/families.py`` is that process.
 """
 
 from __future__ import annotations

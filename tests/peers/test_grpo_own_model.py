@@ -26,7 +26,7 @@ from test_data_huggingface import CHATML, make_folder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "grpo-own-model.md"
-# What a tiny model on a CPU has instead of the page's.
+# Settings of a tiny model on a CPU, instead of the page's.
 TINY = {
     "mcore-prefix-tree": (
         "device=cpu",

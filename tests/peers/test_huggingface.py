@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: models of ``model.hf`` answer what transformers answers, and export the same bits.
+"""Hugging Face folders in and out: models of ``model.hf`` have transformers' outputs, and export the same bits.
 
 Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 """
@@ -33,7 +33,7 @@ from mcore_prefix_tree.utils import os_signals
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 
 
-def test_training_changes_what_transformers_reads(tmp_path: Path) -> None:
+def test_transformers_reads_trained_weights(tmp_path: Path) -> None:
     """Also after a resume, and through ``export``."""
     recipe, source, model = write_job(tmp_path, "Llama 3")
     saved = f"checkpoint.save={tmp_path / 'run'}"
@@ -109,7 +109,7 @@ def test_weights_beyond_the_type_of_the_source(tmp_path: Path) -> None:
 
 
 def other_folder(folder: Path, family: str = "Llama 3") -> Any:
-    """Save a model with weights of its own, and return it."""
+    """Save a model with separate weights, and return it."""
     model = saved_model(family, folder, {}, seed=1)
     assert model is not None
     return model
@@ -158,7 +158,7 @@ def test_teacher_is_a_folder(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_folders_whose_parts_disagree(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_folders_with_inconsistent_parts_are_rejected(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
@@ -231,7 +231,7 @@ def test_positions_and_windows(change: dict[str, Any], says: str | None, tmp_pat
 
 
 def test_settings_that_folding_decides(tmp_path: Path) -> None:
-    """Without losses by token every micro-batch would have a mean of its own."""
+    """Without losses by token every micro-batch would have a separate mean."""
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     setting = "model.transformer.calculate_per_token_loss"
     refused = command("verify", recipe, "--hf", str(source), f"{setting}=false")
@@ -289,7 +289,7 @@ def test_layers_that_stages_cannot_share(tmp_path: Path) -> None:
     assert "has 2 layers, which 3 stages of a pipeline cannot share evenly" in " ".join(refused.output.split())
 
 
-def test_recipe_in_a_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_recipe_in_a_checkpoint_exports(tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     saved = tmp_path / "run"
     trained = command("train", recipe, "--hf", str(source), f"checkpoint.save={saved}", "verify.enabled=false")
@@ -307,13 +307,13 @@ def test_vocabulary_that_tensor_parallel_ranks_cannot_share(tmp_path: Path) -> N
 
 
 @pytest.mark.ci
-def test_loading_takes_a_file_of_memory_beside_the_weights(tmp_path: Path) -> None:
+def test_loading_takes_one_file_of_memory_on_top_of_the_weights(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 8}
     saved_model("Qwen3", tmp_path / "source", sizes, max_shard_size="32MB")
     program = [sys.executable, str(Path(__file__).with_name("loading_memory.py")), str(tmp_path / "source")]
     folders = Path(__file__).parent, Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join(map(str, folders))
-    # Freed memory goes back at once: what the allocator keeps for later, some tens of MiB, is not what loading needs.
+    # Freed memory goes back at once: loading does not need the tens of MiB that the allocator keeps for later.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment = os.environ | allocator | {"PYTHONPATH": path}
     done = subprocess.run(program, capture_output=True, text=True, env=environment)

@@ -78,7 +78,7 @@ def gradients(run: Resolved) -> dict[str, torch.Tensor]:
         pytest.param("Mistral", ["gate_proj", "down_proj"], (), marks=pytest.mark.ci),
     ],
 )  # fmt: skip
-def test_adapter_computes_what_peft_does(
+def test_adapter_scores_equal_pefts(
     family: str, targets: list[str], overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     recipe, source, adapter, model = write_adapter(tmp_path, family, targets)
@@ -103,7 +103,7 @@ def test_adapter_computes_what_peft_does(
 @pytest.mark.parametrize(
     "layout", [(), pytest.param(TP2_SP, marks=pytest.mark.ci), pytest.param(PP2, marks=pytest.mark.ci)]
 )
-def test_adapter_goes_through_unchanged(layout: tuple[str, ...], tmp_path: Path) -> None:
+def test_adapter_is_exported_unchanged(layout: tuple[str, ...], tmp_path: Path) -> None:
     """A step that changes no bit lies between reading and writing."""
     recipe, source, adapter, _ = write_adapter(tmp_path, "Llama 3", ALL)
     exported = tmp_path / "exported"
@@ -126,7 +126,7 @@ def test_adapter_goes_through_unchanged(layout: tuple[str, ...], tmp_path: Path)
     ],
 )
 def test_layouts_train_as_one_process_does(family: str, layout: tuple[str, ...], tmp_path: Path) -> None:
-    """Of Qwen3, tied embeddings are on both stages, frozen."""
+    """Tied embeddings of Qwen3 are on both stages, frozen."""
     targets = ATTENTION if layout == EP2 else ALL
     recipe, source, adapter, model = write_adapter(tmp_path, family, targets)
     options = ("--hf", source, f"model.adapter={adapter}", "train_iters=3", "optimizer.lr=0.001")
@@ -150,8 +150,8 @@ def test_layouts_train_as_one_process_does(family: str, layout: tuple[str, ...],
     assert worst_score(scores, model) <= 1e-5
 
 
-def test_training_changes_what_peft_reads(tmp_path: Path) -> None:
-    """Also after a resume and through ``export``; the checkpoints hold adapters alone."""
+def test_peft_reads_trained_adapters(tmp_path: Path) -> None:
+    """Also after a resume and through ``export``; the checkpoints hold only adapters."""
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     saved = f"checkpoint.save={tmp_path / 'run'}"
     lora = ("model.lora.r=4", "model.lora.target_modules=[q_proj,v_proj,down_proj]", "optimizer.lr=0.01")

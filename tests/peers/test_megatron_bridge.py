@@ -1,4 +1,4 @@
-"""Models that Megatron-Bridge makes of Hugging Face folders fold inside, and answer what transformers answers.
+"""Models that Megatron-Bridge makes of Hugging Face folders fold inside, with transformers' outputs.
 
 Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 """

@@ -28,7 +28,7 @@ def test_logprobs_losses_and_gradients(size: int, layout: Layout) -> None:
     results = world(size).run(compare, layout, layout=layout)
     for result in results:
         assert {"logprobs logprobs", "loss loss"} <= {*result["names"]}
-    # NeMo-RL adds up what its data-parallel ranks return.
+    # NeMo-RL adds up the results of its data-parallel ranks.
     replicas = size // layout.tp
     added = {name: sum(result["report"][name][0] for result in results[:: layout.tp]) for name in results[0]["report"]}
     assert added["fold/fold_ratio"] > 1.3
@@ -51,7 +51,7 @@ def test_refusals_by_name() -> None:
 
 @pytest.fixture(scope="module")
 def worker() -> dict[str, ast.FunctionDef]:
-    """Methods of the real worker, which cannot be imported here: what the subclass relies on is read."""
+    """Methods of the real worker, which cannot be imported here: their source is read for names in use."""
     source = Path(os.environ["NEMO_RL_PATH"], *WORKER.split(".")).with_suffix(".py").read_text()
     (impl,) = (
         node for node in ast.parse(source).body
@@ -60,7 +60,7 @@ def worker() -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in impl.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_worker_builds_its_model_from_the_configuration_that_it_keeps(worker: dict[str, ast.FunctionDef]) -> None:
+def test_worker_stores_its_configuration_before_building_the_model(worker: dict[str, ast.FunctionDef]) -> None:
     statements = [ast.unparse(statement) for statement in worker["__init__"].body]
     kept = next(i for i, text in enumerate(statements) if text.startswith("self.megatron_cfg = "))
     built = next(

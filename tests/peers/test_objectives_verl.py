@@ -123,7 +123,7 @@ class Padded:
 BY_TOKEN, BY_SAMPLE, SUM = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"
 WHITENED = {"gamma": 0.97, "lam": 0.9, "advantage_eps": 0.0}
 
-# Our objective, its options, what verl makes of the same batch, and how close.
+# Our objective, its options, verl's result for the same batch, and the tolerance.
 POLICIES: dict[str, tuple[str, dict[str, Any], Callable[[Padded], torch.Tensor], float]] = {
     "grpo": ("grpo", {}, lambda b: b.loss(b.grpo(), BY_SAMPLE), BUT_FOR_EPS),
     "dapo": ("dapo", {}, lambda b: b.loss(b.grpo(), BY_TOKEN, clip_ratio_high=0.28), EXACT),

@@ -1,4 +1,4 @@
-"""Whole jobs of verl, its own engine and the one that folds inside: the same losses, gradient norms and weights.
+"""Full jobs of verl, its own engine and the one that folds inside: the same losses, gradient norms and weights.
 
 Needs packages as old as verl 0.9.1 asks for. In an environment with requirements/test.txt and requirements/bridge.txt,
 ``pip install --no-deps -r requirements/verl.txt``.
@@ -41,7 +41,7 @@ def compare(stock: list[dict[str, Any]], folded: list[dict[str, Any]], *names: s
 
 
 def compare_exports(start: Path, stock: Path, folded: Path) -> None:
-    """Exported weights differ by at most 1e-4 of what training changed of them."""
+    """Exported weights differ by at most 1e-4 of their change in training."""
     before, expected, weights = (load_file(folder / "model.safetensors") for folder in (start, stock, folded))
     assert before.keys() == expected.keys() == weights.keys()
     for name, weight in weights.items():
@@ -80,8 +80,8 @@ def test_sft(ranks: int, family: str, settings: tuple[str, ...], tmp_path: Path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_grpo_with_whole_groups(ranks: int, tmp_path: Path) -> None:
-    """Ray workers, rollouts, the V1 trainer: verl's own, and ours that deals whole groups."""
+def test_grpo_with_complete_groups(ranks: int, tmp_path: Path) -> None:
+    """Ray workers, rollouts, the V1 trainer: verl's own, and ours that deals complete groups."""
     pytest.importorskip("transfer_queue", reason="verl's V1 trainers need requirements/verl.txt")
     model, data = model_folder(tmp_path / "model"), prompts(tmp_path / "prompts.parquet")
     stock = run(ppo(ranks, model, data), tmp_path / STOCK, vendor=STOCK)

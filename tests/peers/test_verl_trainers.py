@@ -1,4 +1,4 @@
-"""verl's V1 trainers with whole groups on a rank: registered by the plugin, and verl's own code around the dealing.
+"""verl's V1 trainers with complete groups on a rank: registered by the plugin, and verl's own code around the dealing.
 
 Needs the packages of requirements/verl.txt.
 """
@@ -68,7 +68,7 @@ def unique_tokens(rows: list[np.ndarray]) -> int:
 
 
 def mini_batches(keys: list[str], ranks: int) -> Iterator[list[str]]:
-    """What verl gives each rank for each of two updates."""
+    """Rows that verl gives each rank for each of two updates."""
     size = len(keys) // ranks // 2
     for start in range(0, len(keys), size):
         yield keys[start : start + size]

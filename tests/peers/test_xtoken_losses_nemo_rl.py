@@ -1,4 +1,4 @@
-"""P-KL, gold and H-KL against NeMo-RL's own loss function, where its definitions are ours.
+"""P-KL, gold and H-KL against NeMo-RL's own loss function, if its definitions are ours.
 
 Needs a checkout of NeMo-RL that NEMO_RL_PATH names; nothing of it has to be installed. It computes in float32 and adds
 1e-10 to probabilities where ours are clamped to it.
@@ -23,7 +23,7 @@ from mcore_prefix_tree.xtoken.projection_file import write_projection
 
 CHECKOUT = os.environ.get("NEMO_RL_PATH")
 pytestmark = pytest.mark.skipif(CHECKOUT is None, reason="NEMO_RL_PATH names no checkout of NeMo-RL")
-# What their loss function imports and one rank without Ray and DTensor does not need.
+# Imports of their loss function that one rank without Ray and DTensor does not need.
 REPLACED = (
     "nemo_rl.algorithms.loss.interfaces",
     "nemo_rl.algorithms.utils",
@@ -41,7 +41,7 @@ def log_softmax_of_one_rank(logits, temperature, *, tp_group=None):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Their loss function; what is imported for it disappears again."""
+    """Their loss function; its imports are removed again."""
     assert CHECKOUT is not None
     before = dict(sys.modules)
     sys.path.insert(0, CHECKOUT)
@@ -83,7 +83,7 @@ def theirs():
 
 
 def apart():
-    """A problem whose chunks have rows of their own, one after another: theirs gives each position one chunk."""
+    """A problem whose chunks have separate rows, one after another: theirs gives each position one chunk."""
     task = problem()
     chunks, at = [], [0, 0]
     for lens in ((1, 1), (1, 2), (2, 1), (3, 2), (1, 3)):

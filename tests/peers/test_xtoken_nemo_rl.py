@@ -1,4 +1,4 @@
-"""Alignment and projections against NeMo-RL's own functions, where its definitions are ours.
+"""Alignment and projections against NeMo-RL's own functions, if its definitions are ours.
 
 Needs a checkout of NeMo-RL that NEMO_RL_PATH names; nothing of it has to be installed.
 """
@@ -34,13 +34,13 @@ SCORES = {
     "max_combination_len": 4,
     "ignore_leading_char_diff": False,
 }
-# What their loss utilities import for other functions than those compared here: Ray, DTensor, hydra.
+# Imports of their loss utilities for functions that are not compared here: Ray, DTensor, hydra.
 UNUSED = ("nemo_rl.distributed.model_utils", "nemo_rl.models.dtensor", "nemo_rl.models.dtensor.parallelize")
 
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Their modules by name; what is imported for them disappears again."""
+    """Their modules by name; their imports are removed again."""
     before = dict(sys.modules)
     assert CHECKOUT is not None
     sys.path.insert(0, CHECKOUT)
@@ -92,7 +92,7 @@ def cut(random_, text):
     return [text[a:b] for a, b in pairwise(places)]
 
 
-def test_bytes_and_their_aligner_agree_where_each_chunk_has_one_token_on_a_side(theirs):
+def test_bytes_and_their_aligner_agree_on_chunks_with_one_token_per_side(theirs):
     """Different letters, so that no other path scores as much; runs of up to four tokens, as theirs."""
     random_ = random.Random(12)
     compared = 0

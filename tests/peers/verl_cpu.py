@@ -1,6 +1,6 @@
-"""verl's whole jobs on a CPU: ``VERL_USE_EXTERNAL_MODULES=verl_cpu`` loads this in every process that imports verl.
+"""verl's full jobs on a CPU: ``VERL_USE_EXTERNAL_MODULES=verl_cpu`` loads this in every process that imports verl.
 
-It puts what a CPU does not have in place before verl imports it: TransformerEngine's layers (``te_stand_in``), the
+It replaces GPU-only parts before verl imports it: TransformerEngine's layers (``te_stand_in``), the
 emulation of ``torch.cuda``, a platform of verl's whose collectives are gloo, and packages that Megatron-Bridge imports
 without need here. verl, Megatron-Bridge and Megatron-Core are as they are installed.
 
@@ -61,7 +61,7 @@ def _put_transformer_engine() -> None:
 
 
 def _put_gpu() -> None:
-    """Answer what verl, besides Megatron-Core, asks of ``torch.cuda``."""
+    """Answer verl's calls of ``torch.cuda``, in addition to Megatron-Core's."""
     enable()
     empty = torch.empty
     torch.empty = lambda *args, pin_memory=False, **options: empty(*args, **options)  # type: ignore[assignment]
@@ -108,11 +108,11 @@ def _put_dtype(dtype: str) -> None:
 
 
 _put_transformer_engine()
-# verl asks Megatron-Bridge's training loop for a configuration, and that imports what only the loop needs.
+# verl asks Megatron-Bridge's training loop for a configuration, whose imports only the loop needs.
 stand_ins.PACKAGES = (
     "megatron.energon", "modelopt", "nvidia_resiliency_ext", "qwen_vl_utils", "webdataset", "num2words", "decord",
 )  # fmt: skip
-sys.meta_path.append(stand_ins.Finder())  # last: only what is not installed
+sys.meta_path.append(stand_ins.Finder())  # last: only for missing packages
 _put_gpu()
 _put_platform()
 if "VERL_CPU_DTYPE" in os.environ:

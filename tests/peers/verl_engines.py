@@ -30,7 +30,7 @@ VOCAB = 64
 
 
 class Provider:
-    """What Megatron-Bridge's provider does for verl."""
+    """A replacement for Megatron-Bridge's provider in verl."""
 
     fp16 = bf16 = sequence_parallel = False
 
@@ -215,7 +215,7 @@ def _but_last(rows: torch.Tensor) -> torch.Tensor:
 
 
 def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> dict[str, Any]:
-    """Every rank: what verl's own engine and ours answer for the same batch, and the metrics of ours."""
+    """Every rank: results of verl's own engine and ours for the same batch, and the metrics of ours."""
     answers: list[dict[str, Any]] = []
     weights: list[Any] = []
     shape = {
@@ -263,7 +263,7 @@ def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> di
 
 
 def track(layout: Any, folder: str, backends: list[str]) -> Any:
-    """Every rank: what SFT's trainer hands its trackers; the first rank of the last stage logs it with ``Tracking``."""
+    """Every rank: SFT's metrics for trackers; the first rank of the last stage logs it with ``Tracking``."""
     from verl.utils import tensordict_utils as tu
     from verl.utils.tracking import Tracking
     from verl.workers.engine_workers import TrainingWorker
@@ -276,7 +276,7 @@ def track(layout: Any, folder: str, backends: list[str]) -> Any:
         with built.train_mode(disable_auto_offload=True):
             built.optimizer_zero_grad()
             output = built.forward_backward_batch(data, loss_of("language_model"))
-        # Of sft_loss there are no metrics.
+        # sft_loss has no metrics.
         output["metrics"] = {name: value for name, value in output["metrics"].items() if "fold/" in name}
         output.pop("model_output")
         worker = SimpleNamespace(engine=built, device_name="cpu", flops_counter=None)

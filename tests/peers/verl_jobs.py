@@ -1,4 +1,4 @@
-"""Whole jobs of verl on a CPU: a tiny model, data, and the command lines that users type."""
+"""Full jobs of verl on a CPU: a tiny model, data, and the command lines that users type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[2]
-# What needs TransformerEngine's kernels.
+# Settings that need TransformerEngine's kernels.
 FUSIONS = ("gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion")
 # verl's agent loop looks for the last two in a tokenizer of Qwen's.
 SPECIAL = ["<pad>", "<end>", "<system>", "<user>", "<assistant>", "\n", "<|im_end|>"]
@@ -117,7 +117,7 @@ def ppo(ranks: int, model: Path, data: Path, *settings: str, steps: int = 2, bat
 
 
 def run(command: list[str], folder: Path, *, vendor: str, **environment: str) -> list[dict[str, Any]]:
-    """Run a command of verl's in a folder; return what its trainer gave the tracker ``file``, step by step."""
+    """Run a command of verl's in a folder; return its trainer's values for the tracker ``file``, step by step."""
     log = folder / "log.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     settings = {

@@ -1,4 +1,4 @@
-"""What two ranks report of mistakes and of a verification, once."""
+"""Reports of two ranks on mistakes and on a verification, printed once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("job"), RECIPE)
 
 
-def test_bad_standard_input_is_told_once(job: Path) -> None:
+def test_bad_standard_input_is_reported_once(job: Path) -> None:
     done = run(2, "train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 99]}\n')
     assert done.code == 2
     assert done.errors == [
@@ -62,7 +62,7 @@ def test_verify_on_two_ranks(job: Path) -> None:
     assert report["parameters"] == 2 * 15, "of both ranks"
 
 
-def test_a_failed_verification_is_told_once(job: Path) -> None:
+def test_failed_verification_is_reported_once(job: Path) -> None:
     failed = run(2, "train", job, TP2, "verify.enabled=true", "verify.tolerance=1e-30")
     assert failed.code == 1
     assert failed.out.count("verify: folded against unfolded") == 1

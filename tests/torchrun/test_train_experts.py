@@ -40,7 +40,7 @@ def start(job: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(job: Path, start: str) -> Path:
+def one_process(job: Path, start: str) -> Path:
     done = train(job, "alone", 1, start, f"train_iters={LAST}")
     assert done.code == 0, done.err
     return job.parent / "alone"
@@ -60,7 +60,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     ids=["ep2", "tp2-ep2", "tp2-ep2-dp2"],
 )
 def test_training_equals_that_of_one_process(
-    ranks: int, layout: tuple[str, ...], job: Path, start: str, alone: Path
+    ranks: int, layout: tuple[str, ...], job: Path, start: str, one_process: Path
 ) -> None:
     """Verified first, and resumed after its second step."""
     name = f"{len(layout)} on {ranks}"
@@ -69,10 +69,10 @@ def test_training_equals_that_of_one_process(
         assert done.code == 0, done.err
     folder = job.parent / name
     assert [step["iteration"] for step in steps(folder)] == list(range(1, LAST + 1))
-    for step, expected in zip(steps(folder), steps(alone), strict=True):
+    for step, expected in zip(steps(folder), steps(one_process), strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
-    found, wanted = checkpoint_content(folder, LAST), checkpoint_content(alone, LAST)
+    found, wanted = checkpoint_content(folder, LAST), checkpoint_content(one_process, LAST)
     assert found.keys() == wanted.keys()
     for key, weight in wanted.items():
         if "exp_avg" not in key:

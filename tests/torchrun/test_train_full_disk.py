@@ -1,4 +1,4 @@
-"""A disk that takes no more of a checkpoint: one sentence, every rank leaves, and what was saved before goes on."""
+"""A disk that takes no more of a checkpoint: one sentence, every rank exits, and the previous checkpoint resumes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(job: Path) -> Path:
-    """Where two ranks saved after 2 and 4 steps."""
+    """The folder in which two ranks saved after 2 and 4 steps."""
     folder = job.parent / "undisturbed"
     done = run(2, "train", job, TP2, f"checkpoint.save={folder}")
     assert done.code == 0, done.err
@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_write_ends_the_job_with_a_sentence(
     assert_same_bits(checkpoint_content(saved, STEPS), checkpoint_content(undisturbed, STEPS))
 
 
-# ``OPTIONS FOLDER COMMAND...``: a file system of its own on the folder, which is copied away when the command is done.
+# ``OPTIONS FOLDER COMMAND...``: a separate file system on the folder, which is copied away when the command is done.
 MOUNTED = """
 mount -t tmpfs -o "$1" tmpfs "$2" || exit 99
 folder=$2
@@ -122,7 +122,7 @@ exit $status
 
 
 def mounted(options: str, folder: Path, *arguments: object) -> Ended:
-    """The command line on two ranks, where checkpoints have a disk of their own."""
+    """The command line on two ranks, with a separate disk for checkpoints."""
     folder.mkdir()
     setting = f"checkpoint.save={folder}"
     done = subprocess.run(

@@ -38,8 +38,8 @@ def saving(folder: Path) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def alone(job: Path) -> tuple[Path, Ended]:
-    """One process, all steps: its checkpoints and what it said."""
+def one_process(job: Path) -> tuple[Path, Ended]:
+    """One process, all steps: its checkpoints and its output."""
     folder = job.parent / "alone"
     done = run(1, "train", job, *saving(folder))
     assert done.code == 0, done.err
@@ -80,10 +80,10 @@ def continue_at(folder: Path, iteration: int, target: Path) -> Path:
         pytest.param((), id="data parallel", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_of_one_process_goes_on_in_two(
-    job: Path, alone: tuple[Path, Ended], tmp_path: Path, layout: Sequence[str]
+def test_checkpoint_of_one_process_resumes_in_two(
+    job: Path, one_process: tuple[Path, Ended], tmp_path: Path, layout: Sequence[str]
 ) -> None:
-    folder, reference = alone
+    folder, reference = one_process
     saved = continue_at(folder, 3, tmp_path / "saved")
     done = run(2, "train", job, *layout, *saving(saved), "--resume")
     assert done.code == 0, done.err
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(
     assert list(done.losses) == list(range(4, STEPS + 1))
     for step, loss in done.losses.items():
         assert float(loss) == pytest.approx(float(reference.losses[step]), rel=1e-6, abs=1e-6)  # six digits are printed
-    # And what they trained: weights, as far apart as fp32 sums in another order bring them.
+    # And the trained weights, as far apart as fp32 sums in another order bring them.
     actual, expected = checkpoint_content(saved, STEPS), checkpoint_content(folder, STEPS)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(
             assert (actual[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(
+def test_checkpoint_of_two_ranks_resumes_in_one_process(
     job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
 ) -> None:
     folder, reference = undisturbed
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(
         assert float(loss) == pytest.approx(float(reference.losses[step]), rel=1e-6, abs=1e-6)
 
 
-def test_a_killed_run_goes_on_with_the_same_bits(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
+def test_killed_run_resumes_with_the_same_bits(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
     reference_folder, reference = undisturbed
     saved = tmp_path / "saved"
     arguments = ("train", job, TP2, *saving(saved))
@@ -124,7 +124,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(job: Path, undisturbed: tuple[P
             lines.append(line)
             if line.startswith("step 5 "):
                 break
-        # In the middle of a step or of a checkpoint, whatever comes after the fifth step right now.
+        # In the middle of a step or of a checkpoint, depending on the state after the fifth step.
         launcher = psutil.Process(process.pid)
         for member in [*launcher.children(recursive=True), launcher]:
             member.kill()
@@ -144,10 +144,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(job: Path, undisturbed: tuple[P
 
 
 @pytest.mark.slow
-def test_a_job_that_is_told_to_end_goes_on_with_the_same_bits(
-    job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
-) -> None:
-    """One of its ranks is told: all of them save, and leave together."""
+def test_terminated_job_resumes_with_the_same_bits(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
+    """One of its ranks gets the signal: all of them save, and exit together."""
     reference_folder, reference = undisturbed
     saved = tmp_path / "saved"
     arguments = ("train", job, TP2, f"checkpoint.save={saved}", "checkpoint.save_interval=1000")
@@ -188,7 +186,7 @@ if __name__ == "__main__":
 """
 
 
-def test_all_ranks_go_on_from_the_main_rank_s_checkpoint(
+def test_all_ranks_resume_from_the_main_ranks_checkpoint(
     job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path
 ) -> None:
     folder, _ = undisturbed

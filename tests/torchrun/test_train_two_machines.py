@@ -1,6 +1,6 @@
 """``torchrun --nnodes 2`` for real: two agents meet over loopback, lose workers, and end as if nothing had happened.
 
-Each agent is what runs on one machine of a cluster; they share nothing but the rendezvous and a folder. TP=2 x PP=2
+Each agent stands for one machine of a cluster; they share nothing but the rendezvous and a folder. TP=2 x PP=2
 takes both, so that a worker lost on one ends the other's work too.
 """
 
@@ -41,7 +41,7 @@ PATIENCE_S = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A recipe, where it saves, and what its agents print into."""
+    """A recipe, its checkpoint folder, and its agents' output files."""
 
     recipe: Path
     saved: Path
@@ -111,7 +111,7 @@ def free_port() -> int:
 
 
 def two_machines(max_restarts: int) -> list[list[str]]:
-    """What is typed on both, after ``torchrun``."""
+    """Arguments on both machines, after ``torchrun``."""
     endpoint = f"127.0.0.1:{free_port()}"
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"]
     shape = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", str(max_restarts)]
@@ -137,7 +137,7 @@ def test_lost_workers_do_not_change_a_bit(undisturbed: Path, tmp_path: Path) -> 
         first = job.last_saved()
         killed.kill()
 
-        # Another cannot write more than half of its part of a checkpoint, as on a full disk.
+        # Another cannot write more than half of its part of a checkpoint, for example on a full disk.
         job.wait_until(lambda: job.last_saved() > first)
         full = job.worker(LAST_RANK)
         assert full.pid != killed.pid
@@ -155,7 +155,7 @@ def test_lost_workers_do_not_change_a_bit(undisturbed: Path, tmp_path: Path) -> 
 
 
 def stopped_in_a_step(job: Job, worker: psutil.Process) -> bool:
-    """Stop a worker; if that was while a checkpoint is being written, let it go on."""
+    """Stop a worker; if that was while a checkpoint is being written, let it continue."""
     worker.suspend()
     in_a_step = not job.folder(job.last_saved() + 1).exists()
     if not in_a_step:

@@ -1,4 +1,4 @@
-"""What tests of ``torchrun -m mcore_prefix_tree`` share: data, and what a checkpoint holds."""
+"""Helpers of tests of ``torchrun -m mcore_prefix_tree``: data, and contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class Ended:
 
     @property
     def losses(self) -> dict[int, str]:
-        """As printed, by step; fails if a step was told twice."""
+        """As printed, by step; fails if a step was printed twice."""
         found = re.findall(r"^step (\d+) \| loss (\S+) ", self.out, flags=re.MULTILINE)
         assert len(found) == len({step for step, _ in found})
         return {int(step): loss for step, loss in found}
 
     @property
     def errors(self) -> list[str]:
-        """What our own code says; torchrun adds a report."""
+        """Messages of our own code; torchrun adds a report."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
 
@@ -87,7 +87,7 @@ def run(
     stdin: str | None = None,
     timeout_s: float = 240,
 ) -> Ended:
-    """Run a command line on ranks that are forked: what they do together, without the time of torchrun's imports."""
+    """Run a command line on ranks that are forked: for their joint work, without the time of torchrun's imports."""
     words = [*program, *map(str, arguments)]
     code, out, err = launch(ranks, words, stdin=stdin or "", environment=environment(), timeout_s=timeout_s)
     return Ended(code=code, out=out, err=err)
@@ -107,7 +107,7 @@ def run_torchrun(ranks: int, *arguments: object, stdin: str = "") -> Ended:
 
 
 def checkpoint_content(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """Every whole tensor of a checkpoint, model and optimizer, whatever layout wrote it."""
+    """Every full tensor of a checkpoint, model and optimizer, from any layout."""
     from megatron.core import dist_checkpointing
 
     from mcore_prefix_tree.cpu.launcher import single_process

@@ -1,4 +1,4 @@
-"""Random conversations for a family of chat formats, in the spellings of public data, and what is right of each."""
+"""Random conversations of a chat format's family, spelled like public data, with the expected tokens and masks."""
 
 import json
 from dataclasses import dataclass, field
@@ -222,14 +222,14 @@ def encode(official, text):
 
 
 def rendered(family, official, messages, tools, **options):
-    """Return what transformers makes of a conversation: text or token ids."""
+    """Return transformers' rendering of a conversation: text or token ids."""
     options = {"tokenize": True} | options
     done = official.apply_chat_template(family.template_messages(messages), tools=tools or None, **options)
     return list(done["input_ids"]) if options["tokenize"] else done
 
 
 def pieces_of_turn(family, case, turn) -> tuple[str, str, str, str]:
-    """Return the texts of a turn as the last message: prompt, answer, stop token, and what the template adds."""
+    """Return the texts of a turn as the last message: prompt, answer, stop token, and the template's additions."""
     pieces: list[Piece] = family.script(case.messages[: turn.at + 1], case.tools)
     first = next(place for place, piece in enumerate(pieces) if piece.turn == turn.at)
     stop = "".join(piece.text for piece in pieces if piece.turn == turn.at and piece.stop)
@@ -241,7 +241,7 @@ def pieces_of_turn(family, case, turn) -> tuple[str, str, str, str]:
 
 
 def expected_turns(family, official, case) -> list[Expected]:
-    """Return what is right of each turn: transformers' tokens, and the mask of who wrote what."""
+    """Return the expected values of each turn: transformers' tokens, and the mask of the assistant's text."""
     turns = []
     for turn in case.turns:
         prompt, answer, stop, _ = pieces_of_turn(family, case, turn)

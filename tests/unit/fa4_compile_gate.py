@@ -23,7 +23,7 @@ from mcore_prefix_tree.attention import AttentionOptions, fa4
 
 
 class Processors:
-    """What the kernels of Blackwell, while they are compiled, ask the driver of the GPU about its size."""
+    """The driver's answers about the GPU's size, which Blackwell kernels ask for during compilation."""
 
     count = int(os.environ["FLASH_ATTENTION_NUM_SMS"])
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's ``fused_attn`` as its documentation has it, on a CPU: what the cascade's kernel is run on."""
+"""TransformerEngine's ``fused_attn`` as its documentation has it, on a CPU, to run the cascade's kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_prefix_tree.attention.cascade.sequences import Sequences
 
 
 class FusedAttention:
-    """Both passes, from cumulative lengths alone; refuses what a kernel of packed sequences could not read.
+    """Both passes, from cumulative lengths only; rejects inputs that a kernel of packed sequences cannot read.
 
     Attributes:
         signatures: of the released functions, which calls then have to fit; empty to take any.

@@ -1,4 +1,4 @@
-"""Small heads for tests of them, and what torch itself makes of their logits."""
+"""Small heads for tests of them, and torch's own results for their logits."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def temperatures(layout, seed=0):
 
 
 def logits_of(hidden, weight, multiplier, temperature=None):
-    """What a model with these logits computes, in plain torch."""
+    """Results of a model with these logits, in plain torch."""
     logits = multiplier * (hidden @ weight.T)
     return logits if temperature is None else logits / temperature[:, None]
 
 
 def naive(logits, layout, needed=None):
-    """Token by token: log-probability and entropy, 0 where they are not asked for."""
+    """Token by token: log-probability and entropy, 0 if not requested."""
     logprob = [logits.new_zeros(())] * layout.padded_size
     entropy = [logits.new_zeros(())] * layout.padded_size
     for flat in range(layout.padded_size):
@@ -55,7 +55,7 @@ def naive(logits, layout, needed=None):
 
 
 def bent(values):
-    """Not linear, with slopes between 0.7 and 1.3: where a slope is nearly zero, gradients are rounding."""
+    """Not linear, with slopes between 0.7 and 1.3: gradients at a slope near zero would be rounding errors."""
     return values + 0.3 * values.sin()
 
 

@@ -119,7 +119,7 @@ def random_cut(units: Sequence[Sequence[int]], parts: int, rng: random.Random) -
 
 
 def with_signals(samples: Sequence[Sample], seed: int, *, table_seed: int) -> list[Sample]:
-    """Everything an objective may read, around what the world's own model says."""
+    """Inputs that an objective may read, with the log-probabilities of the world's model."""
     rng = np.random.default_rng(seed)
     world = World.of(list(samples), table_seed)
     made = []

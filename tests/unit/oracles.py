@@ -1,4 +1,4 @@
-"""What folding means, spelled out token by token: slow, and too simple to be wrong in the same way as the package."""
+"""The definition of folding, token by token: slow, and too simple to be wrong in the same way as the package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parent_path(path: Path) -> Path:
 
 
 def flat_paths(samples: Sequence[Sample], layout: FlatLayout) -> list[Path]:
-    """The path of every flat token, read through the sample map; every physical token must be somebody's."""
+    """The path of every flat token, read through the sample map; every physical token must belong to a sample."""
     found: dict[int, Path] = {}
     for index, sample in enumerate(samples):
         for flat, path in zip(layout.sample_tokens(index).tolist(), paths_of(sample), strict=True):
@@ -105,7 +105,7 @@ def metadata_of(node_lens: Sequence[int], node_parent: Sequence[int], *, padding
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """One sample alone, ``[n, H, D] x [n, K, D] x [n, K, W]``, row by row."""
+    """One sample, ``[n, H, D] x [n, K, D] x [n, K, W]``, row by row."""
     group = query.shape[1] // key.shape[1]
     rows = []
     for i in range(len(query)):

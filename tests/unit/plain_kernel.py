@@ -1,4 +1,4 @@
-"""The contract of a varlen kernel spelled out: what the cascade's kernels are compared with on a CPU."""
+"""A plain implementation of a varlen kernel's contract, to compare the cascade's kernels with on a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Agents' rollouts as data has them: groups of unequal sizes, rollouts of unequal numbers of turns.
 
-Each rollout is made twice: as one sample in which every turn is scored, and as one sample a turn with its whole history
-as prefix and only that turn scored, which is what ``data.expand_turns`` makes of a conversation.
+Each rollout exists twice: as one sample in which every turn is scored, and as one sample per turn with its full history
+as prefix and only that turn scored, as ``data.expand_turns`` does with a conversation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rollouts(shape: Shape, seed: int, *, vocab: int, per_turn: bool = False) -> 
             tokens, spans = list(prompt), []
             for turn in range(turns):
                 if turn:
-                    tokens += run(3)  # what the tools say
+                    tokens += run(3)  # the tools' answers
                 start = len(tokens)
                 # The first turn is often one that another rollout took too.
                 tokens += [1, 2] if turn == 0 and rng.random() < 0.5 else run(3)
@@ -57,7 +57,7 @@ def rollouts(shape: Shape, seed: int, *, vocab: int, per_turn: bool = False) -> 
 
 
 def as_samples(made: Sequence[Rollout], seed: int, *, scale: float, around: float) -> tuple[list[Sample], list[Sample]]:
-    """One sample a rollout, and one a turn; log-probabilities lie around a value and are the same in both."""
+    """One sample per rollout, and one per turn; log-probabilities lie around a value and are the same in both."""
     rng = np.random.default_rng(seed)
     wholes, turns = [], []
     for rollout in made:
@@ -94,7 +94,7 @@ def mask(length: int, spans: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def advantages_by_hand(made: Sequence[Rollout], baseline: str, eps: float = 1e-6) -> list[list[float]]:
-    """Of each rollout, one for every turn: the group's rewards counted once a rollout, or once a turn if they are."""
+    """Advantages of each rollout's turns: the group's rewards count per rollout, or per turn if given so."""
     result = []
     for rollout in made:
         group = [other for other in made if other.group == rollout.group]

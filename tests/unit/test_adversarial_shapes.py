@@ -1,4 +1,4 @@
-"""The whole of the host's part on shapes that nobody trains on: sorting, plan, layout and tensors, in seconds."""
+"""All host-side work on adversarial shapes (sorting, planning, layout and tensors) takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_prefix_tree.plan.pack import Leaves
 from mcore_prefix_tree.trie import build_trie, trie_from_order
 
 MODEL = CostModel(token=1000.0, pair=1.0)
-# Generous: on a machine that does nothing else each takes a second or two. What is quadratic takes hours.
+# Generous: on an idle machine each takes a second or two. Quadratic work takes hours.
 SECONDS = 60
 
 
@@ -100,7 +100,7 @@ def test_in_time(shape, dp_size):
 
 @pytest.mark.parametrize("dp_size", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_a_comb_of_100_000_nodes_in_depth(dp_size):
-    """Its tokens would be five thousand million: what planning reads of them is their lengths."""
+    """Has five billion tokens; planning reads only their lengths."""
     count = 100_000
     shared, lengths = np.arange(count), np.arange(count) + 2
     started = time.perf_counter()

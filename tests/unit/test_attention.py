@@ -19,7 +19,7 @@ from mcore_prefix_tree.attention import AttentionOptions, Case, check_backend, p
 from mcore_prefix_tree.attention.api import BACKENDS, load_backend, supporting
 from mcore_prefix_tree.logprob import restore
 
-# Those that can be held to the tolerances of fp64 on this machine. The other back-ends have tests of their own.
+# Back-ends that meet fp64 tolerances on this machine. The other back-ends have separate tests.
 EXACT = supporting(
     Case(
         device=torch.device("cpu"),
@@ -67,7 +67,7 @@ def assert_path_is_reference(metadata, *, limit=1e-12, **shape):
 
 
 @given(sample_lists(min_samples=1, max_samples=6), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([8, 5]))
-def test_reference_is_every_sample_alone(samples, heads, value_dim):
+def test_reference_equals_unfolded_samples(samples, heads, value_dim):
     layout = fold(samples, pad_to_multiple_of=4)
     metadata = TreeMetadata.from_layout(layout)
     inputs, _ = random_inputs(layout.padded_size, heads=heads[0], key_heads=heads[1], value_dim=value_dim)
@@ -129,7 +129,7 @@ def test_any_query_block(block, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", EXACT)
-def test_padding_alone(backend):
+def test_padding_without_nodes(backend):
     metadata = TreeMetadata.from_nodes([0], [], padded_size=5)
     inputs, grad_out = random_inputs(5)
     out, grad_query, grad_key, grad_value = run(backend, inputs, grad_out, metadata)
@@ -160,7 +160,7 @@ def test_a_sibling_cannot_be_seen(backend):
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", quick("path", of=["path", "cascade"]))
 def test_plans_are_not_traced(backend):
-    """torch.compile goes on around what NumPy plans on the host, for every new tree."""
+    """torch.compile continues after a graph break for NumPy's planning, for every new tree."""
 
     @torch.compile(backend="eager")
     def layer(query, key, value, metadata):
@@ -236,7 +236,7 @@ def test_path_in_bf16_is_no_further_from_the_truth_than_unfolded(seed):
     truth = run("reference", doubled, grad_out.double(), metadata, scale=32**-0.5)
     folded = run("path", inputs, grad_out, metadata, scale=32**-0.5)
 
-    # Each sample alone through SDPA. A shared token's output gradient comes through the first sample that has it, so
+    # Each sample by itself in SDPA. A shared token's output gradient comes through the first sample that has it, so
     # that both sides start from the same bits; the gradients of the inputs are summed over samples in fp64.
     unfolded = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in truth]
     seen = torch.zeros(layout.padded_size, dtype=torch.bool)
@@ -254,7 +254,7 @@ def test_path_in_bf16_is_no_further_from_the_truth_than_unfolded(seed):
     assert seen.all()
     for name, ours, theirs, exact in zip(("out", "dq", "dk", "dv"), folded, unfolded, truth, strict=True):
         assert ours.dtype == torch.bfloat16
-        # What comes back is bf16, so the unfolded side is rounded once as well.
+        # The result is bf16, so the unfolded side is rounded once as well.
         theirs_error = worst(theirs.bfloat16(), exact)
         assert theirs_error > 1e-4
         assert worst(ours, exact) <= BF16_FACTOR * theirs_error, (name, worst(ours, exact), theirs_error)
@@ -335,7 +335,7 @@ def tensors_in(value):
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_plans_of_the_host_move_to_the_device(backend, tmp_path, monkeypatch):
-    """Of all back-ends, for GPUs that are not there; a device of torch's that has no memory takes the GPU's place."""
+    """Plans of all back-ends, without a GPU; a device of torch's without memory takes its place."""
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path)
     case = case_of(device="cuda", capability=(10, 0), dtype=torch.bfloat16, window=5)
@@ -392,7 +392,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes, says):
         tree_attention(*(torch.zeros(shape) for shape in shapes), metadata, softmax_scale=1.0)
 
 
-def test_an_unknown_backend_is_refused_with_those_there_are():
+def test_unknown_backend_error_lists_the_backends():
     with pytest.raises(
         ValueError, match=r"attention backend 'flash' does not exist; choose one of .*path, .*reference"
     ):
@@ -427,7 +427,7 @@ def test_one_dtype_for_all():
 
 
 @given(sample_lists(min_samples=1, max_samples=5), st.sampled_from([None, 1, 2, 5]), st.booleans())
-def test_options_of_the_reference_are_every_sample_alone(samples, window, has_sinks):
+def test_reference_with_options_equals_unfolded_samples(samples, window, has_sinks):
     """Row by row, in the words of the options."""
     layout = fold(samples)
     metadata = TreeMetadata.from_layout(layout)

@@ -1,4 +1,4 @@
-"""``auto``: which back-end it takes, that it says why, and that it is asked once."""
+"""``auto``: its back-end, its reported reason, and that it chooses once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_nearest_shape_decides(table):
     assert "(many: cascade 1e+03 ms, path 2e+03 ms)" in choice.reason
 
 
-def test_only_what_supports_the_run_counts(table):
+def test_unsupported_back_ends_are_ignored(table):
     table.append(row("any", path=1.0, cascade=2.0))
     assert choose(cpu(), SHARED).backend == "path"
     # SDPA has no sinks, so path is out however fast it is.
@@ -78,7 +78,7 @@ def test_the_nearest_head_dim_decides_between_equal_shapes(table):
     assert choose(cpu(head_dim=192), SHARED).backend == "cascade"
 
 
-def test_without_sharing_it_is_the_stock_kernel(table):
+def test_auto_without_sharing_selects_the_stock_kernel(table):
     table.append(row("any", shape=UNSHARED, path=1.0, cascade=2.0))
     choice = choose(cpu(), UNSHARED)
     assert choice.backend == "cascade"
@@ -88,12 +88,12 @@ def test_without_sharing_it_is_the_stock_kernel(table):
 
 @pytest.fixture
 def triton_runs(monkeypatch):
-    """The kernels of ``triton`` support everything and are right, on GPUs that are not there."""
+    """The kernels of ``triton`` support everything and are right, on fake GPUs."""
     for name in ("refusal", "check"):
         monkeypatch.setattr(auto.load_backend("triton"), name, lambda case: None)
 
 
-def test_on_a_gpu_nothing_is_measured_and_it_says_so(table, triton_runs):
+def test_auto_reports_that_nothing_was_measured_on_a_gpu(table, triton_runs):
     case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16)
     choice = choose(case, SHARED, device_name="NVIDIA H200")
     assert choice.backend == "triton"
@@ -109,7 +109,7 @@ def test_a_measured_gpu_is_used(table, triton_runs):
 
 
 def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs, monkeypatch):
-    """On a GPU a back-end may have two backwards. The faster one says nothing of a run that may not take it."""
+    """On a GPU a back-end may have two backwards. The faster one does not count for a run that may not use it."""
     monkeypatch.setattr(fa4, "_is_installed", lambda: True)
     monkeypatch.setattr(fa4, "import_fault", lambda module: None)
     monkeypatch.setattr(fa4, "check", lambda case: None)
@@ -134,14 +134,14 @@ def test_on_a_cpu_one_measurement_counts_for_both_modes(table, deterministic):
     assert choose(cpu(deterministic=deterministic), SHARED).backend == "cascade"
 
 
-def test_a_run_that_nothing_supports_is_told_why(table):
+def test_unsupported_run_error_gives_the_reasons(table):
     with pytest.raises(
         ValueError, match=r"'auto' finds none that supports this run \(path: window=5.*name 'reference'"
     ):
         choose(cpu(window=5), SHARED)
 
 
-def test_validation_runs_what_training_runs(table):
+def test_validation_uses_the_back_end_of_training(table):
     """A forward without gradients must not choose a back-end that cannot train: both are asked for the same case."""
     assert choose(cpu(needs_grad=False), SHARED) == choose(cpu(), SHARED)
 
@@ -218,7 +218,7 @@ def config(**changes):
 STEP = [Sample(tokens=[*range(20), *range(100 * index, 100 * index + 5)]) for index in range(1, 6)]
 
 
-def test_a_job_is_told_once(caplog):
+def test_choice_is_reported_once_per_job(caplog):
     said = []
     device = torch.device("cpu")
     name = resolve_backend("auto", config(), lambda: STEP, device=device, say=said.append)
@@ -272,9 +272,9 @@ def test_a_refusal_for_another_reason_does_not_blame_determinism(hopper):
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch, table):
-    """Starts a job on a GPU with flash-attn-4 that is answered by the CPU. Gives its back-end, what it said, the calls.
+    """Starts a job on a GPU with flash-attn-4 answered by the CPU. Returns its back-end, its messages, the calls.
 
-    ``table`` has no time of ``triton``, whose kernels would be compiled for the GPU that is not there.
+    ``table`` has no time of ``triton``, whose kernels would be compiled for the fake GPU.
     """
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path)
@@ -338,14 +338,14 @@ def test_auto_passes_fa4_by(gpu, capability, settings):
     assert "skipped" not in said
 
 
-def test_auto_leaves_out_a_kernel_that_is_wrong(gpu):
+def test_auto_excludes_a_wrong_kernel(gpu):
     name, said, calls = gpu((9, 0), deterministic=False, error=0.1)
     assert name == "flex"
     assert calls
     assert "skipped: attention backend 'fa4' is wrong on this machine: out is off by" in said
 
 
-def test_unmeasured_auto_prefers_fa4_where_it_is_installed(gpu):
+def test_unmeasured_auto_prefers_installed_fa4(gpu):
     name, said, _ = gpu((9, 0), deterministic=False, seconds={"reference": 1.0})
     assert name == "fa4"
     assert "first in order of preference" in said

@@ -54,7 +54,7 @@ def assert_plan_is_the_mask(metadata, query_block, key_block, window):
         assert tile.size
         assert window is not None or tile.any()
         left[rows, columns] = False
-        # What the comparisons of each kind cannot rule out has to be visible.
+        # Every pair that the comparisons of its kind cannot rule out must be visible.
         assert kind != "full" or (tile.all() and tile.shape[1] == key_block)
         assert kind == "diagonal" or (index[columns].max() <= index[rows].min() and tile.shape[1] == key_block)
         assert kind != "diagonal" or query_block == 1 or np.intersect1d(index[rows], index[columns]).size
@@ -105,7 +105,7 @@ def test_node_borders_around_block_sizes(border):
         assert_plan_is_the_mask(metadata, 64, 128, window)
 
 
-def test_padding_alone():
+def test_padding_without_nodes():
     assert_plan_is_the_mask(TreeMetadata.from_nodes([0], [], padded_size=300), 128, 64, None)
 
 

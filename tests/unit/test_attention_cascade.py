@@ -129,8 +129,8 @@ def test_rounding_is_that_of_one_softmax(kernel, dtype):
     assert_close_to_reference(through(kernel), metadata, dim=32, dtype=dtype, limit=limit)
 
 
-def test_without_sharing_it_is_one_causal_call():
-    """Chains alone: the plan has no full call, and the result is the kernel's own, bit for bit."""
+def test_cascade_without_sharing_is_one_causal_call():
+    """Only chains: the plan has no full call, and the result is the kernel's own, bit for bit."""
     metadata = metadata_of([5, 6, 7, 2], [-1, 0, -1, -1])
     plan = build_plan(metadata)
     assert not plan.levels
@@ -207,7 +207,7 @@ def test_statistics_of_an_old_cudnn_are_refused(monkeypatch):
         ({"deterministic": False, "dtype": torch.float32}, "^dtype=torch.float32"),
     ],
 )
-def test_what_transformer_engine_takes(changes, says, monkeypatch):
+def test_transformer_engine_supported_cases(changes, says, monkeypatch):
     monkeypatch.setattr(cuda, "_is_missing", lambda *package: None)
     monkeypatch.setattr(cuda, "import_fault", lambda module: None)
     reason = TransformerEngine().refusal(
@@ -265,7 +265,7 @@ def test_gradcheck():
 
 
 def test_padding_is_no_sequence():
-    """As many sequences as without it, whatever the bucket; with sinks, as the reference has it."""
+    """As many sequences as without padding, for any bucket; sinks as in the reference."""
     lens, parents = random_forest(2, nodes=20, node_lens=(1, 5, 30))
     metadata = metadata_of(lens, parents, padding=1000)
     assert len(build_plan(metadata).runs.host_cu_q) == len(build_plan(metadata_of(lens, parents)).runs.host_cu_q)
@@ -277,7 +277,7 @@ def test_padding_is_no_sequence():
         assert all(worst(one, other) < 1e-12 for one, other in zip(found, wanted, strict=True))
 
 
-def test_a_call_keeps_one_number_a_query_and_head_beside_its_tensors():
+def test_call_saves_one_number_per_query_and_head():
     metadata = metadata_of(*random_forest(2, nodes=40, node_lens=(5, 30)))
     inputs, _ = random_inputs(metadata.padded_size, dtype=torch.float32)
     saved = {}
@@ -324,7 +324,7 @@ def test_refusals_name_the_argument(changes, says):
     assert re.search(says, cascade.refusal(case))
 
 
-def test_torchs_own_kernel_takes_what_is_common():
+def test_torch_kernel_supports_common_cases():
     case = case_of(device="cuda", capability=(8, 0), dtype=torch.bfloat16, deterministic=False)
     torchs = CUDA_KERNELS[-1]
     assert torchs.refusal(case) is None

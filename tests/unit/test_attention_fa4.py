@@ -1,4 +1,4 @@
-"""FlashAttention-4 without a GPU: what is refused, and that its kernels take our lists and compile."""
+"""FlashAttention-4 without a GPU: rejected cases, and kernels that take our lists and compile."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_refusals_name_the_argument(case, says, installed):
         BLACKWELL | {"deterministic": True},
     ],
 )
-def test_what_it_takes_is_not_refused(case, installed):
+def test_supported_cases_are_accepted(case, installed):
     assert fa4.refusal(case_of(**case)) is None
 
 
@@ -93,13 +93,13 @@ def test_a_cpu_is_refused_with_the_way_out():
         tree_attention(*inputs, metadata, softmax_scale=0.3, backend="fa4")
 
 
-# What the package takes from a GPU, where there is none.
+# Stands in for the calls that the package makes to a GPU.
 ON_HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
 ON_BLACKWELL = {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"}
 
 
 def compiles(*arguments, target=ON_HOPPER):
-    """Run the gate in a process of its own: the package reads its target from the environment, once."""
+    """Run the gate in a separate process: the package reads its target from the environment, once."""
     gate = Path(__file__).with_name("fa4_compile_gate.py")
     return subprocess.run(
         [sys.executable, str(gate), *arguments], env=os.environ | target, capture_output=True, text=True, check=False
@@ -112,7 +112,7 @@ def compiles(*arguments, target=ON_HOPPER):
     # heads, key heads, D, W: every row of tiles_of
     ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,192", "8,2,256,256"],
 )
-def test_it_compiles_for_hopper(dims):
+def test_kernels_compile_for_hopper(dims):
     result = compiles(dims)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]
@@ -120,7 +120,7 @@ def test_it_compiles_for_hopper(dims):
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
 @pytest.mark.parametrize("dims", ["4,4,64,64", "8,2,64,64", "8,2,96,96", "8,2,128,128", "4,4,192,128", "8,2,192,128"])
-def test_it_compiles_for_blackwell(dims):
+def test_kernels_compile_for_blackwell(dims):
     result = compiles(dims, target=ON_BLACKWELL)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]
@@ -169,7 +169,7 @@ def test_why_a_head_dim_of_256_is_refused_on_blackwell():
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
 @pytest.mark.parametrize("option", ["window", "sinks"])
 @pytest.mark.parametrize("target", [ON_HOPPER, ON_BLACKWELL], ids=["hopper", "blackwell"])
-def test_its_options_compile(option, target):
+def test_options_compile(option, target):
     result = compiles("8,2,128,128", option, target=target)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["forward", "backward"]

@@ -1,4 +1,4 @@
-"""FlexAttention on the CPU: forward alone, which is all that it has there."""
+"""FlexAttention on the CPU: forward only, because the CPU has no backward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dense(counts, blocks):
 
 
 @given(st.integers(0, 10_000), st.sampled_from([None, 1, 40, 150]))
-def test_the_block_mask_says_which_blocks_meet(seed, window):
+def test_block_mask_marks_blocks_with_visible_pairs(seed, window):
     metadata = metadata_of(*random_forest(seed, nodes=12, node_lens=(0, 1, 60, 130, 200)), padding=seed % 3 + 1)
     mask = flex.build_mask(metadata, window)
     visible = visibility(metadata)
@@ -140,7 +140,7 @@ def test_more_configurations_than_torch_compiles_of_one_function(eager):
 
 
 def test_one_configuration_is_compiled_once(eager):
-    """Other forests, lengths and layers of the same configuration share what was compiled."""
+    """Other forests, lengths and layers of the same configuration share the compiled kernel."""
     torch._dynamo.utils.counters.clear()
     for seed in range(4):
         is_reference(flex.attention, metadata_of(*random_forest(seed, nodes=10, node_lens=(1, 30, 60, 200))))
@@ -148,7 +148,7 @@ def test_one_configuration_is_compiled_once(eager):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_within_what_a_caller_compiles(eager):
+def test_flex_inside_a_compiled_caller(eager):
     metadata = metadata_of(*random_forest(0, nodes=10, node_lens=(1, 30, 60, 200)))
 
     def layer(*arguments):
@@ -181,7 +181,7 @@ def test_training_on_a_cpu_is_refused_with_the_way_out():
         tree_attention(*inputs, metadata, softmax_scale=0.3, backend="flex")
 
 
-def test_what_a_gpu_takes_is_not_refused():
+def test_supported_gpu_cases_are_accepted():
     for options in ({}, {"window": 7, "sinks": torch.zeros(4)}):
         case = case_of(device="cuda", capability=(8, 0), dtype=torch.bfloat16, head_dim=192, value_dim=128, **options)
         assert flex.refusal(case) is None

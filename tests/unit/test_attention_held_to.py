@@ -1,6 +1,6 @@
 """The list that back-ends are held to, for those that run on a CPU: out, dQ, dK, dV and d sinks are the reference's.
 
-The kernels of ``triton`` are held to it in tests/kernels, and what needs a GPU in tests/gpu. FlexAttention has nothing
+The kernels of ``triton`` are held to it in tests/kernels, and GPU back-ends in tests/gpu. FlexAttention has nothing
 but a forward here, in fp32.
 """
 
@@ -58,7 +58,7 @@ def held_to(name, metadata, *, heads=2, key_heads=1, dim=8, value_dim=None, sink
         value_dim=value_dim,
         needs_grad=method.trains,
     )
-    # The cascade itself refuses windows, and adds sinks to what its kernels do.
+    # The cascade itself refuses windows, and adds sinks to its kernels' results.
     if (options.get("window") and name.startswith("cascade")) or method.judge.refusal(replace(case, options=asked)):
         return False
     inputs, grad_out = random_inputs(
@@ -102,7 +102,7 @@ def test_forests(name, forest):
     assert held_to(name, FORESTS[forest], dim=4)
 
 
-def test_the_forests_are_what_they_are_called():
+def test_forests_match_their_names():
     assert FORESTS["one token"].padded_size == 1
     assert FORESTS["depth 300"].max_path_len > 300
     assert 2500 < FORESTS["3,000 tokens"].padded_size < 6000

@@ -1,4 +1,4 @@
-"""The check at first use passes what is right and stops what is wrong in a single pair."""
+"""The check at first use passes correct kernels and stops kernels with a single wrong pair."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def forgets_the_sink(query, key, value, metadata, options):
 
 
 def test_a_first_use_under_activation_recompute():
-    """What the comparison saves for its own backward is not the checkpoint's, which counts in forward and recompute."""
+    """Tensors saved by the comparison do not count for the checkpoint, which compares forward and recompute."""
     metadata = TreeMetadata.from_nodes([0, 20, 30, 40], [-1, 0, 0])
     options = AttentionOptions(softmax_scale=0.2)
     compared = []
@@ -66,7 +66,7 @@ def test_a_first_use_under_activation_recompute():
     assert torch.equal(query.grad, recomputed)
 
 
-def test_the_forest_has_what_kernels_get_wrong():
+def test_forest_covers_known_kernel_errors():
     metadata = _forest(torch.device("cpu"))
     lens = (metadata.cu_node_lens[1:] - metadata.cu_node_lens[:-1]).tolist()
     assert {0, 1, 57, 63, 64, 65, 121, 127, 128, 130} <= set(lens)
@@ -114,7 +114,7 @@ def test_nan_is_an_error():
         check_parity("wrong", attention, case_of(dtype=torch.bfloat16))
 
 
-def test_asked_once():
+def test_check_runs_once():
     calls = 0
 
     def attention(*arguments):
@@ -129,7 +129,7 @@ def test_asked_once():
     assert calls == 2
 
 
-def test_who_only_scores_is_asked_for_no_gradient():
+def test_scoring_compares_no_gradient():
     """The kernel may have no backward in that mode; training with it later is another question."""
     asked = []
 
@@ -157,7 +157,7 @@ def test_scores_are_compared_without_gradients():
 
 
 @pytest.mark.parametrize(("name", "other"), [("fa4", "triton"), ("triton", "flex")])
-def test_what_to_use_instead_is_something_else(name, other):
+def test_error_suggests_another_back_end(name, other):
     with pytest.raises(ParityError, match=f"backend '{name}' is wrong .*; use attention backend '{other}' and report"):
         check_parity(name, one_key_too_few(0), case_of(dtype=torch.bfloat16))
 
@@ -169,7 +169,7 @@ def test_a_failure_is_not_remembered_as_a_pass():
             check_parity("wrong", attention, case_of(dtype=torch.bfloat16))
 
 
-def test_the_check_leaves_the_callers_random_numbers_alone():
+def test_check_preserves_the_random_state():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)

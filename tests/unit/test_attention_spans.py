@@ -52,7 +52,7 @@ def test_spans_of_the_same_depth_are_disjoint_and_ascending(seed):
             assert (np.diff(borders) >= 0).all()
 
 
-def test_a_tree_without_branches_is_runs_alone():
+def test_tree_without_branches_has_only_runs():
     metadata = metadata_of([3, 0, 4, 5, 2], [-1, 0, 1, -1, 3], padding=2)
     spans = cut_into_spans(metadata)
     assert spans.runs.tolist() == [0, 7, 14]

@@ -1,4 +1,4 @@
-"""What the ``triton`` back-end refuses, and what it compares before its first call."""
+"""Cases that the ``triton`` back-end rejects, and its comparison before the first call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOPPER = Case(
 )
 
 
-def test_what_the_kernels_are_for():
+def test_supported_and_rejected_cases():
     everything = AttentionOptions(softmax_scale=0.1, window=5, sinks=torch.zeros(8), deterministic=False)
     for changes in (
         {},
@@ -69,7 +69,7 @@ def test_refused_without_triton(monkeypatch):
 
 @pytest.mark.parametrize("module", ["forward", "backward", "tiles"])
 def test_kernels_are_in_the_language_of_the_oldest_triton(module):
-    """3.4 has no comprehensions; from what else there is it compiles the kernels, as was tried."""
+    """3.4 has no comprehensions; the kernels compile with the rest of its language, as was tried."""
     source = Path(triton_tree.__file__).with_name(f"{module}.py").read_text()
     newer = (ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
     assert not [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, newer)]
@@ -82,12 +82,12 @@ def test_a_call_on_a_machine_without_a_gpu_names_the_others():
         tree_attention(*tensors, metadata, softmax_scale=1.0, backend="triton")
 
 
-# The comparison before the first call, as on a GPU: what is there computes what the kernels should.
+# The comparison before the first call, as on a GPU: CPU code computes the kernels' results.
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Calls are taken for those on a Hopper. A list of what the kernels were asked for; ``wrong`` makes them so."""
+    """Calls count as calls on a Hopper. Returns the list of kernel calls; ``wrong`` makes their results wrong."""
     of, calls = Case.of.__func__, []
     monkeypatch.setattr(
         Case, "of", classmethod(lambda cls, *arguments: replace(of(cls, *arguments), capability=(9, 0)))
@@ -144,7 +144,7 @@ def test_a_wrong_kernel_stops_the_run(kernels):
 
 
 def test_comparisons_wait_until_numbers_can_be_read_back(kernels, monkeypatch):
-    """Neither within what torch.compile traces nor within a CUDA graph, and the next call makes up for it."""
+    """Not inside a torch.compile trace or a CUDA graph; the next call catches up."""
     with monkeypatch.context() as patched:
         patched.setattr(torch.compiler, "is_compiling", lambda: True)
         call()
@@ -168,7 +168,7 @@ def test_only_16_bit_kernels_of_a_gpu_are_compared(kernels, monkeypatch):
 
 
 def test_every_row_of_the_table():
-    """Per-token arrays are rounded up to whole blocks of any size, and operators get the same launches back."""
+    """Per-token arrays are rounded up to full blocks of any size, and operators get the same launches back."""
     for capability, dims, dtype, deterministic in itertools.product(
         [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)],
         [(16, 16), (64, 64), (128, 64), (192, 128), (128, 192), (256, 128), (256, 256)],

@@ -61,7 +61,7 @@ def test_batches_of_any_size_cut_the_same_stream(lines, batch):
     assert [name for part in taken for name in names(part)][: 6 * EPOCH] == stream
 
 
-def test_it_can_be_asked_from_anywhere_and_backwards(lines):
+def test_batches_can_be_read_from_any_position(lines):
     order = SampleOrder(lines, seed=3, order="shuffled")
     stream = order.take(0, 4 * EPOCH)
     for consumed in (50, 3, 29, 0, 44):
@@ -89,7 +89,7 @@ def test_without_shuffling_every_epoch_is_the_files_order(lines):
     assert order.take(EPOCH - 1, 2) == [files[-1], files[0]]
 
 
-def test_nothing_asked_is_nothing_taken(lines):
+def test_empty_request_takes_nothing(lines):
     assert SampleOrder(lines, seed=3, order="shuffled").take(5, 0) == []
 
 
@@ -99,7 +99,7 @@ def test_no_samples_are_refused(nothing):
         SampleOrder(nothing, seed=0, order="shuffled")
 
 
-def test_counted_in_lines_a_batch_takes_whole_ones(lines):
+def test_batch_counted_in_lines_takes_complete_lines(lines):
     order = SampleOrder(lines, seed=3, order="shuffled", by_line=True, step=3, whole_steps=True)
     assert (order.per_epoch, order.left_out) == (6, 2)
     consumed = 0
@@ -135,7 +135,7 @@ def test_fewer_lines_than_a_step(lines):
 
 @pytest.fixture
 def conversations():
-    """Lines of 1 to 4 turns, several of each prompt, none next to one of its own prompt."""
+    """Lines of 1 to 4 turns, several of each prompt, none next to another of the same prompt."""
     rng = np.random.default_rng(0)
     made = []
     for line in range(24):
@@ -210,7 +210,7 @@ def test_folded_runs_start_everywhere_equally_often(conversations):
     assert (last == 6).all()
 
 
-def test_folded_groups_stay_whole_and_are_left_out_in_turn(conversations):
+def test_folded_groups_stay_together_and_are_dropped_in_turn(conversations):
     left_out = Counter()
     for seed in range(200):
         order = SampleOrder(conversations, seed=seed, order="folded", by_line=True, step=5, whole_steps=True)

@@ -240,7 +240,7 @@ def test_the_roofline_is_a_png(tmp_path):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_parents_of_tokens_are_the_mask(seed):
-    """A token sees itself and what its parent sees."""
+    """A token sees itself and every token that its parent sees."""
     metadata = metadata_of(*random_forest(seed, node_lens=(0, 1, 3), root_rate=0.3), padding=2)
     parents = token_parents(metadata)
     mask = torch.eye(metadata.padded_size, dtype=torch.bool)
@@ -266,7 +266,7 @@ def test_prefix_grouper_is_not_asked_for_other_forests(lens):
     assert "supports one prefix" in PEERS["PrefixGrouper"].misfit(metadata_of(*lens))
 
 
-def test_peers_are_not_asked_for_what_they_lack():
+def test_peers_reject_unsupported_cases():
     peer = PEERS["AReaL Triton"]
     assert re.search("not installed|needs a GPU", peer.refusal(case_of(dtype=torch.float32)))
     assert "token by token in Python" in peer.misfit(metadata_of([100_000], [-1]))
@@ -331,7 +331,7 @@ class NotANumber(torch.autograd.Function):
         return grad * float("nan")
 
 
-def test_one_that_fails_does_not_cost_the_others(field):
+def test_failed_measurement_leaves_the_others(field):
     def not_a_number(*arguments):
         return reference.attention(*arguments) * float("nan")
 
@@ -362,7 +362,7 @@ def test_one_that_fails_does_not_cost_the_others(field):
     }
 
 
-def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, monkeypatch):
+def test_failing_contestant_leaves_the_others(field, monkeypatch):
     difference, calls = contest.difference, []
 
     def too_large(results, first):
@@ -378,7 +378,7 @@ def test_one_that_fails_while_it_is_compared_does_not_cost_the_others(field, mon
     assert workload.missing == [{"method": "two", "layout": "tree", "reason": "out of memory"}]
 
 
-def test_what_cannot_even_be_set_up_is_recorded(field, monkeypatch):
+def test_setup_failure_is_recorded(field, monkeypatch):
     """After some errors of CUDA nothing runs on the device any more, in no workload."""
     inputs, calls = contest._inputs, []
 
@@ -399,7 +399,7 @@ def test_what_cannot_even_be_set_up_is_recorded(field, monkeypatch):
 
 
 def test_peers_run_after_everything_else_and_all_is_passed_on_at_once(field):
-    """What a peer breaks for good has nothing left to break, and what is measured is written."""
+    """After a peer breaks the device for good, the measured rows are still written."""
     order, passed_on = [], []
 
     def named(name):
@@ -480,7 +480,7 @@ def test_a_difference_that_is_no_number_is_not_lost_among_others(place):
 
 
 def test_the_clock_of_a_plan_starts_when_the_device_is_idle(monkeypatch):
-    """What was queued before is not its time, and what it queues is."""
+    """Work queued before the call is not part of its time; work that it queues is."""
     waits = []
 
     def wait(device):
@@ -587,7 +587,7 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
         ),
     ],
 )
-def test_mistakes_are_told(arguments, says):
+def test_mistakes_are_reported(arguments, says):
     done = bench_cli(*arguments)
     assert says in str(done.exception)
 
@@ -628,7 +628,7 @@ def test_settings_are_the_case():
     assert case.options.softmax_scale == 0.25
 
 
-def test_an_unfolded_batch_in_parts_counts_as_the_whole():
+def test_unfolded_batch_in_parts_counts_like_one_batch():
     """It does not fit the memory; its samples share nothing, so their pairs add up, and the parts' rounds do."""
     workload = standard_workloads(0.002)[0]
     case = TINY.case
@@ -649,7 +649,7 @@ def test_an_unfolded_batch_in_parts_counts_as_the_whole():
     assert all(len(row.seconds) == 2 for row in rows)
 
 
-def test_a_layout_that_does_not_fit_is_left_out_with_a_reason(monkeypatch):
+def test_layout_beyond_memory_is_skipped_with_a_reason(monkeypatch):
     monkeypatch.setattr(contest, "available_bytes", lambda device: 1 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     entered = contest.Contest(standard_workloads(0.002)[0], replace(TINY, device="cuda"))

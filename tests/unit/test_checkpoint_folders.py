@@ -1,4 +1,4 @@
-"""Where checkpoints lie and which one counts; what they hold is tested in tests/model."""
+"""Locations of checkpoints and the choice of one; tests/model tests their contents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def save(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("iteration", "name"), [(0, "iter_0000000"), (10, "iter_0000010"), (12_345_678, "iter_12345678")]
 )
-def test_folders_have_megatron_s_names(checkpoint, iteration, name):
+def test_folders_have_megatrons_names(checkpoint, iteration, name):
     assert checkpoint.iteration_folder("runs/a", iteration) == Path("runs/a") / name
 
 
@@ -65,8 +65,8 @@ def test_the_tracker_names_the_iteration(checkpoint, tmp_path, text, iteration):
     assert checkpoint.latest_iteration(str(tmp_path)) == iteration
 
 
-def test_weights_may_be_of_no_iteration(checkpoint, tmp_path):
-    """As Megatron-LM's converters leave them; a run cannot go on from them."""
+def test_weights_without_an_iteration(checkpoint, tmp_path):
+    """As Megatron-LM's converters leave them; a run cannot continue from them."""
     assert checkpoint.latest_weights(tmp_path) is None
     (tmp_path / TRACKER).write_text("12")
     assert checkpoint.latest_weights(tmp_path) == 12
@@ -126,12 +126,12 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(checkpoint, save, tmp_pa
     assert checkpoint.latest_iteration(tmp_path) == 2
     assert (tmp_path / "iter_0000002" / "weights").read_text() == "2"
 
-    # What it left behind does not mix with the next one of that iteration.
+    # Its leftovers do not mix with the next checkpoint of that iteration.
     save(tmp_path, 4, lambda target: (target / "other").write_text("4"))
     assert {path.name for path in (tmp_path / "iter_0000004").iterdir()} == {"other", "recipe.yaml"}
 
 
-def test_a_file_in_the_place_of_a_checkpoint_is_told(checkpoint, save, tmp_path):
+def test_file_in_place_of_a_checkpoint_is_reported(checkpoint, save, tmp_path):
     (tmp_path / "iter_0000004").write_text("not a folder")
     with pytest.raises(checkpoint.SaveError) as error:
         save(tmp_path, 4, lambda target: None)

@@ -15,7 +15,7 @@ def remove_older():
     return remove_older
 
 
-def whole(folder, *iterations):
+def write_complete(folder, *iterations):
     """Checkpoints as Megatron leaves them, in outline."""
     for iteration in iterations:
         path = folder / f"iter_{iteration:07d}"
@@ -25,7 +25,7 @@ def whole(folder, *iterations):
 
 
 def half(folder, iteration):
-    whole(folder, iteration)
+    write_complete(folder, iteration)
     (folder / f"iter_{iteration:07d}" / "metadata.json").unlink()
 
 
@@ -42,7 +42,7 @@ def names(*iterations):
     [(1, [50]), (2, [40, 50]), (4, [20, 30, 40, 50]), (5, [10, 20, 30, 40, 50]), (9, [10, 20, 30, 40, 50])],
 )
 def test_the_newest_stay(remove_older, tmp_path, keep, stay):
-    whole(tmp_path, 30, 10, 50, 20, 40)
+    write_complete(tmp_path, 30, 10, 50, 20, 40)
     told = []
     remove_older(tmp_path, 50, keep=keep, say=told.append)
     assert left(tmp_path) == names(*stay)
@@ -50,13 +50,13 @@ def test_the_newest_stay(remove_older, tmp_path, keep, stay):
 
 
 def test_numbers_are_compared_and_not_names(remove_older, tmp_path):
-    whole(tmp_path, 9_999_999, 10_000_000, 10_000_001)
+    write_complete(tmp_path, 9_999_999, 10_000_000, 10_000_001)
     remove_older(str(tmp_path), 10_000_001, keep=2, say=pytest.fail)
     assert left(tmp_path) == names(10_000_000, 10_000_001)
 
 
-def test_what_a_killed_run_left_is_removed_and_keeps_no_whole_one_out(remove_older, tmp_path):
-    whole(tmp_path, 10, 20, 40)
+def test_leftovers_of_a_killed_run_are_removed_and_not_counted(remove_older, tmp_path):
+    write_complete(tmp_path, 10, 20, 40)
     half(tmp_path, 15)
     half(tmp_path, 30)
     remove_older(tmp_path, 40, keep=2, say=pytest.fail)
@@ -64,24 +64,24 @@ def test_what_a_killed_run_left_is_removed_and_keeps_no_whole_one_out(remove_old
 
 
 def test_later_checkpoints_stay_and_do_not_count(remove_older, tmp_path):
-    """Somebody has gone back to an earlier one: the newest of this run is not the highest number."""
-    whole(tmp_path, 10, 20, 30, 90)
+    """The user has gone back to an earlier one: the newest of this run is not the highest number."""
+    write_complete(tmp_path, 10, 20, 30, 90)
     remove_older(tmp_path, 30, keep=1, say=pytest.fail)
     assert left(tmp_path) == names(30, 90)
 
 
-def test_what_is_no_checkpoint_stays(remove_older, tmp_path):
+def test_other_files_and_folders_stay(remove_older, tmp_path):
     saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
     saved.mkdir()
     elsewhere.mkdir()
-    whole(saved, 50)
-    whole(elsewhere, 3)
+    write_complete(saved, 50)
+    write_complete(elsewhere, 3)
     (saved / "iter_0000001").write_text("a file")
     (saved / "iter_0000002").mkdir()
     (saved / "iter_0000002" / "notes.txt").write_text("mine")
     (saved / "iter_0000003").symlink_to(elsewhere / "iter_0000003")
     for other in ("iter_4", "iter_0000005.bak", "release", "best_iter_0000006"):
-        whole(saved, 7)
+        write_complete(saved, 7)
         (saved / "iter_0000007").rename(saved / other)
     before = left(saved)
     remove_older(saved, 50, keep=1, say=pytest.fail)
@@ -89,8 +89,8 @@ def test_what_is_no_checkpoint_stays(remove_older, tmp_path):
     assert left(elsewhere / "iter_0000003") == ["__0_0.distcp", "metadata.json"]
 
 
-def test_what_cannot_be_removed_is_told_and_the_others_are(remove_older, tmp_path, monkeypatch):
-    whole(tmp_path, 10, 20, 30)
+def test_failed_removal_is_reported_and_others_are_removed(remove_older, tmp_path, monkeypatch):
+    write_complete(tmp_path, 10, 20, 30)
     honest = shutil.rmtree
 
     def rmtree(path):
@@ -106,13 +106,13 @@ def test_what_cannot_be_removed_is_told_and_the_others_are(remove_older, tmp_pat
         f"checkpoint.keep_last=1: {tmp_path / 'iter_0000010'} could not be removed (Permission denied); remove it by "
         "hand"
     ]
-    assert left(tmp_path / "iter_0000010") == ["__0_0.distcp"], "nothing takes it for a whole one"
+    assert left(tmp_path / "iter_0000010") == ["__0_0.distcp"], "nothing mistakes it for a complete checkpoint"
     monkeypatch.undo()
     remove_older(tmp_path, 30, keep=1, say=pytest.fail)
     assert left(tmp_path) == names(30)
 
 
-def test_a_folder_that_cannot_be_read_is_told(remove_older, tmp_path):
+def test_unreadable_folder_is_reported(remove_older, tmp_path):
     told = []
     remove_older(tmp_path / "gone", 10, keep=1, say=told.append)
     assert told == [

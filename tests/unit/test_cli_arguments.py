@@ -57,7 +57,7 @@ def test_numbers_have_limits_that_are_named(data: Path, command: str, option: st
         (["plan", "x.jsonl", "--order", "random"], "error: Invalid value for '--order': "),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(arguments: list[str], says: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(arguments: list[str], says: str) -> None:
     done = cli(*arguments)
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
@@ -75,7 +75,7 @@ def test_a_group_without_a_command_shows_its_help() -> None:
 
 @pytest.mark.parametrize("columns", ["0", "-1", "1", "39", "wide", "9" * 5000])
 @pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--help"]])
-def test_a_terminal_of_no_width_shows_what_others_show(data: Path, arguments: list[str], columns: str) -> None:
+def test_terminal_without_width_prints_as_usual(data: Path, arguments: list[str], columns: str) -> None:
     command, *options = arguments
     files = [] if "--help" in options else [data]
     shown = cli(command, *files, *options, COLUMNS=columns, TERMINAL_WIDTH=columns)

@@ -1,4 +1,4 @@
-"""``inspect`` says why samples share less than they should, and which settings fold more."""
+"""``inspect`` explains why samples share less than they should, and which settings fold more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inspect(*arguments):
 
 
 def said(*arguments):
-    """Return what is said about causes, without the hint about steps."""
+    """Return the lines about causes, without the hint about steps."""
     result = inspect(*arguments, "--trees", 0)
     assert result.exit_code == 0, result.output
     after = result.stdout.partition("longest sample: ")[2].partition("\n")[2]
@@ -204,7 +204,7 @@ def test_a_template_that_rewrites_the_history(tmp_path):
     assert '"removed' in lines[2]
 
 
-def test_what_is_meant_to_differ_has_no_cause(tmp_path):
+def test_intended_differences_have_no_cause(tmp_path):
     no_cause = ["No cause found why samples share no more: their continuations differ."]
     answers = write(tmp_path / "answers.jsonl", [talk("Hello", text, system=POLICY) for text in ("Yes.", "Yes!", "No")])
     assert said(answers) == no_cause
@@ -218,7 +218,7 @@ def test_what_is_meant_to_differ_has_no_cause(tmp_path):
 
 @pytest.fixture
 def turns(tmp_path):
-    """Eight prompts of six completions each, a line each, none beside one of its own prompt."""
+    """Eight prompts of six completions each, one per line, never next to another of the same prompt."""
     rows = [{"tokens": [prompt] * 30 + [50 + leaf] * 3} for leaf in range(6) for prompt in range(8)]
     return write(tmp_path / "turns.jsonl", rows)
 

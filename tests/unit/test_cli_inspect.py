@@ -89,7 +89,7 @@ def test_json_is_one_object_and_nothing_else(forest):
     }
 
 
-def test_the_drawing_says_the_same(forest):
+def test_drawing_matches_the_report(forest):
     result = inspect(forest)
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
@@ -154,7 +154,7 @@ def test_a_model_has_an_expected_speedup(chat, tmp_path):
     ]
 
 
-def test_trees_limits_the_drawings_and_says_so(forest):
+def test_trees_option_limits_the_drawings_and_counts_the_rest(forest):
     assert "9 9 9" not in inspect(forest, "--trees", 1).stdout
     assert "… 1 more tree\n" in inspect(forest, "--trees", 1).stdout
     assert "├" not in inspect(forest, "--trees", 0).stdout
@@ -188,12 +188,12 @@ def test_deep_trees_are_cut_and_counted(tmp_path):
     assert max(re.search(r"\d|…|$", line).start() for line in lines) == 4 * drawing.MAX_LEVELS
     assert any("… 2 branches, " in line for line in lines)
     drawn = sum(int(found.replace(",", "")) for line in lines for found in re.findall(r"([\d,]+) tokens?", line))
-    assert drawn == 600  # what is cut is counted where it is cut: nothing is lost
+    assert drawn == 600  # samples cut from the drawing are counted at the cut: none is lost
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("width", [80, 200])
-def test_drawings_fit_in_what_the_terminal_has(tmp_path, encoding, width):
+def test_drawings_fit_the_terminal(tmp_path, encoding, width):
     path = write_tokens(tmp_path / "wide.jsonl", [[*range(2000, 2040), end, *range(40)] for end in range(9)])
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": str(width), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "mcore_prefix_tree", "inspect", str(path)]
@@ -220,13 +220,13 @@ def test_chat_is_encoded_with_the_default_tokenizer(chat):
     assert turns["longest_sample"].endswith(" turn 1")
 
 
-def test_the_tokenizer_is_the_one_that_was_named(chat):
+def test_tokenizer_option_selects_the_tokenizer(chat):
     assert json.loads(inspect(chat, "--json", "--tokenizer", "mistral-v3-tekken").stdout)["tokenizer"] == (
         "mistral-v3-tekken"
     )
 
 
-def test_text_is_shown_where_the_tokenizer_can_decode(forest, monkeypatch):
+def test_text_is_shown_if_the_tokenizer_can_decode(forest, monkeypatch):
     class Decoding:
         name = "letters"
         vocab_size = 100
@@ -241,7 +241,7 @@ def test_text_is_shown_where_the_tokenizer_can_decode(forest, monkeypatch):
 
 
 @pytest.mark.parametrize(("tokenizer", "beyond"), [("mistral-v7", 32768), ("mistral-v3-tekken", 131072)])
-def test_ids_are_shown_where_the_tokenizer_has_them_not(tmp_path, tokenizer, beyond):
+def test_ids_are_shown_if_the_tokenizer_lacks_them(tmp_path, tokenizer, beyond):
     path = write_tokens(tmp_path / "beyond.jsonl", [[1, 2, last, last] for last in (1100, beyond, 2**31 - 1)])
     result = inspect(path, "--tokenizer", tokenizer)
     assert result.exit_code == 0, result.output
@@ -399,7 +399,7 @@ def test_keywords_of_a_chat_template(chat, given, says):
     ],
 )
 def test_a_terminal_may_have_any_encoding(tmp_path, encoding, name, words, more):
-    """What it does not have is spelt with what it has; and a file's name may be no text at all."""
+    """Characters that it lacks are escaped with those that it has; a file name may not be valid text."""
     talk = [("user", "caf\xe9 and \u2603 go on " + "and on " * 20), ("assistant", "Yes")]
     file = tmp_path / "r\udce9sum\xe9.jsonl"
     file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) + "\n")

@@ -43,14 +43,14 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def ended(*commands: list[str]) -> list[dict[str, object]]:
-    """How each command ended, and what was loaded by then."""
+    """Exit of each command, and the modules loaded by then."""
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(commands), capture_output=True, text=True, check=True
     )
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-# What is wrong, by an override, and the start of the sentence.
+# An override that makes a mistake, and the start of the sentence.
 MISTAKES = {
     "train_itres=3": "recipe {recipe}: train_itres: there is no such key (given 3), did you mean train_iters?",
     "objective.name=grop": "recipe {recipe}: objective.name: there is no objective 'grop'; there are ",

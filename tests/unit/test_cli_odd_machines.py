@@ -31,7 +31,7 @@ def test_data_of_any_name_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["arrow", "parquet", "feather"])
-def test_a_table_whose_name_arrow_cannot_open_is_named(tmp_path: Path, name: str) -> None:
+def test_error_names_a_table_that_arrow_cannot_open(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{NAME}.{name}").write_bytes(b"PAR1")
     status, said = run(tmp_path, "inspect", f"{NAME}.{name}")
     assert status == 2

@@ -1,4 +1,4 @@
-"""Pictures of inspect, train and bench: what they are drawn from, and that a file comes out."""
+"""Pictures of inspect, train and bench: their data, and that a file is written."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_pictures_are_checked_before_the_work(
     assert done.stderr == ("error: --plot needs matplotlib; install it with: pip install 'matplotlib>=3.8'\n")
 
 
-def test_train_draws_what_rewards_report(recipe: Path, tmp_path: Path) -> None:
+def test_train_draws_reported_rewards(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     row = {"group": "a", "old_logprobs": [None, None, -2.0], "ref_logprobs": [None, None, -2.5]}
     rows = [{"tokens": [1, 2, 4 + at], "loss_mask": [0, 0, 1], "reward": at, **row} for at in range(2)]

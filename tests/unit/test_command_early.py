@@ -35,14 +35,14 @@ for script, arguments, environment in json.load(sys.stdin):
 GPT, HYBRID, RL = "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py"
 LAUNCHED = {"MASTER_ADDR": "localhost"}
 DRY = "--prefix-tree-dry-run"
-# A job that the early check has nothing to say of; PATH stands for a file of samples.
+# A job without early errors; PATH stands for a file of samples.
 JOB = (
     "--prefix-tree --prefix-tree-data-path PATH --prefix-tree-max-tokens 64 --attention-dropout 0 --hidden-dropout 0 "
     "--vocab-size 128 --no-gradient-accumulation-fusion"
 )
 LATENT = "--multi-latent-attention --tensor-model-parallel-size 2 --transformer-impl local"
 
-# Script, what is added to the job (or after "only", all of it), and how the sentence begins.
+# Script, arguments added to the job (or after "only", all of them), and the start of the sentence.
 MISTAKES = [
     (
         GPT,
@@ -139,7 +139,7 @@ def words(text: str, data: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of samples, and what the door takes for a checkout, in which importing anything fails."""
+    """A folder of samples, and a fake checkout, in which every import fails."""
     root = tmp_path_factory.mktemp("job")
     for name in (GPT, HYBRID, RL):
         (root / name).write_text("raise AssertionError")
@@ -152,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(root: Path, cases: list[tuple[str, list[str], dict[str, str]]]) -> list[dict[str, object]]:
-    """How the door ended each time, and what was imported by then."""
+    """Exit of each command line, and the modules imported by then."""
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -234,8 +234,8 @@ def test_scores_replace_no_file_that_is_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("script", "text"), PASSED)
-def test_what_megatron_lm_has_to_judge_is_let_pass(folder: Path, script: str, text: str) -> None:
-    # It ends where Megatron-LM is imported, which fails in this checkout.
+def test_arguments_for_megatron_lm_pass(folder: Path, script: str, text: str) -> None:
+    # It ends at the import of Megatron-LM, which fails in this checkout.
     (found,) = ended(folder, [(script, words(text, folder / "data.jsonl"), LAUNCHED)])
     assert str(found["code"]).startswith("passed: "), found
 

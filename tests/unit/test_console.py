@@ -104,7 +104,7 @@ def printed(console):
     return console.file.getvalue()
 
 
-def test_a_log_has_one_plain_line_a_step(log, step_report):
+def test_log_has_one_plain_line_per_step(log, step_report):
     console, reporter = log
     reporter.started(3, 6)
     assert printed(console) == ""
@@ -125,13 +125,13 @@ def test_a_terminal_has_a_bar(terminal, step_report):
     reporter.step(replace(step_report, iteration=6))
     reporter.close()
     shown = ANSI.sub("", printed(console))
-    assert "step 2/6" in shown, "a resumed run starts where it stopped"
+    assert "step 2/6" in shown, "a resumed run starts at its last step"
     assert "step 6/6" in shown
     assert [line for line in shown.splitlines() if line.startswith("step 3 | loss 1.234568 | ")], "above the bar"
     assert printed(console).rindex("\x1b[?25h") > printed(console).rindex("\x1b[?25l"), "the cursor is back"
 
 
-def test_closing_twice_or_without_a_bar_is_nothing(terminal, log):
+def test_closing_twice_or_without_a_bar_does_nothing(terminal, log):
     for console, reporter in (terminal, log):
         reporter.close()
         reporter.close()
@@ -148,7 +148,7 @@ def test_the_closing_table_ends_the_bar(terminal, comparison):
     assert printed(console) == before
 
 
-def test_nothing_to_train_is_said(log, terminal):
+def test_missing_training_samples_are_reported(log, terminal):
     for console, reporter in (log, terminal):
         reporter.started(7, 6)
         assert printed(console) == "nothing to train: train_iters=6 are done\n"
@@ -184,7 +184,7 @@ def test_an_evaluation_has_lines_like_a_step(log):
     assert printed(console) == "validation after step 4 | loss 2.500000 | 1,200 samples in 61 s\n  nll 2.5\n"
 
 
-def test_the_last_line_says_where_the_checkpoint_is(log, terminal):
+def test_last_line_names_the_checkpoint(log, terminal):
     for console, reporter in (log, terminal):
         reporter.finished("runs/mine/iter_0000004")
         reporter.finished(None)
@@ -222,7 +222,7 @@ def test_the_errors_fit_80_columns(verify_report, log):
 
 
 @pytest.mark.parametrize("error", [1.1e-5, float("inf"), float("nan")])
-def test_an_error_above_its_limit_stands_out(verify_report, error):
+def test_error_above_its_limit_is_highlighted(verify_report, error):
     report = replace(verify_report, entropy_error=error)
     lines = shown(print_verified, report)
     assert cells(lines, "entropies")[-1] == "TOO LARGE"
@@ -280,7 +280,7 @@ def test_runs_that_are_compared_have_a_bar(terminal):
     assert "\x1b[?25h" in printed(console)
 
 
-def test_runs_that_are_compared_have_a_line_now_and_then_elsewhere(monkeypatch):
+def test_compared_runs_without_a_terminal_print_lines(monkeypatch):
     now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
     monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
     console = Console(file=io.StringIO())
@@ -353,7 +353,7 @@ def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch)
 
 @pytest.fixture
 def waits(monkeypatch):
-    """``train`` with a recipe that fails; a rank that waits says how long."""
+    """``train`` with a recipe that fails; a waiting rank prints its time."""
     monkeypatch.setattr("mcore_prefix_tree.utils.errors.time.sleep", lambda seconds: sys.stderr.write(f"{seconds} s\n"))
     monkeypatch.setattr("mcore_prefix_tree.settings.load_recipe", fail)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
@@ -368,7 +368,7 @@ def said(recipe):
     return result.stderr
 
 
-def test_every_rank_but_the_first_leaves_the_word_to_it(recipe, waits, monkeypatch):
+def test_other_ranks_wait_for_the_first_ranks_error(recipe, waits, monkeypatch):
     """torchrun ends all ranks when one exits: a quiet one that exits first would silence the one that explains."""
     for rank, expected in (("0", "error: x\n"), ("1", "10.0 s\nerror: x\n")):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -380,7 +380,7 @@ def test_every_rank_but_the_first_leaves_the_word_to_it(recipe, waits, monkeypat
 
 
 def test_under_torchrun_the_first_to_speak_speaks_for_all(recipe, waits, monkeypatch, tmp_path):
-    for attempt in range(2):  # a restart has a word of its own
+    for attempt in range(2):  # a restart has a separate word
         for place, rank in enumerate(("1", "0", "2")):
             folder = tmp_path / f"attempt_{attempt}" / rank
             folder.mkdir(parents=True)
@@ -407,7 +407,7 @@ def test_reading_shows_bytes_on_a_terminal_until_training_starts():
     reporter.close()
 
 
-def test_reading_says_a_line_now_and_then_elsewhere(monkeypatch):
+def test_reading_progress_without_a_terminal_is_printed_in_lines(monkeypatch):
     now = iter([0.0, 1.0, 31.0, 31.0, 40.0])
     monkeypatch.setattr("mcore_prefix_tree.cli.console.time.monotonic", lambda: next(now))
     console = Console(file=io.StringIO())

@@ -1,6 +1,6 @@
-"""The assistant mask: tokens of random conversations against transformers, scored spans against who wrote what.
+"""The assistant mask: tokens of random conversations against transformers, scored spans against authorship.
 
-Each rule has its examples too. ``[[...]]`` marks what is scored.
+Each rule has examples too. ``[[...]]`` marks scored text.
 """
 
 import json
@@ -67,7 +67,7 @@ def read(tmp_path_factory):
 
 @EVERY_FAMILY
 @given(data=st.data())
-def test_script_writes_what_the_template_writes(made, name, data):
+def test_script_writes_the_templates_text(made, name, data):
     family, _, official = made(name)
     case = data.draw(conversations(family))
     whole = "".join(piece.text for piece in family.script(case.messages, case.tools))
@@ -84,7 +84,7 @@ def test_script_writes_what_the_template_writes(made, name, data):
 
 @EVERY_FAMILY
 @given(data=st.data())
-def test_every_turn_is_what_the_model_wrote(made, read, name, data):
+def test_every_turn_scores_the_models_text(made, read, name, data):
     family, tokenizer, official = made(name)
     case = data.draw(conversations(family))
     samples = read(tokenizer, case.record, expand=True)
@@ -119,7 +119,7 @@ def test_conversation_scores_every_turn_or_is_refused(made, read, name, data):
 
 
 def check(sample, tokens, mask, *, open_end):
-    """Compare a sample with what is right of it; with ``open_end`` it may lack tokens behind the last scored one."""
+    """Compare a sample with expected tokens and mask; ``open_end`` allows missing tokens after the last scored one."""
     found, weights = sample.tokens.tolist(), sample.loss_mask.tolist()
     shortest = len(tokens) if not open_end else max((at + 1 for at, weight in enumerate(mask) if weight), default=1)
     assert found == tokens[: max(len(found), shortest)]
@@ -130,7 +130,7 @@ def check(sample, tokens, mask, *, open_end):
 
 
 def marked(tokenizer, sample):
-    """Return the text of a sample, ``[[`` and ``]]`` around what is scored."""
+    """Return the text of a sample, ``[[`` and ``]]`` around scored spans."""
     pairs = zip(sample.tokens.tolist(), sample.loss_mask.tolist(), strict=True)
     runs = [(on, [token for token, _ in run]) for on, run in groupby(pairs, key=lambda pair: pair[1] != 0)]
     return "".join(f"[[{tokenizer.decode(ids)}]]" if on else tokenizer.decode(ids) for on, ids in runs)
@@ -138,7 +138,7 @@ def marked(tokenizer, sample):
 
 @pytest.fixture
 def shown(made, read):
-    """Texts of the samples of records or of one conversation, with what is scored marked."""
+    """Texts of the samples of records or of one conversation, with marks around scored spans."""
 
     def texts(name, *records, expand=False, **changes):
         _, tokenizer, _ = made(name, **changes)
@@ -266,13 +266,13 @@ def test_next_role_stops_a_turn_without_thinking(shown):
     [([said("", tool_calls=call())], "<|observation|>"), ([said("x")], "<|user|>"),
      ([said("x"), tool("y")], "<|observation|>"), ([said("x"), user("y")], "<|user|>")],
 )  # fmt: skip
-def test_last_turn_of_glm_gets_the_token_that_would_follow(shown, last, stop):
+def test_last_turn_of_glm_gets_the_next_turns_token(shown, last, stop):
     (text,) = shown("glm", [user("a"), *last])
     assert text.startswith("[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\n")
     assert text.endswith(f"{stop}]]")
 
 
-def test_only_listed_tokens_stop_where_some_are_listed(shown):
+def test_only_listed_stop_tokens_are_used(shown):
     messages = [user("a"), said("", tool_calls=call()), tool("b"), said("c")]
     assert shown("glm", messages, stops=("<|endoftext|>", "<|user|>")) == [
         "[gMASK]<sop><|user|>\na<|assistant|>\n<think></think>[[\n<tool_call>find\n</tool_call>]]<|observation|>\n"
@@ -347,7 +347,7 @@ def test_cut_turn_in_the_middle_leaves_the_others(shown):
 
 
 @pytest.mark.parametrize(("key", "value"), CUT_KEYS)
-def test_record_says_that_its_last_turn_was_cut(shown, key, value):
+def test_record_marks_its_last_turn_as_cut(shown, key, value):
     ended, cut = CHATML_ASKED + "[[b<|im_end|>]]", CHATML_ASKED + "[[b]]"
     conversation = [user("a"), said("b"), user("c"), said("d")]
     prompt = [user("a")]
@@ -583,7 +583,7 @@ def test_empty_reasoning_is_none(shown, key, empty):
 @pytest.mark.parametrize("key", REASONING_NAMES)
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.reasoning is None])
 def test_reasoning_that_the_template_drops_is_refused(shown, name, key):
-    for content in ("b", "hm and more"):  # the answer may say the same
+    for content in ("b", "hm and more"):  # the answer may hold the same text
         with pytest.raises(SampleError, match=key):
             shown(name, [user("a"), said(content, **{key: "hm"})])
 
@@ -614,7 +614,7 @@ def test_result_of_a_call_in_raw_text_is_taken(shown):
     messages = [user("a"), said(raw), tool("va"), said("done")]
     asked = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     block, result = "<think>\n\n</think>\n\n", "<|im_start|>user\n<tool_response>\nva\n</tool_response><|im_end|>\n"
-    # The template leaves out the inserted block once the turn is history.
+    # The template omits the inserted block once the turn is history.
     assert shown("qwen3", messages, expand=True) == [
         asked + f"{block}[[{raw}<|im_end|>]]",
         asked + f"{raw}<|im_end|>\n{result}<|im_start|>assistant\n{block}[[done<|im_end|>]]",
@@ -624,14 +624,14 @@ def test_result_of_a_call_in_raw_text_is_taken(shown):
     ]
 
 
-def test_developer_is_the_system_where_the_template_has_none(shown):
+def test_developer_becomes_system_without_a_developer_role(shown):
     messages = [{"role": "developer", "content": "be"}, user("a"), said("b")]
     assert shown("qwen3", messages)[0].startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user")
     assert shown("gemma", messages)[0].startswith("<bos><start_of_turn>user\nbe\n\na<end_of_turn>")
     assert shown("phi", messages)[0].startswith("<|system|>\nbe<|end|>\n")
 
 
-def test_developer_stays_where_the_template_has_it(shown):
+def test_developer_stays_if_the_template_has_the_role(shown):
     messages = [{"role": "developer", "content": "be"}, user("a"), said("b")]
     assert shown("harmony", messages)[0].startswith("<|start|>developer<|message|>be<|end|>")
     assert shown("chatml", messages)[0].startswith("<|im_start|>developer\nbe<|im_end|>\n")

@@ -60,7 +60,7 @@ def conversations(draw):
 
 
 def samples_of(talks, *, history, with_ids):
-    """Make a sample of each turn; ``history`` writes what was answered in the turns after it."""
+    """Make a sample of each turn; ``history`` writes its answer into later turns."""
     samples = []
     for rollout, talk in enumerate(talks):
         before = []
@@ -117,7 +117,7 @@ def test_without_text_the_cause_is_unknown_and_the_ratio_no_less(talks):
         assert cause.fold_ratio >= known.causes[0].fold_ratio or not cause.is_bound
 
 
-def test_an_answer_is_recognised_beside_one_that_begins_with_the_same_tokens():
+def test_answers_with_a_common_beginning_are_recognised():
     """The history's first token is that of another answer, so that somebody did generate it."""
     asked = letters("<go on>")
     sent = [*asked, *letters("ABCDEF.")]
@@ -157,7 +157,7 @@ def test_words_that_should_not_matter_are_named_and_mended(words, detail):
     (cause,) = find_causes(samples, decode=decode).causes
     assert (cause.name, cause.detail) == ("prompt", detail)
     right = fold(prompts([words[0]] * len(words)))
-    # Which of the words all would have is not said, only that all have the same.
+    # The report does not name the common words, only that all have the same.
     assert abs(cause.physical_tokens - right.physical_tokens) <= max(map(len, words))
     assert cause.physical_tokens < fold(samples).physical_tokens
     assert find_causes(samples).causes == [] or detail in ("number", "words", "date", "id")
@@ -209,7 +209,7 @@ def array(*tokens):
     right=st.lists(st.integers(0, 3), max_size=40),
     tail=st.lists(st.integers(0, 3), min_size=8, max_size=12),
 )
-def test_sequences_meet_where_the_way_is_shortest(left, right, tail):
+def test_sequences_meet_by_the_shortest_way(left, right, tail):
     one, other = array(*left, *tail), array(*right, *tail)
     ways = [
         (i, j)
@@ -228,7 +228,7 @@ def test_an_end_is_met_with_two_tokens():
 
 
 @given(text=WORDS, more=WORDS)
-def test_a_text_ends_where_its_tokens_do(text, more):
+def test_text_ends_with_its_tokens(text, more):
     assert end_of_text(decode, array(*letters(text), *letters(more)), 0, text) == len(text)
     if len(text) % 2 == 0:
         assert end_of_text(decode, array(*pairs(text), *letters(more)), 0, text) == len(text) // 2

@@ -1,4 +1,4 @@
-"""Chat messages as they are found in the wild, and the errors that name what is wrong with them."""
+"""Chat messages as they are found in the wild, and the errors that name their faults."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_missing_ids_are_ordinals_and_results_answer_in_order():
     assert messages[3].name == "g"
 
 
-def test_results_may_come_in_any_order_when_they_say_what_they_answer():
+def test_results_with_call_ids_may_come_in_any_order():
     messages = parse_messages(
         [
             assistant(tool_calls=[call("f", id="x"), call("g", id="y"), call("h", id="z")]),

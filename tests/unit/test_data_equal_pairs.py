@@ -49,7 +49,7 @@ def test_equal_answers_are_counted_for_each_file(
     ]
 
 
-def test_what_is_held_out_counts_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_pairs_in_held_out_data_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(f"{json.dumps(one)}\n" for one in ROWS[:4]))
     source(path, grouped_by=None).held_out([str(path)], "pair", lambda samples: None, setting="validation.path")
@@ -69,7 +69,7 @@ def test_other_units_and_other_ranks_are_quiet(
     assert caplog.messages == []
 
 
-def test_ranks_that_see_one_pair_count_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_pair_on_several_ranks_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     pairs = EqualPairs(ranks=Ranks(size=2, gather=lambda found: [found, found]))
     sides = [
         Sample(tokens=[1, 2], source=f"d row {number}", signals=Signals(pair="p", chosen=not number))

@@ -1,4 +1,4 @@
-"""Records that say that they must not count: the others are what they are in a file without them."""
+"""Records that are marked as excluded: the others are read as in a file without them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def content(samples):
 
 @given(st.data())
 def test_file_is_as_without_the_excluded(tmp_path_factory, data):
-    """In memory and streamed, whatever the excluded records hold: their rollouts may have crashed."""
+    """In memory and streamed, for any content of excluded records: their rollouts may have crashed."""
     folder = tmp_path_factory.mktemp("files")
     broken = st.sampled_from([{"tokens": []}, {"reward": "crashed"}, {"messages": "?"}, {"tokens": [1, -1]}, {}])
     marks = data.draw(st.lists(st.sampled_from([True, 1, 1.0, False, 0, None, "missing"]), min_size=1, max_size=12))
@@ -145,7 +145,7 @@ def test_other_name_and_tables(tmp_path):
     assert str(skipped) == "excluded 1 by the field 'exclude'"
 
 
-def test_writer_keeps_the_excluded_and_says_so(tmp_path):
+def test_writer_keeps_excluded_records_and_reports_them(tmp_path):
     """As ``score`` reads and writes them."""
     names = FieldNames(given={"exclude": "bad"}, keeps_others=True)
     rows = [{"tokens": [1, 2], "bad": 1}, {"tokens": [1, 3], "bad": 0, "other": 5}]
@@ -172,7 +172,7 @@ def test_writer_keeps_the_excluded_and_says_so(tmp_path):
         ),
     ],
 )
-def test_what_is_incomplete_without_the_excluded_is_named(tmp_path, rows, by, step, says):
+def test_incomplete_groups_name_their_excluded_records(tmp_path, rows, by, step, says):
     path = write(tmp_path / "a.jsonl", rows)
     lines = list(iter_sample_groups(path))
     with pytest.raises(SampleError, match=re.escape(says)):

@@ -45,7 +45,7 @@ def content(sample):
 
 
 def text(sample):
-    """What is not scored and what is, of a sample with one turn."""
+    """Unscored and scored text of a sample with one turn."""
     first = sample.loss_mask.tolist().index(1)
     return "".join(map(chr, sample.tokens[:first])), "".join(map(chr, sample.tokens[first:]))
 
@@ -141,7 +141,7 @@ def test_preferences(tmp_path, case, table):
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("name", ["completions", "responses"])
 def test_rollouts_of_a_prompt(tmp_path, name, table):
-    """As verl and TRL write them: other columns are nobody's business."""
+    """As verl and TRL write them: other columns are ignored."""
     row = {
         "data_source": "gsm8k", "prompt": [USER], name: ["yo", "no"], "rewards": [1.0, -0.5],
         "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 3}, "temperature": 0.7,
@@ -157,7 +157,7 @@ def test_rollouts_of_a_prompt(tmp_path, name, table):
 
 
 @pytest.mark.parametrize("limit", [4, 3])
-def test_a_pair_is_left_out_whole(tmp_path, limit):
+def test_both_sides_of_a_pair_are_skipped(tmp_path, limit):
     """One side that is too long leaves nothing to compare the other with."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": [USER], "chosen": one, "rejected": "c"} for one in ("longer than that", "b")]
@@ -186,7 +186,7 @@ TEXTS = [("The sky is", " blue."), ("The sky is ", "blue."), ("a", ""), ("", "al
 @pytest.mark.parametrize("prompt_completion", TEXTS)
 @pytest.mark.parametrize("template", ["plain", "metaspace"])
 def test_text_is_encoded_as_trl_does(tmp_path, prompt_completion, template):
-    """Together, with an end of sequence; scored from where the prompt's tokens depart."""
+    """Together, with an end of sequence; scored from the first token that differs from the prompt's."""
     prompt, completion = prompt_completion
     folder = make_folder(tmp_path / "tokenizer", CHATML, prepend_space=template == "metaspace")
     encode, end = official(folder), official(folder).eos_token
@@ -201,7 +201,7 @@ def test_text_is_encoded_as_trl_does(tmp_path, prompt_completion, template):
 
 @needs_transformers
 def test_both_texts_of_a_pair_are_scored_from_one_token_on(tmp_path):
-    """Also where the prompt's last character is a token by itself in one of them alone."""
+    """Also if the prompt's last character is a separate token in only one of them."""
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", CHATML, joins=["  "]))
     rows = {"prompt": "q: ", "chosen": " a", "rejected": "b"}, {"chosen": "q:  a", "rejected": "q: b"}
     for row in rows:
@@ -264,7 +264,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_named(tmp_path, case):
+def test_mistakes_are_named(tmp_path, case):
     row, says = BAD[case]
     with pytest.raises(SampleError) as raised:
         read(tmp_path, row)
@@ -273,8 +273,8 @@ def test_what_is_wrong_is_named(tmp_path, case):
     assert "\n" not in str(raised.value)
 
 
-def test_a_table_of_prompts_alone(tmp_path):
-    """Such as verl's, before anything was sampled."""
+def test_table_with_only_prompts(tmp_path):
+    """For example verl's, before anything was sampled."""
     with pytest.raises(
         SampleError, match=r"rows\.parquet: has a 'prompt' and nothing to train on; sample from it, and"
     ):
@@ -327,12 +327,12 @@ def test_a_name_of_one_record_in_three(tmp_path, size):
         ({"group": "a", "pair": "a"}, "'a' is read as 'group' and as 'pair'; give each its own field"),
     ],
 )
-def test_names_that_cannot_be(names, says):
+def test_impossible_field_names_are_rejected(names, says):
     with pytest.raises(ValueError, match=says):
         FieldNames(given=names)
 
 
-def test_every_mark_is_a_field_of_one_format_alone():
+def test_every_mark_belongs_to_one_format():
     """Or a record of another format would be ambiguous."""
     assert FORMATS.keys() <= set(FIELDS)
     assert not FORMATS.keys() & {name for one in FORMATS.values() for name in one.others}

@@ -84,7 +84,7 @@ def test_lines_of_a_group_may_lie_apart():
 
 
 def test_turns_of_a_conversation_are_one_rollout(tmp_path):
-    """Also where the data have no field but ``messages``: nothing else says whose turns they are."""
+    """Also if the data have no field but ``messages``: nothing else identifies the rollout of a turn."""
     write = tmp_path / "chats.jsonl"
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
     write.write_text("".join(f"{json.dumps({'messages': chat[:count]})}\n" for count in (4, 6)))
@@ -143,12 +143,12 @@ def test_pairs():
         ),
     ],
 )
-def test_what_a_step_would_cut_is_named(given, by, step, says):
+def test_error_names_groups_that_a_step_would_cut(given, by, step, says):
     with pytest.raises(SampleError, match=says):
         whole_groups(given, by, step=step, setting="the test")
 
 
-def test_groups_of_any_size_where_steps_count_them():
+def test_steps_that_count_groups_take_any_group_size():
     given = [line("a", 1, samples=3), line("b", 2), line("b", 3, samples=6), line("c", 4)]
     groups = whole_groups(given, "group", step=None, setting="grpo")
     assert groups == [given[0], given[1] + given[2], given[3]]
@@ -166,7 +166,7 @@ def test_no_step_takes_a_group_twice_or_cuts_one(kind):
         assert [taken.count(group) for group in taken] == [2] * 6
         assert taken[::2] == taken[1::2]
         seen |= set(taken)
-    assert seen == (set(range(7)) if kind != "file" else set(range(6))), "another group is left out in each epoch"
+    assert seen == (set(range(7)) if kind != "file" else set(range(6))), "each epoch drops another group"
 
 
 def test_fewer_samples_than_a_step():

@@ -147,7 +147,7 @@ def tokenizers(tmp_path_factory):
 
 
 def check_against_official(tokenizer, reference, messages):
-    """Returns how many turns were compared as a whole, rather than by their prompts: where an answer joins them."""
+    """Return how many turns were compared completely rather than by prompt: those whose answer joins the prompt."""
     turns = tokenizer.encode_turns(messages)
     indices = [i for i, message in enumerate(messages) if message.role == "assistant"]
     assert len(turns) == len(indices)
@@ -171,7 +171,7 @@ def test_every_turn_is_the_official_encoding(tokenizers, template, variant):
     tokenizer, reference = tokenizers(template, variant)
     whole_turns = check_against_official(tokenizer, reference, parse_messages(ROWS))
     assert whole_turns == {
-        ("last differs", "single word"): 1,  # beside a letter such a token is text, which is joined with the letter
+        ("last differs", "single word"): 1,  # next to a letter such a token is text and joins the letter
         ("thinking", "metaspace"): 3,  # the call's name is joined with the end of the prompt
         ("thinking", "metaspace, lstrip"): 3,
         ("thinking", "prepend"): 3,
@@ -189,12 +189,12 @@ CONTENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
 @given(contents=st.lists(CONTENT, min_size=2, max_size=6))
 def test_every_turn_of_any_text_is_the_official_encoding(tokenizers, template, variant, contents):
     rows = [{"role": ["user", "assistant"][at % 2], "content": content} for at, content in enumerate(contents)]
-    with suppress(ChatError):  # text that strips or joins what it is put beside
+    with suppress(ChatError):  # text that strips or joins its neighbour
         check_against_official(*tokenizers(template, variant), parse_messages(rows))
 
 
 @needs_transformers
-def test_scored_tokens_decode_to_what_the_assistant_wrote(tmp_path):
+def test_scored_tokens_decode_to_the_assistants_text(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
     tokenizer, reference = load_tokenizer(folder), official(folder)
     path = write_rows(tmp_path, ROWS)
@@ -260,7 +260,7 @@ def test_no_space_is_put_behind_a_prompt_that_ends_in_one(tmp_path, content, var
 
 @needs_transformers
 def test_a_tokenizer_that_cannot_write_behind_such_a_prompt(tmp_path):
-    """Each text gets a space in front, and what could stand before the answer instead joins it."""
+    """Each text gets a space in front, and text that could stand before the answer joins it."""
     folder = make_folder(tmp_path / "tokenizer", PROMPT_ENDS_WITH_SPACE, prepend_always=True, joins=["\nn", ":n"])
     rows = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "no"}]
     path = write_rows(tmp_path, rows)
@@ -273,7 +273,7 @@ def test_a_tokenizer_that_cannot_write_behind_such_a_prompt(tmp_path):
 
 
 @needs_transformers
-def test_tools_are_told_by_the_template(tmp_path):
+def test_template_renders_tools(tmp_path):
     told = "{% for t in tools or [] %}<tool>{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", told + CHATML))
     tools = parse_tools([{"name": "find", "parameters": {"type": "object"}}])
@@ -300,7 +300,7 @@ def test_a_template_that_removes_reasoning(tmp_path):
 
 
 @needs_transformers
-def test_a_history_whose_text_stays_and_whose_tokens_do_not(tmp_path):
+def test_history_with_equal_text_and_other_tokens(tmp_path):
     """The first answer was written behind a line break, and with it is one token of the history."""
     folder = make_folder(tmp_path / "tokenizer", CHATML, joins=("\n\n",))
     rows = [
@@ -320,7 +320,7 @@ def test_a_history_whose_text_stays_and_whose_tokens_do_not(tmp_path):
 
 
 @needs_transformers
-def test_a_template_whose_answers_do_not_continue_its_prompt(tmp_path):
+def test_template_with_answers_that_do_not_continue_its_prompt(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", NO_CONTINUATION))
     with pytest.raises(ChatError, match=r"field 'messages\[2\]' does not continue its generation prompt"):
         tokenizer.encode_turns(parse_messages(ROWS))
@@ -391,13 +391,13 @@ TODAY = (
         ({"date_string": "1 Jan", "strftime_now": "2026-11-20"}, "1 Jan<"),
     ],
 )
-def test_a_template_s_clock_shows_the_date_that_it_is_told(tmp_path, given, starts):
+def test_templates_clock_uses_the_configured_date(tmp_path, given, starts):
     tokenizer = load_tokenizer(make_folder(tmp_path / "tokenizer", TODAY + CHATML), given)
     assert tokenizer.decode(tokenizer.encode_turns(parse_messages(ROWS))[0].tokens).startswith(starts)
 
 
 @needs_transformers
-def test_a_template_gets_what_it_is_given(tmp_path):
+def test_template_receives_its_arguments(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", "{{ 'think' if enable_thinking else 'hush' }}" + CHATML)
     for told, starts in (({"enable_thinking": True}, "think<"), ({"enable_thinking": False}, "hush<"), ({}, "hush<")):
         tokenizer = load_tokenizer(folder, told)
@@ -406,7 +406,7 @@ def test_a_template_gets_what_it_is_given(tmp_path):
 
 @needs_transformers
 @pytest.mark.parametrize("head", ["\n", "  ", "", "\n\n  x"])
-def test_a_clock_leaves_the_rest_of_a_template_alone(tmp_path, head):
+def test_clock_does_not_change_the_rest_of_a_template(tmp_path, head):
     """Blanks at its start too, some of which blocks take with them."""
     plain, clock = head + "{% if 1 %}\n{% set day = '20' %}{{ day }}{% endif %}" + CHATML, "strftime_now('%d')"
     tokenizers = [
@@ -418,7 +418,7 @@ def test_a_clock_leaves_the_rest_of_a_template_alone(tmp_path, head):
 
 
 @needs_transformers
-def test_keywords_that_are_not_a_template_s(tmp_path):
+def test_unknown_keywords_of_a_template(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
     with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize', which is not a template variable"):
         load_tokenizer(folder, {"tokenize": True})
@@ -584,7 +584,7 @@ def with_code(tmp_path):
         ("config.json", {"AutoTokenizer": ["own.Own", None]}),
     ],
 )
-def test_a_folder_with_code_of_its_own_says_that_it_is_not_run(with_code, tmp_path, name, auto_map):
+def test_warning_says_that_a_folders_code_is_not_run(with_code, tmp_path, name, auto_map):
     rewritten(with_code, name, lambda content: content.update(auto_map=auto_map))
     with pytest.warns(UserWarning, match=f"the 'auto_map' of its {name} names custom code, which is not run"):
         tokenizer = load_tokenizer(with_code)
@@ -602,7 +602,7 @@ def test_a_folder_that_needs_its_code_is_refused_by_name(with_code, tmp_path):
 
 
 @needs_transformers
-def test_code_of_a_model_alone_is_no_code_of_the_tokenizer(with_code, recwarn):
+def test_model_code_is_not_tokenizer_code(with_code, recwarn):
     rewritten(with_code, "config.json", lambda content: content.update(auto_map={"AutoConfig": "own.Own"}))
     load_tokenizer(with_code)
     assert not [one for one in recwarn if "auto_map" in str(one.message)]

@@ -1,4 +1,4 @@
-"""Reading JSONL: what comes out, and that every kind of bad data is named by file, line and field."""
+"""Reading JSONL: the samples, and errors that name file, line and field of every kind of bad data."""
 
 import bz2
 import gzip
@@ -52,7 +52,7 @@ class CharacterTokenizer:
 
 
 class ForgetfulTokenizer(CharacterTokenizer):
-    """Shows only the last user message and what follows, so the history changes."""
+    """Shows only the last user message and later ones, so the history changes."""
 
     name = "forgetful"
 
@@ -171,7 +171,7 @@ def test_glob_is_sorted_and_lists_keep_their_order(tmp_path, write):
     assert [sample.tokens[0] for sample in samples] == [99, 1, 2, 10]
 
 
-def test_a_file_whose_name_looks_like_a_glob(write):
+def test_file_name_that_looks_like_a_glob(write):
     path = write({"tokens": [5]}, name="a[1].jsonl")
     assert [sample.tokens.tolist() for sample in read_samples(path)] == [[5]]
 
@@ -187,7 +187,7 @@ def test_a_byte_order_mark_is_no_data(write):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress], ids=["gzip", "xz", "bzip2"])
-def test_a_compressed_file_is_known_for_one(tmp_path, pack):
+def test_compressed_file_is_recognised(tmp_path, pack):
     path = tmp_path / "data.jsonl"
     path.write_bytes(pack(b'{"tokens": [7, 8]}\n'))
     with pytest.raises(SampleError, match=r"data.jsonl:1: the file is compressed; unpack it, or name a gzip file some"):
@@ -202,7 +202,7 @@ def test_a_compressed_file_is_known_for_one(tmp_path, pack):
         (b"\xff\xff\xff\xff\x90\0\0\0\n", "Arrow, known by its name; call it something.arrow"),
     ],
 )
-def test_a_table_of_another_name_is_known_for_one(write, start, says):
+def test_table_with_another_suffix_is_recognised(write, start, says):
     path = write(start)
     for read in (read_samples, lambda path: StreamedGroups(path, LineOptions())):
         with pytest.raises(SampleError) as caught:
@@ -226,12 +226,12 @@ def test_gzip(tmp_path, suffix):
 def test_conversation_is_one_sample_with_every_turn_scored(write):
     path = write({"messages": CHAT})
     (sample,) = read_samples(path, tokenizer=CharacterTokenizer())
-    assert text_of(sample) == "UhiAyo\0UokAa\0"  # what follows the last assistant turn is left out
+    assert text_of(sample) == "UhiAyo\0UokAa\0"  # text after the last assistant turn is dropped
     assert scored_text(sample) == "yo\0a\0"
     assert sample.source == f"{path}:1"
 
 
-def test_expanded_turns_branch_where_the_conversations_do(write):
+def test_expanded_turns_branch_like_the_conversations(write):
     other = [*CHAT[:3], message("assistant", "b")]
     path = write({"messages": CHAT, "merge_key": 1}, {"tokens": [1, 2]}, {"messages": other})
     groups = list(iter_sample_groups(path, LineOptions(tokenizer=CharacterTokenizer(), expand_turns=True)))
@@ -332,7 +332,7 @@ def test_bad_lines_name_file_line_and_field(write, case):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_twice_inside_a_field_is_not_looked_at(write):
+def test_duplicate_keys_inside_a_field_are_ignored(write):
     path = write('{"note": {"a": 1, "a": 2}, "messages": [{"role": "assistant", "content": "a"}]}')
     assert text_of(read_samples(path, tokenizer=CharacterTokenizer())[0]) == "Aa\0"
 

@@ -66,7 +66,7 @@ def official():
 
 
 def official_tokens(tokenizer, messages, tools=None):
-    """What mistral-common makes of ``messages``, written independently of the code under test."""
+    """mistral-common's encoding of ``messages``, written independently of the code under test."""
     converted = []
     for message in messages:
         if message.role == "system":
@@ -106,7 +106,7 @@ def test_every_turn_is_the_official_encoding(name, official):
     check_against_official(tokenizer_of(name), official[name], parse_messages(ROLLOUT))
 
 
-def test_content_beside_a_call_and_parallel_calls(tokenizer, official):
+def test_content_with_a_call_and_parallel_calls(tokenizer, official):
     rows = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "Looking.", "tool_calls": [call("a"), call("b")]},
@@ -126,7 +126,7 @@ TOOLS = [{"name": "find", "description": "It finds.", "parameters": {"type": "ob
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-def test_tools_are_told_as_the_official_encoding_tells_them(name, official):
+def test_tools_equal_the_official_encoding(name, official):
     tokenizer, messages, tools = tokenizer_of(name), parse_messages(ROLLOUT), parse_tools(TOOLS)
     told = [MistralTool(function=Function(**TOOLS[0]))]
     turns = tokenizer.encode_turns(messages, tools)
@@ -187,7 +187,7 @@ def any_conversations(draw):
 
 
 def one_by_one(tokenizer, messages, tools):
-    """Each turn's tokens and start, from an encoding of its own."""
+    """Each turn's tokens and start, from a separate encoding."""
     roles = [message.role for message in messages]
     ends = [i + 1 for i in range(len(roles)) if roles[i] == "assistant" and roles[i + 1 : i + 2] != ["assistant"]]
     converted = tokenizer._convert(messages)
@@ -199,7 +199,7 @@ def one_by_one(tokenizer, messages, tools):
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["untold", "told"])
 @pytest.mark.parametrize("name", OFFICIAL)
 @given(messages=any_conversations())
-def test_turns_that_are_encoded_together_are_what_each_is_by_itself(loaded, name, tools, messages):
+def test_turns_encoded_together_equal_turns_encoded_separately(loaded, name, tools, messages):
     tokenizer, tools = loaded[name], parse_tools(tools)
     try:
         expected = one_by_one(tokenizer, messages, tools)
@@ -223,7 +223,7 @@ def test_turns_behind_one_user_message_are_encoded_once(name, monkeypatch):
     assert [len(given[0]) for given in encoded] == [20, 40]
 
 
-def test_scored_tokens_decode_to_what_the_assistant_wrote(tokenizer, official, tmp_path):
+def test_scored_tokens_decode_to_the_assistants_text(tokenizer, official, tmp_path):
     path = tmp_path / "rollout.jsonl"
     path.write_text(json.dumps({"messages": ROLLOUT}))
     decode = official["mistral-v7"].decode
@@ -263,7 +263,7 @@ def test_call_ids_the_format_allows_are_kept_and_others_replaced(tokenizer, offi
     assert (renamed.count("call00001"), renamed.count("call00002"), renamed.count("toolu")) == (2, 2, 0)
 
 
-def test_v3_rewrites_the_history_and_says_so(tmp_path):
+def test_error_says_that_v3_rewrites_the_history(tmp_path):
     path = tmp_path / "rollout.jsonl"
     path.write_text(json.dumps({"messages": ROLLOUT}))
     tokenizer = tokenizer_of("mistral-v3")
@@ -292,7 +292,7 @@ def test_v3_rewrites_the_history_and_says_so(tmp_path):
         ),
     ],
 )
-def test_what_the_format_refuses(tokenizer, rows, reason):
+def test_format_errors_give_the_reason(tokenizer, rows, reason):
     with pytest.raises(ChatError) as caught:
         tokenizer.encode_turns(parse_messages(rows))
     assert str(caught.value).startswith("field 'messages' does not fit the chat format of tokenizer 'mistral-v7': ")
@@ -305,7 +305,7 @@ def test_names_and_sizes(name, size):
     assert (tokenizer.name, tokenizer.vocab_size) == (name, size)
 
 
-def test_the_default_is_the_one_that_keeps_the_history(tokenizer):
+def test_default_tokenizer_keeps_the_history(tokenizer):
     assert tokenizer.name == DEFAULT_TOKENIZER == "mistral-v7"
 
 
@@ -380,7 +380,7 @@ UNWRITTEN = {
 
 
 @pytest.mark.parametrize("case", UNWRITTEN)
-def test_what_the_format_cannot_write_is_refused(loaded, tmp_path, case):
+def test_messages_outside_the_format_are_rejected(loaded, tmp_path, case):
     rows, message = UNWRITTEN[case]
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": rows}))

@@ -33,7 +33,7 @@ def read(path, tokenizers, **more):
     return [sample for samples in iter_sample_groups(path, options, **more) for sample in samples]
 
 
-def test_each_rendering_is_what_its_tokenizer_reads(tmp_path, tokenizers):
+def test_each_rendering_equals_its_tokenizers_samples(tmp_path, tokenizers):
     path = write(tmp_path / "chats.jsonl", {"messages": TALK, "reward": 1.0, "merge_key": "k"}, {"messages": TALK[:2]})
     samples = read(path, tokenizers)
     assert len(samples) == 3
@@ -47,7 +47,7 @@ def test_each_rendering_is_what_its_tokenizer_reads(tmp_path, tokenizers):
     assert samples[0].signals.reward == 1.0
 
 
-def test_conversations_may_be_whole(tmp_path, tokenizers):
+def test_renderings_of_complete_conversations(tmp_path, tokenizers):
     # v3 moves the system message from turn to turn.
     path = write(tmp_path / "chats.jsonl", {"messages": [{"role": "system", "content": "it"}, *TALK]})
     options = LineOptions(tokenizer=tokenizers[0], renderings=[tokenizers[2]])

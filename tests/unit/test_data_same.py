@@ -1,4 +1,4 @@
-"""Ranks that read different data are told so, by rank, machine and file, before anything is trained."""
+"""Ranks that read different data get an error with rank, machine and file before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAY_OUT = "; give all machines the same files, and the same tokenizer in the sam
 
 @pytest.fixture
 def of_ranks(monkeypatch):
-    """``of_ranks(check)`` calls ``check(ranks)`` on four ranks of two machines; what each of them raised, or None."""
+    """``of_ranks(check)`` calls ``check(ranks)`` on four ranks of two machines; returns each rank's error, or None."""
     here = local()
     monkeypatch.setattr("socket.gethostname", lambda: HOSTS[here.rank])
 
@@ -56,7 +56,7 @@ def of_ranks(monkeypatch):
 
 @pytest.fixture
 def copies(tmp_path):
-    """``copies(rows)``: the path of each rank's file. Of node-a's it holds ``ROWS``, of node-b's what is given."""
+    """``copies(rows)``: the path of each rank's file, ``ROWS`` on node-a and the given rows on node-b."""
 
     def write(theirs):
         for host, rows in (("node-a", ROWS), ("node-b", theirs)):
@@ -84,11 +84,11 @@ def changed(**fields):
 
 
 @pytest.mark.parametrize("read", [held, streamed])
-def test_equal_copies_are_the_same_data_wherever_they_lie(of_ranks, copies, read):
+def test_equal_copies_in_other_folders_are_the_same_data(of_ranks, copies, read):
     assert of_ranks(read(copies(ROWS))) == [None] * 4
 
 
-def test_an_odd_machine_is_named_and_how_much_it_read(of_ranks, copies):
+def test_error_names_the_odd_machine_and_its_counts(of_ranks, copies):
     paths = copies(ROWS[:-2])
     (sentence,) = set(of_ranks(held(paths)))
     assert sentence == (
@@ -111,14 +111,14 @@ def test_an_odd_machine_is_named_and_how_much_it_read(of_ranks, copies):
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_whatever_differs_is_noticed(of_ranks, copies, other):
+def test_any_difference_is_detected(of_ranks, copies, other):
     (sentence,) = set(of_ranks(held(copies(changed(**other)))))
     assert sentence.startswith(
         "ranks 2-3 on node-b and rank 0 on node-a each read 9 samples of 27 tokens in 9 records, but not the same ones"
     )
 
 
-def test_the_same_tokens_in_other_samples_or_records_are_noticed(of_ranks):
+def test_equal_tokens_in_other_samples_or_records_are_detected(of_ranks):
     def alike(*lengths):
         return [Sample(tokens=[5] * length, loss_mask=[0] * length) for length in lengths]
 
@@ -129,8 +129,8 @@ def test_the_same_tokens_in_other_samples_or_records_are_noticed(of_ranks):
         assert None not in said
 
 
-def test_an_id_that_is_the_file_s_place_is_no_difference(of_ranks, copies):
-    """What the turns of a conversation get for the id of their rollout."""
+def test_default_id_from_the_file_is_no_difference(of_ranks, copies):
+    """Values that the turns of a conversation get as the id of their rollout."""
     paths = copies(ROWS)
 
     def check(ranks):
@@ -161,8 +161,8 @@ def test_streamed_files_are_compared_before_they_are_gone_through(of_ranks, copi
     assert sentence.endswith(WAY_OUT)
 
 
-def test_of_several_files_those_are_named_that_differ_in_size(of_ranks, tmp_path, monkeypatch):
-    """Here each machine has a folder of its own, and the recipe names files in it."""
+def test_files_of_different_size_are_named(of_ranks, tmp_path, monkeypatch):
+    """Here each machine has a separate folder, and the recipe names files in it."""
     sizes = {"a.jsonl": (10, 10), "b.jsonl": (20, 22), "c.jsonl": (30, 30)}
     hosts = local()
 
@@ -188,7 +188,7 @@ def test_ranks_are_named_in_few_words():
     )
 
 
-def test_it_takes_no_time():
+def test_comparison_is_fast():
     rng = np.random.default_rng(0)
     groups = [[Sample(tokens=rng.integers(0, 1 << 17, size=3_400))] for _ in range(2_400)]  # 8 M tokens
     started = time.process_time()

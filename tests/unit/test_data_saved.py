@@ -68,7 +68,7 @@ def test_a_description_that_cannot_be_read(tmp_path, text):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the datasets library, which remembers what it was asked."""
+    """A stand-in for the datasets library, which records its calls."""
     asked = []
     file = write_table(tmp_path, pa.table({"tokens": [[1, 2], [3]]}), "stream")
 

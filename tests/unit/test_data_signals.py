@@ -1,4 +1,4 @@
-"""The training signals of JSON lines: what is read, and what is refused by file, line and field."""
+"""The training signals of JSON lines, for example rewards: their values, and errors by file, line and field."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_turns_of_a_conversation_are_one_rollout(read):
     assert [s.signals.rollout for s in samples] == [s.source.split(" ")[0] for s in samples]
     targets = make_objective("dr_grpo", {"on_policy": True}).targets(samples)
     by_sample = targets.columns["advantage"][targets.scored.cu_lens[:-1]]
-    # The rewards of the group are 1, 3, 1 and 2; the last rollout's first turn also has what its second earns.
+    # The rewards of the group are 1, 3, 1 and 2; the last rollout's first turn also gets the reward of its second.
     assert by_sample.tolist() == [-0.75, -0.75, 1.25, 1.25, -0.75 + 0.25, 0.25]
     whole = read(*rows, tokenizer=CharacterTokenizer())
     assert [s.signals.rollout for s in whole] == [None] * 3
@@ -140,7 +140,7 @@ def test_turns_of_a_conversation_are_one_rollout(read):
     ],
 )
 @pytest.mark.parametrize("expand_turns", [False, True])
-def test_what_is_wrong_is_named(read, row, says, expand_turns):
+def test_mistakes_are_named(read, row, says, expand_turns):
     with pytest.raises(SampleError) as raised:
         read(row, tokenizer=CharacterTokenizer(), expand_turns=expand_turns)
     assert "rollouts.jsonl:1" in str(raised.value)
@@ -148,7 +148,7 @@ def test_what_is_wrong_is_named(read, row, says, expand_turns):
     assert "\n" not in str(raised.value)
 
 
-def test_a_teacher_is_of_the_vocabulary_where_it_is_read(read):
+def test_teacher_tokens_are_checked_against_the_vocabulary(read):
     row = {"tokens": [1, 2, 3], "teacher": {"token_ids": [[999], [3], [99]], "logprobs": [[0], [-1], [-1]]}}
     assert read(row, vocab_size=100)[0].signals.teacher.token_ids.tolist() == [[999], [3], [99]]
     with pytest.raises(

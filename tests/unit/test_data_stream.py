@@ -117,7 +117,7 @@ def test_the_samples_are_those_of_the_reader(write, ending):
 
 
 def by_ranks(size, make):
-    """``make`` on as many ranks, each a thread; what each returned or raised."""
+    """``make`` on as many ranks, each a thread; each one's result or error."""
     values, outcomes, barrier = [None] * size, [None] * size, Barrier(size)
 
     def run(rank):
@@ -186,7 +186,7 @@ def test_skipping_loses_nothing_else(write, size):
     assert counted == [expected] * size
 
 
-def test_skipping_says_so(write):
+def test_skipped_samples_are_reported(write):
     (path,) = write(["{", tokens(1), *["[]"] * 30])
     with pytest.warns(
         UserWarning, match=r"skipped 31 bad samples \(31 unreadable\): .*:1: not valid JSON.* \| and 21 more"
@@ -206,7 +206,7 @@ def test_nothing_is_no_samples(write):
 
 
 @pytest.mark.parametrize("path", ["-", "rows.jsonl.gz"])
-def test_what_cannot_be_read_from_the_middle(tmp_path, monkeypatch, path):
+def test_files_without_random_access_are_rejected(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl.gz").touch()
     with pytest.raises(SampleError, match=r"cannot be read from the middle.*data\.streaming=false"):
@@ -223,7 +223,7 @@ def test_the_order_is_that_of_samples_in_memory(write, kind, num_workers):
     assert streamed.samples_per_epoch == epoch
     expected = told(order.take(0, 3 * epoch + 5))
     assert told(streamed.take(0, 3 * epoch + 5)) == expected
-    # Stopped anywhere, it goes on there: within a line, at an epoch's end, in a later one.
+    # It continues from any stop: within a line, at an epoch's end, in a later one.
     for consumed in (0, 1, 2, epoch - 1, epoch, epoch + 3):
         with streamed.stream(consumed, num_workers=num_workers) as stream, order.stream(consumed) as held:
             at = consumed
@@ -234,7 +234,7 @@ def test_the_order_is_that_of_samples_in_memory(write, kind, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_file_that_changes_is_noticed(write, num_workers):
+def test_changed_file_is_detected(write, num_workers):
     other, path = write([tokens(8)], [tokens(number) for number in range(9)])
     order = SampleOrder(StreamedGroups([other, path], OPTIONS), seed=0, order="file")
     text, first = path.read_text(), path.stat()
@@ -250,8 +250,8 @@ def test_a_file_that_changes_is_noticed(write, num_workers):
         order.take(1, 1)
 
 
-def test_a_line_that_gives_other_samples_is_noticed(write):
-    """What neither size nor time of a file tell: here by hand, in a job by a chat format that looks at the clock."""
+def test_changed_samples_of_a_line_are_detected(write):
+    """A change that keeps a file's size and time: here by hand, in a job by a chat format that looks at the clock."""
     (path,) = write([tokens(number) for number in range(9)])
     order = SampleOrder(StreamedGroups(path, OPTIONS), seed=0, order="file")
     first = path.stat()
@@ -261,13 +261,13 @@ def test_a_line_that_gives_other_samples_is_noticed(write):
         order.take(0, 1)
 
 
-def test_it_can_be_sent_to_a_process_of_its_own(write):
+def test_stream_can_be_pickled(write):
     streamed = StreamedGroups(write(GOOD), OPTIONS)
     again = pickle.loads(pickle.dumps(streamed))
     assert [told(group) for group in again] == [told(group) for group in streamed]
 
 
-def test_progress_is_told(write, monkeypatch):
+def test_progress_is_reported(write, monkeypatch):
     monkeypatch.setattr("mcore_prefix_tree.data.stream._PROGRESS_BYTES", 20)
     heard = []
     (path,) = write([tokens(number) for number in range(50)])
@@ -284,7 +284,7 @@ from mcore_prefix_tree.data import LineOptions, StreamedGroups, iter_sample_grou
 from mcore_prefix_tree.data.batches import SampleOrder
 path = sys.argv[1]
 process = psutil.Process()
-# Whatever holds most comes last: what one way has given back to its allocator, the next does not ask for.
+# The largest comes last: a way reuses memory that an earlier one has returned to its allocator.
 for way, workers in (("streamed", 1), ("streamed", 0), ("held", 0)):
     before = peak = process.memory_info().rss
     groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))
@@ -319,7 +319,7 @@ print("saved", len(noted), sum(int(sample.tokens.sum()) for sample in taken))
 
 @contextmanager
 def job(path, num_workers):
-    """The job, leading a process group of its own, once it has begun to read; and its workers."""
+    """The job, leading a separate process group, once it has begun to read; and its workers."""
     with subprocess.Popen(
         [sys.executable, "-c", JOB, str(path), str(num_workers)],
         stdin=subprocess.PIPE,
@@ -336,8 +336,8 @@ def job(path, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_job_that_is_told_to_end_saves_first(write, num_workers):
-    """torchrun and Slurm tell all of its processes; what reads ahead must not end before it."""
+def test_terminated_job_saves_first(write, num_workers):
+    """torchrun and Slurm signal all of its processes; the prefetch process must not end before it."""
     (path,) = write([tokens(number) for number in range(100)])
     with job(path, num_workers) as (process, workers):
         os.killpg(process.pid, signal.SIGTERM)

@@ -38,7 +38,7 @@ def told(groups):
 
 
 def by_ranks(size, make):
-    """``make`` on as many ranks, each a thread; what each returned or raised."""
+    """``make`` on as many ranks, each a thread; each one's result or error."""
     values, outcomes, barrier = [None] * size, [None] * size, Barrier(size)
 
     def run(rank):
@@ -63,7 +63,7 @@ def by_ranks(size, make):
 
 
 def streamed(paths, by="group", *, step=None, size=1, on_error="raise", check=None):
-    """The groups, and what is wrong with them; every rank finds the same."""
+    """The groups, and their errors; every rank finds the same."""
 
     def make(ranks):
         skipped = Skipped()
@@ -90,7 +90,7 @@ def streamed(paths, by="group", *, step=None, size=1, on_error="raise", check=No
     st.lists(st.integers(0, 40), max_size=2),
 )
 def test_groups_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape, cuts):
-    """Of any sizes, with blank lines, over the borders of files and of ranks."""
+    """Groups of any size, with blank lines, across the borders of files and of ranks."""
     lines = [line(IDS[key], number) for key, count in shape for number in range(count + 1)]
     lines = [text for number, line in enumerate(lines) for text in ([line, " "] if number % 3 == 0 else [line])]
     places = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
@@ -121,7 +121,7 @@ def test_rollouts_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape
 
 @pytest.mark.parametrize("kind", ["file", "shuffled"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_whole_groups_in_the_order_of_memory_from_any_step_on(tmp_path, kind, num_workers):
+def test_streamed_groups_keep_the_order_of_memory_from_any_step(tmp_path, kind, num_workers):
     lines = [line(group, number) for group in range(7) for number in range(group % 4 + 1)]
     paths = write(tmp_path, lines[:9], lines[9:])
     held = whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test")
@@ -140,7 +140,7 @@ def test_whole_groups_in_the_order_of_memory_from_any_step_on(tmp_path, kind, nu
 @pytest.mark.parametrize("size", [1, 2, 5])
 @given(st.lists(st.sampled_from(range(len(IDS))), min_size=1, max_size=14), st.lists(st.integers(0, 14), max_size=2))
 def test_lines_of_a_group_may_lie_apart(tmp_path_factory, size, keys, cuts):
-    """In any order, also in other files and at other ranks; every group is checked once it is whole."""
+    """In any order, also in other files and at other ranks; every group is checked once it is complete."""
     lines = [
         json.dumps({"tokens": [key, number, 1], "loss_mask": [0, 1, 1], "group": IDS[key]})
         for number, key in enumerate(keys)
@@ -176,7 +176,7 @@ def test_lines_of_a_group_may_lie_apart(tmp_path_factory, size, keys, cuts):
 
 
 def attempt(make):
-    """What is made, or None and why not."""
+    """The groups, or None and the error."""
     try:
         return make(), ""
     except SampleError as error:
@@ -221,7 +221,7 @@ PAIRS = [line(0, n, pair=pair, chosen=n % 2 == 0) for n, pair in enumerate(["p",
         ([line("a", 1), line("a", 2, rollout=7), line("a", 3, rollout=7)], "rollout", 4),
     ],
 )
-def test_what_is_refused_in_memory_is_refused_in_the_same_words(tmp_path, lines, by, step, size):
+def test_streamed_errors_equal_errors_in_memory(tmp_path, lines, by, step, size):
     paths = write(tmp_path, lines)
     with pytest.raises(SampleError) as expected:
         whole_groups(iter_sample_groups(paths), by, step=step, setting="the test")
@@ -230,7 +230,7 @@ def test_what_is_refused_in_memory_is_refused_in_the_same_words(tmp_path, lines,
     assert str(raised.value) == str(expected.value)
 
 
-def test_what_is_skipped_leaves_the_rest_of_its_group(tmp_path):
+def test_skipped_records_leave_the_rest_of_their_group(tmp_path):
     paths = write(tmp_path, [line("a", 1), line("a", -2), "{", line("a", 3), line("b", 4)])
     groups = streamed(paths, on_error="skip", size=3)
     assert [len(group) for group in groups] == [2, 1]
@@ -238,7 +238,7 @@ def test_what_is_skipped_leaves_the_rest_of_its_group(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 @pytest.mark.parametrize("bad", range(6))
-def test_every_group_is_shown_whole(tmp_path, size, bad):
+def test_check_receives_complete_groups(tmp_path, size, bad):
     """Also those at the borders of ranks."""
     lines = [line(group, 10 * group + number) for group in range(6) for number in range(4)]
     paths = write(tmp_path, lines)

@@ -80,7 +80,7 @@ def test_rollout_of_one_sample_needs_no_turn(tmp_path):
 
 
 def test_unscored_member_has_its_groups_prompt(tmp_path):
-    """An overlong rollout is not trained on and counts in the baseline: its mask does not say where its prompt ends."""
+    """An overlong rollout is not trained on and counts in the baseline; its mask does not mark its prompt's end."""
     lines = [*INTERLEAVED[:3], line("q", "r1", 0, prompt=MAIN, answer=2, mask=[0] * 4), INTERLEAVED[5]]
     assert [len(group) for group in both(tmp_path, lines)] == [3, 2]
 
@@ -172,7 +172,7 @@ def test_subagents_lines_count_on_with_expanded_turns(tmp_path):
         ("r0", 0), ("r0", 1), ("r1", 0), ("r1", 1), ("r0", 2), ("r1", 2),
     ]  # fmt: skip
     targets = make_objective("reinforce").targets(group)
-    assert targets.columns["advantage"].tolist() == [3, 3, 3, 3, 2, 2], "what its own and all later turns have earned"
+    assert targets.columns["advantage"].tolist() == [3, 3, 3, 3, 2, 2], "the rewards of this and all later turns"
 
 
 @pytest.mark.parametrize(("turn", "says"), [("x", "not 'x'"), (-1, "not -1"), (True, "not True")])
@@ -185,7 +185,7 @@ def test_turn_of_an_expanded_record_is_checked(tmp_path, turn, says):
 
 
 def test_subagents_count_their_rollouts_reward_once(tmp_path):
-    """Rollouts differ in size: the baseline is that of rollouts, and each sample has the advantage of its own."""
+    """Rollouts differ in size: the baseline is that of rollouts, and each sample has its rollout's advantage."""
     lines = [
         line("q", "r0", 0, prompt=MAIN, reward=1.0),
         line("q", "r1", 0, prompt=MAIN, reward=0.0),

@@ -1,4 +1,4 @@
-"""Parquet and Arrow: the samples of the same rows as JSON Lines, in order and by number; and what is refused."""
+"""Parquet and Arrow: the samples of the same rows as JSON Lines, in order and by number; and rejected rows."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_types_of_columns(tmp_path_factory, rows, form, integers, floats, make_l
     if make_list is pa.list_view and form in ("parquet", "feather"):
         make_list = pa.list_  # these have no list views
     rows = [
-        # An entry is null only where nothing is scored.
+        # An entry is null only if its token is not scored.
         {
             "tokens": [token for token, _, _ in row],
             "loss_mask": [0.0 if number is None else mask for _, number, mask in row],
@@ -269,7 +269,7 @@ BAD = [
 
 @pytest.mark.parametrize(("row", "says"), BAD, ids=[says[:40] for _, says in BAD])
 @pytest.mark.parametrize("form", ["parquet", "stream"])
-def test_what_is_wrong_is_named(tmp_path, row, says, form):
+def test_mistakes_are_named(tmp_path, row, says, form):
     path = write_table(tmp_path, [row], form)
     for read in (lambda: read_samples(path, **KEYWORDS), lambda: StreamedGroups(path, OPTIONS)):
         with pytest.raises(SampleError) as raised:
@@ -357,13 +357,13 @@ def test_an_index_finds_every_row(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_file_that_changes_is_noticed(tmp_path, form):
+def test_changed_file_is_detected(tmp_path, form):
     path = write_table(tmp_path, GOOD, form)
     groups = StreamedGroups(path, OPTIONS)
     other = pickle.loads(pickle.dumps(groups))  # without the chunks
     first = Path(path).stat()
     for rows in (GOOD[:2], GOOD[::-1]):
-        Path(path).unlink()  # as a writer does; what is mapped stays
+        Path(path).unlink()  # as a writer does; mapped pages stay
         write_table(tmp_path, rows, form)
         os.utime(path, ns=(0, first.st_mtime_ns + 1))  # the clock of a file system may tick too slowly for this test
         for one in (groups, other):
@@ -412,7 +412,7 @@ def test_a_chunk_that_is_too_large_is_refused(tmp_path, form, monkeypatch):
     ids=["tokens", "short tokens", "text", "teacher"],
 )
 def test_a_row_group_that_is_too_large_is_not_unpacked(tmp_path, column, says, monkeypatch):
-    """Here as in practice the file is small: a dictionary holds what is the same once."""
+    """Here as in practice the file is small: a dictionary holds equal values once."""
     monkeypatch.setattr(RecentChunks.__init__, "__defaults__", (1 << 22,))
     path = write_table(tmp_path, pa.table(column), "parquet", rows_a_chunk=10_000)
     assert Path(path).stat().st_size < 3 << 20
@@ -463,7 +463,7 @@ def test_recent_chunks_are_kept_up_to_a_limit():
 
 
 @pytest.mark.parametrize("name", ["cut.parquet", "cut.arrow", "empty.parquet", "empty.arrow", "text.feather"])
-def test_what_is_no_table(tmp_path, name):
+def test_files_that_are_no_tables_are_rejected(tmp_path, name):
     path = tmp_path / name
     content = {
         "cut": Path(write_table(tmp_path, GOOD, name.partition(".")[2].replace("feather", "arrow"))).read_bytes()
@@ -535,7 +535,7 @@ def held():
     info = psutil.Process().memory_info()
     return info.rss - info.shared  # pages of a mapped file can be given back at any time
 
-# Whatever holds most comes last: what one way has given back to its allocator, the next does not ask for.
+# The largest comes last: a way reuses memory that an earlier one has returned to its allocator.
 for way, workers in (("streamed", 1), ("streamed", 0), ("held", 0)):
     before = peak = held()
     groups = StreamedGroups(path, LineOptions()) if way == "streamed" else list(iter_sample_groups(path))

@@ -1,4 +1,4 @@
-"""Chat templates are rendered as transformers renders them, and end where they produce too much."""
+"""Chat templates are rendered as transformers renders them, and are stopped if they produce too much."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_template_that_produces_too_much_ends_in_a_sentence(folder: str, templat
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10
 
 
-def test_what_repeats_without_a_word_ends_too(folder: str) -> None:
+def test_silent_loops_end_too(folder: str) -> None:
     ours, _ = loaded(
         folder, "{% set l = range(99999)|list %}{% for i in range(99999) %}{% set x = -1 in l %}{% endfor %}"
     )

@@ -1,4 +1,4 @@
-"""Text without a chat format: what begins and ends it comes once, and an end is scored if the model wrote it."""
+"""Text without a chat format: its begin and end tokens occur once, and an end is scored if the model wrote it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_prefix_tree.sample import SampleError
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 BOS, EOS, SEP = "<s>", "</s>", "<sep>"
-# What a tokenizer writes before and behind a text, and the token that begins a sequence.
+# Tokens that a tokenizer writes before and behind a text, and the token that begins a sequence.
 KINDS = {
     "nothing": ([], [], BOS),
     "bos": ([BOS], [], BOS),

@@ -45,7 +45,7 @@ def read(folder, *rows, form="jsonl", names=None):
 
 
 def content(sample):
-    """All of a sample, null where a number is missing."""
+    """All fields of a sample, null for a missing number."""
     signals = sample.signals
     found = {name: numbers(getattr(signals, name)) for name in PER_TOKEN if getattr(signals, name) is not None}
     if signals.teacher is not None:
@@ -83,7 +83,7 @@ def test_labels_that_are_all_the_tokens(tmp_path):
     assert one(tmp_path, {"tokens": [3, 4], "labels": [-100, -100]})[1] == [0, 0]
 
 
-def test_labels_beside_a_mask_that_agrees_keep_its_weights(tmp_path):
+def test_labels_keep_the_weights_of_an_equal_mask(tmp_path):
     row = {"tokens": [3, 4, 5, 6], "labels": [-100, 4, -100, 6], "loss_mask": [1, 0.5, 0, 2]}
     assert one(tmp_path, row)[1] == [1, 0.5, 0, 2]  # nothing predicts the first token
 
@@ -310,7 +310,7 @@ def test_the_mapping_that_is_named_reads_the_row(tmp_path, case, form):
     assert read(tmp_path, row, form=form, names=named)
 
 
-def test_what_does_not_change_training_is_left_alone(tmp_path):
+def test_fields_without_effect_on_training_are_ignored(tmp_path):
     row = {"tokens": [1, 2], "special_tokens_mask": [1, 0], "token_type_ids": [0, 0], "mask_ratio": 0.5}
     row |= {"blog_posts": ["a"], "mask_names": ["a"], "finish_reason": "length", "prompt_logprobs": [-1.0]}
     assert one(tmp_path, row) == ([1, 2], [1, 1], {})
@@ -319,7 +319,7 @@ def test_what_does_not_change_training_is_left_alone(tmp_path):
     assert one(tmp_path, padded) == ([1, 2], [1, 1], {})
     of_prompt = {"tokens": [1, 2], "prompt_length": 1, "response_length": 1, "remove_sample": 1, "loss_mask": [0]}
     assert one(tmp_path, of_prompt)[1] == [0, 0]
-    # A mask of ours settles what others could say, and so does a mapping.
+    # Our own mask takes precedence over others, and so does a mapping.
     assert one(tmp_path, {"tokens": [1, 2], "loss_mask": [0, 1], "token_mask": [1, 1]})[1] == [0, 1]
     row = {"tokens": [1, 2], "token_mask": [0, 1], "logprobs": [0, 0]}
     names = {"loss_mask": None, "rollout_logprobs": None}
@@ -327,8 +327,8 @@ def test_what_does_not_change_training_is_left_alone(tmp_path):
     assert content(sample) == ([1, 2], [1, 1], {})
 
 
-def test_names_of_other_formats_are_no_concern_of_theirs(tmp_path):
-    """A conversation beside its own ids, as tokenized data sets keep it."""
+def test_names_of_other_formats_are_ignored(tmp_path):
+    """A conversation with its ids, as tokenized data sets keep it."""
     from test_data_jsonl import CharacterTokenizer
 
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -346,7 +346,7 @@ def test_names_of_other_formats_are_no_concern_of_theirs(tmp_path):
         ("blog_post", None), ("special_tokens_mask", None), ("id", None), ("log_problem", None),
     ],
 )  # fmt: skip
-def test_what_names_say(name, meant):
+def test_meanings_of_field_names(name, meant):
     assert meaning_of(name) == meant
 
 

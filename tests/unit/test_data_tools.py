@@ -1,4 +1,4 @@
-"""The tools of a record: what chat formats are given is what the record has, and what they cannot write is named."""
+"""The tools of a record: chat formats receive them unchanged, and errors name tools that a format cannot write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ tokenizer_of = cache(load_tokenizer)
 
 MISTRAL = ["mistral-v3", "mistral-v3-tekken", "mistral-v7"]
 ROWS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-# Whose schemas say null, as pydantic's do; and what is left out, null, empty or in an order of its own.
+# Whose schemas say null, for example pydantic's; and fields that are omitted, null, empty or in another order.
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "enum": ["x", None]}
 TOOLS = [
     {
@@ -58,7 +58,7 @@ class Recorder(CharacterTokenizer):
 
 
 @needs_transformers
-def test_templates_are_given_what_the_record_has(tmp_path):
+def test_templates_receive_the_records_tools(tmp_path):
     tools = [*TOOLS, {"type": "function", "strict": None, "function": {"name": "f", "return": {"type": "null"}}}]
     folder = make_folder(tmp_path / "tokenizer", TELLING)
     tokenizer = load_tokenizer(folder)
@@ -70,7 +70,7 @@ def test_templates_are_given_what_the_record_has(tmp_path):
 
 
 @pytest.mark.parametrize("name", MISTRAL)
-def test_mistral_is_told_what_mistral_common_makes_of_openais_shape(name, tmp_path):
+def test_mistral_tools_equal_mistral_commons_conversion(name, tmp_path):
     tokenizer = tokenizer_of(name)
     (sample,) = read_samples(write_lines(tmp_path, tools=TOOLS), tokenizer=tokenizer)
     request = ChatCompletionRequest.from_openai(messages=ROWS, tools=TOOLS)
@@ -94,7 +94,7 @@ def test_mistral_is_told_what_mistral_common_makes_of_openais_shape(name, tmp_pa
         ({"name": "f", "strict": "very"}, "field 'tools[0]' does not fit the chat format"),
     ],
 )
-def test_mistral_names_what_it_cannot_tell(tool, says, tmp_path):
+def test_mistral_names_unsupported_tools(tool, says, tmp_path):
     path = write_lines(tmp_path, tools=[tool])
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer_of("mistral-v7"))
@@ -102,7 +102,7 @@ def test_mistral_names_what_it_cannot_tell(tool, says, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_nulls_of_a_table_are_keys_that_the_row_does_not_have(tmp_path):
+def test_nulls_of_a_table_are_missing_keys(tmp_path):
     """But those inside of JSON text, and those in lists, are the record's own."""
     properties = {"q": {"type": "string", "enum": ["x", None]}}
     tools = [
@@ -263,4 +263,4 @@ def test_results_are_json_to_v3_only(content, name):
     else:
         with pytest.raises(ChatError, match=r"^field 'messages\[2\]\.content' is nested more than 64 levels deep"):
             tokenizer.encode_turns(messages)
-    assert len(tokenizer.encode_turns(messages[:3])) == 1  # what follows the last turn is not encoded
+    assert len(tokenizer.encode_turns(messages[:3])) == 1  # messages after the last turn are not encoded

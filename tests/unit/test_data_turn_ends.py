@@ -17,7 +17,7 @@ QUESTION = {"role": "user", "content": "a"}
 
 
 def template_of(turn, end):
-    """Return a template from what it writes of an assistant message, and at the end of a conversation."""
+    """Return a template from its text for an assistant message, and for the end of a conversation."""
     assistant = "{%- if m.role == 'assistant' -%}" + turn + "{%- endif -%}"
     return "{%- for m in messages -%}" + USER + assistant + "{%- endfor -%}" + end
 
@@ -27,7 +27,7 @@ def opens(prompt):
 
 
 def scored(tmp_path, answer, template, *, eos="<|e|>", **keys):
-    """Return the text of a one-turn conversation, ``[[`` and ``]]`` around what is scored."""
+    """Return the text of a one-turn conversation, ``[[`` and ``]]`` around scored text."""
     control = ("<|u|>", "<|a|>", "<|r|>", "<|e|>", "<|end|>")
     family = replace(CHATML, template=template, control=control, words=(), eos=eos)
     tokenizer = load_tokenizer(family.make(tmp_path / "tokenizer"))
@@ -49,7 +49,7 @@ def test_an_answer_that_two_tokens_end_is_scored_to_the_last(tmp_path, eos):
     assert scored(tmp_path, "b", TWO_ENDS, eos=eos) == "<|u|>a<|e|><|a|>[[b<|r|><|e|>]]"
 
 
-def test_of_two_ends_a_cut_answer_wrote_none(tmp_path):
+def test_cut_answer_has_no_scored_end(tmp_path):
     assert scored(tmp_path, "b", TWO_ENDS, truncated=True) == "<|u|>a<|e|><|a|>[[b]]<|r|><|e|>"
 
 
@@ -62,7 +62,7 @@ def test_a_token_that_ends_the_conversation_is_not_the_turns(tmp_path):
 NO_BLOCK = template_of("{{ '<|a|>' + m.content + '<|e|>' }}", opens("<|a|><think>\\n"))
 
 
-def test_a_prompt_that_opens_thinking_which_the_turn_has_not(tmp_path):
+def test_prompt_that_opens_thinking_without_thinking_in_the_turn(tmp_path):
     assert scored(tmp_path, "b", NO_BLOCK) == "<|u|>a<|e|><|a|>[[b<|e|>]]"
     assert scored(tmp_path, "<think>\nc</think>b", NO_BLOCK) == "<|u|>a<|e|><|a|><think>\n[[c</think>b<|e|>]]"
 

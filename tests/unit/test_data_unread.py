@@ -18,14 +18,14 @@ def told(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "meant"), [("lossmask", "loss_mask"), ("rewards", "reward"), ("old_log_probs", "old_logprobs")]
 )
-def test_a_name_that_is_nearly_a_field_s_is_told_once(tmp_path, caplog, name, meant):
+def test_misspelled_field_is_reported_once(tmp_path, caplog, name, meant):
     path = tmp_path / "data.jsonl"
     path.write_text(f"{json.dumps({'tokens': [1, 2], 'id': 7, name: 1})}\n" * 3)
     assert len(read_samples(path)) == 3
     assert caplog.messages == [f"{path}:1: field '{name}' is not read; is '{meant}' meant?"]
 
 
-def test_of_a_table_too(tmp_path, caplog):
+def test_misspelled_column_is_reported(tmp_path, caplog):
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pa.table({"tokens": [[1, 2]], "groups": [3], "note": ["x"]}), path)
     assert len(read_samples(path)) == 1

@@ -1,4 +1,4 @@
-"""Files that are written are read back the same, whatever their kind, and are whole or not there."""
+"""Files that are written are read back the same, for every kind, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 @pytest.mark.parametrize("name", KINDS)
-def test_everything_that_samples_carry_comes_back(tmp_path, name, at_once):
+def test_all_sample_fields_are_read_back(tmp_path, name, at_once):
     path = write(tmp_path / name, ROWS, at_once)
     assert os.listdir(tmp_path) == [name]
     back = read_samples(path)
@@ -96,7 +96,7 @@ def test_everything_that_samples_carry_comes_back(tmp_path, name, at_once):
 
 @pytest.mark.parametrize("at_once", [1, 100])
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
-def test_tables_hold_what_the_lines_hold(tmp_path, name, at_once):
+def test_tables_hold_the_same_rows_as_lines(tmp_path, name, at_once):
     lines = [json.loads(line) for line in write(tmp_path / "rows.jsonl", ROWS, 9).read_text().splitlines()]
     path = write(tmp_path / name, ROWS, at_once)
     table = pq.read_table(path) if name.endswith(".parquet") else pa.ipc.open_file(path).read_all()
@@ -111,7 +111,7 @@ def test_tables_hold_what_the_lines_hold(tmp_path, name, at_once):
     assert table.schema.field("ref_logprobs").type == pa.list_(pa.float64()), "single and double are double together"
 
 
-def test_parts_are_neither_small_nor_large(tmp_path, monkeypatch):
+def test_parts_have_a_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(write_tables, "_PART_BYTES", 40_000)
     rows = [{"source": f"f:{number}", "tokens": np.arange(1000, dtype=np.int32)} for number in range(95)]
     table = pq.ParquetFile(write(tmp_path / "rows.parquet", rows, 3))
@@ -131,7 +131,7 @@ def test_parts_are_neither_small_nor_large(tmp_path, monkeypatch):
         ({"group": 0.5}, {"group": 2**60 + 1}, "cannot be a column of a table"),
     ],
 )
-def test_what_no_column_holds_is_named(tmp_path, at_once, one, other, says):
+def test_error_names_values_of_mixed_types(tmp_path, at_once, one, other, says):
     rows = [
         {"source": f"f:{number}", "tokens": np.ones(2, dtype=np.int32)} | more
         for number, more in enumerate([one, {}, other])
@@ -145,8 +145,8 @@ def test_what_no_column_holds_is_named(tmp_path, at_once, one, other, says):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("before", [None, "what was there before"])
-def test_nothing_is_there_after_an_interrupt(tmp_path, name, before):
+@pytest.mark.parametrize("before", [None, "earlier content of it"])
+def test_interrupt_leaves_no_file(tmp_path, name, before):
     path = tmp_path / name
     if before:
         path.write_text(before)
@@ -163,15 +163,15 @@ def test_nothing_is_there_after_an_interrupt(tmp_path, name, before):
     assert not before or path.read_text() == before
 
 
-def test_a_link_stays_one(tmp_path):
+def test_link_is_kept(tmp_path):
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "rows.jsonl")
     write(tmp_path / "link.jsonl", ROWS, 2)
     assert (tmp_path / "link.jsonl").is_symlink()
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(ROWS)
 
 
-def test_what_is_not_finite_is_null_in_lines(tmp_path):
-    """Of tokens that are not scored: of others it is refused when it is read."""
+def test_non_finite_values_are_null_in_lines(tmp_path):
+    """For unscored tokens: the reader rejects it for others."""
     signals = Signals(rollout_logprobs=[float("-inf"), float("nan"), -1.0])
     sample = Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 1], signals=signals)
     (line,) = write(tmp_path / "rows.jsonl", [row_of(sample)], 1).read_text().splitlines()
@@ -183,7 +183,7 @@ def test_packed_lines_are_packed(tmp_path):
         assert len(stream.readlines()) == len(ROWS)
 
 
-def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch):
+def test_unwritable_output_is_rejected_before_work(tmp_path, monkeypatch):
     check_output(tmp_path / "rows.parquet")
     for path, says in [
         (tmp_path / "no" / "rows.jsonl", "its folder does not exist; create it"),
@@ -218,7 +218,7 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, name):
 
 
 @pytest.mark.parametrize("given", ["data.jsonl", "./data.jsonl", "*.jsonl", "link.jsonl"])
-def test_what_a_command_reads_is_no_output(tmp_path, monkeypatch, given):
+def test_input_files_are_rejected_as_output(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text("")
     (tmp_path / "link.jsonl").symlink_to("data.jsonl")
@@ -237,7 +237,7 @@ def test_a_name_that_promises_other_contents_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     "name", ["z.jsonl", "z.json", "z.JSONL", "z.JSONL.GZ", "z.a.jsonl.gz", "z.json.gz", "z.Parquet", "z.feather"]
 )
-def test_names_that_say_what_is_written_pass(tmp_path, name):
+def test_names_with_a_known_suffix_pass(tmp_path, name):
     check_rows_output(tmp_path / name)
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match="is a folder"):
@@ -253,7 +253,7 @@ UNKNOWN = (
 @pytest.mark.parametrize(
     "known", ['"tokens": [1, 2]', '"messages": [{"role": "assistant", "content": "a"}], "tools": []']
 )
-def test_lines_keep_what_is_not_read_byte_for_byte(tmp_path, known):
+def test_lines_keep_unread_fields_byte_for_byte(tmp_path, known):
     class Letter:
         name, vocab_size = "letter", 9
 
@@ -290,7 +290,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_tables_keep_what_is_not_read_and_its_types(tmp_path, name, at_once):
+def test_tables_keep_unread_columns_and_their_types(tmp_path, name, at_once):
     table = pa.table({"ids": [[1, 2], [3]], **ODD, "tokens": ["not", "ours"]})
     pq.write_table(table, tmp_path / "in.parquet")
     names = FieldNames(given={"tokens": "ids"}, keeps_others=True)

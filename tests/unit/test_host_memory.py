@@ -1,4 +1,4 @@
-"""What the host's part allocates on top of its input, counted by tracemalloc."""
+"""Allocations of the host's work on top of its input, counted by tracemalloc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def peak_bytes(run):
 
 
 def conversations(count, turns, length):
-    """One sample per turn, each with its whole history."""
+    """One sample per turn, each with its complete history."""
     rng = np.random.default_rng(0)
     samples = []
     for _ in range(count):
@@ -47,8 +47,8 @@ def test_the_per_turn_view_takes_four_bytes_a_logical_token():
     assert sum(layout.physical_tokens for layout in layouts) < logical / 10
 
 
-def test_where_nothing_is_shared_the_layout_is_what_there_is():
-    """Four arrays of 4 bytes a token and one of 8 stay, and nothing as long comes and goes beside all of them."""
+def test_memory_without_sharing_is_the_layouts():
+    """Four arrays of 4 bytes per token and one of 8 stay; no other array as long is alive with all of them."""
     rng = np.random.default_rng(1)
     samples = [Sample(tokens=rng.integers(0, 30_000, 5000)) for _ in range(100)]
     tokens = 100 * 5000
@@ -65,4 +65,4 @@ def test_where_nothing_is_shared_the_layout_is_what_there_is():
 
     peak, layouts = peak_bytes(everything)
     assert sum(layout.physical_tokens for layout, _ in layouts) == tokens
-    assert peak <= 24 * tokens + 2000 * len(samples) + 4 * 100_000  # the last micro-batch is sorted beside the others
+    assert peak <= 24 * tokens + 2000 * len(samples) + 4 * 100_000  # the last sort overlaps the other micro-batches

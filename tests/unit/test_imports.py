@@ -64,7 +64,7 @@ ON_MEGATRON = [ROOT / "integrations" / name for name in ("verl", "slime.py", "ne
 PUBLIC = set(mcore_prefix_tree.__all__)
 # Packages that take seconds, or tenths of one, to import.
 SLOW = {"megatron", "transformer_engine", "torch", "transformers", "mistral_common", "matplotlib"}
-# What the attention room has beside its back-ends, each of which is a file or a folder.
+# Modules of the attention room in addition to its back-ends, each of which is a file or a folder.
 ATTENTION_ENTRANCES = {"__init__", "api", "auto"}
 SHARED_BY_BACKENDS = {"backend_options", "capability", "tile_blocks", "spans", "padding", "parity", "imports"}
 
@@ -97,7 +97,7 @@ def test_the_package_was_found():
 
 def test_imports_point_one_way():
     unknown = sorted({room_of(file) for file in FILES} - set(ALLOWED))
-    assert not unknown, f"new rooms {unknown}: say in ALLOWED what each may import"
+    assert not unknown, f"new rooms {unknown}: list in ALLOWED the imports that each may have"
     offenders = []
     for file in FILES:
         room = room_of(file)
@@ -107,7 +107,7 @@ def test_imports_point_one_way():
             if package != PACKAGE:
                 continue
             if other in PUBLIC:
-                offenders.append(f"{module_of(file)}: import {name} from where it is defined")
+                offenders.append(f"{module_of(file)}: import {name} from the module that defines it")
             elif other != room and other not in ALLOWED[room]:
                 offenders.append(f"{module_of(file)}: {room} must not import {name}")
     assert not offenders, "\n".join(offenders)
@@ -125,7 +125,7 @@ def test_the_rooms_of_mcore_import_downwards():
     assert not offenders, "\n".join(offenders)
 
 
-def test_the_engine_asks_no_objective_what_it_is():
+def test_engine_does_not_branch_on_the_kind_of_objective():
     """Readouts and step hooks follow from the output that an objective names; a table has a row for each."""
     questions = {"has_scalar_head", "second_models"}
     offenders = []

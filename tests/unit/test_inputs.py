@@ -1,4 +1,4 @@
-"""Files that never begin or never end: FIFOs, devices, lines and blank lines without end."""
+"""Files that never begin or never end, for example FIFOs, devices, lines and blank lines without end."""
 
 from __future__ import annotations
 

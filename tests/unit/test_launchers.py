@@ -34,7 +34,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | MEET | {"MASTER
         (SLURM | OPEN_MPI, {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}),
     ],
 )
-def test_a_launcher_says_it_in_its_own_words(said: dict[str, str], expected: dict[str, str]) -> None:
+def test_launcher_variables_are_translated(said: dict[str, str], expected: dict[str, str]) -> None:
     environment = said | MEET
     adopt_ranks(environment)
     assert environment == said | MEET | expected | {"MASTER_PORT": "29500"}
@@ -50,7 +50,7 @@ def test_a_launcher_says_it_in_its_own_words(said: dict[str, str], expected: dic
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
     ],
 )
-def test_what_is_no_rank_stays_as_it_is(environment: dict[str, str]) -> None:
+def test_environment_without_a_launcher_is_unchanged(environment: dict[str, str]) -> None:
     before = dict(environment)
     adopt_ranks(environment)
     assert environment == before
@@ -63,7 +63,7 @@ def test_what_is_no_rank_stays_as_it_is(environment: dict[str, str]) -> None:
         (SLURM, r"Slurm started 8 ranks \(SLURM_STEP_NUM_TASKS\)"),
     ],
 )
-def test_where_they_meet_has_to_be_said(said: dict[str, str], sentence: str) -> None:
+def test_missing_rendezvous_is_rejected(said: dict[str, str], sentence: str) -> None:
     environment = dict(said)
     with pytest.raises(ValueError, match=sentence):
         adopt_ranks(environment)
@@ -93,13 +93,13 @@ def test_where_they_meet_has_to_be_said(said: dict[str, str], sentence: str) -> 
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, r"one of several, but MPI_LOCALRANKID is missing; set RANK, WORLD_SIZE"),
     ],
 )
-def test_ranks_that_make_no_sense_are_refused(said: dict[str, str], sentence: str) -> None:
+def test_nonsensical_ranks_are_rejected(said: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         adopt_ranks(dict(said))
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"])
-def test_half_of_what_a_launcher_sets_is_refused(name: str) -> None:
+def test_incomplete_launcher_variables_are_rejected(name: str) -> None:
     environment = OPEN_MPI | MEET
     del environment[name]
     with pytest.raises(ValueError, match=rf"^Open MPI started this process as one of several, but {name} is missing"):
@@ -112,7 +112,7 @@ def test_a_port_that_is_given_is_kept() -> None:
     assert environment["MASTER_PORT"] == "1234"
 
 
-def test_every_launcher_says_what_is_needed() -> None:
+def test_every_launcher_sets_the_required_variables() -> None:
     for names in LAUNCHERS.values():
         assert {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names.keys()
 
@@ -135,5 +135,5 @@ def test_the_first_rank_of_a_machine_does_not_wait_for_those_that_are_refused() 
         check_gpus(environment, 1)
 
 
-def test_a_process_alone_needs_one_gpu() -> None:
+def test_single_process_needs_one_gpu() -> None:
     check_gpus({}, 1)

@@ -147,7 +147,7 @@ def test_zero_masks_supervise_nothing():
     assert not layout.loss_weight.any()
 
 
-def test_no_samples_give_padding_alone():
+def test_no_samples_give_only_padding():
     layout = fold([], pad_to_multiple_of=8)
     assert layout.padded_size == 8
     assert layout.physical_tokens == layout.logical_tokens == layout.num_nodes == layout.num_samples == 0
@@ -219,7 +219,7 @@ def test_deep_and_wide_forests_are_folded_in_linear_time():
 
 
 def test_memory_is_that_of_the_unique_tokens():
-    """Sorting needs 4 bytes for a logical token; the layout nothing, until somebody asks for the sample map."""
+    """Sorting needs 4 bytes for a logical token; the layout nothing, until the sample map is requested."""
     prompt = list(range(3000))
     samples = [Sample(tokens=[*prompt, 5000 + leaf]) for leaf in range(200)]
     logical = sum(map(len, samples))

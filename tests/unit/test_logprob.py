@@ -120,7 +120,7 @@ def test_without_entropy_and_in_place_the_result_is_the_same(dtype, rows):
     (expected,) = torch.autograd.grad((with_entropy * weights).sum(), leaf)
     tolerance = 1e-12 if dtype is torch.float64 else 1e-6
     for in_place in (False, True):
-        logits = leaf.clone()  # what a model makes: not a leaf, and nobody else reads it
+        logits = leaf.clone()  # as a model's output: not a leaf, and nothing else reads it
         before, where = logits.detach().clone(), logits.data_ptr()
         logprob = edge_logprobs(logits, of_layout, in_place=in_place)[0]
         assert worst(logprob, with_entropy) < tolerance
@@ -222,7 +222,7 @@ def test_wrong_logits_are_refused(shape):
         edge_logprobs(torch.zeros(shape), Edges.from_layout(layout), with_entropy=True)
 
 
-def test_a_layout_of_padding_alone():
+def test_layout_of_only_padding():
     layout = fold([], pad_to_multiple_of=4)
     logits = random_logits(layout)
     logprob, _ = edge_logprobs(logits, Edges.from_layout(layout), with_entropy=True)
@@ -260,7 +260,7 @@ def test_sft_loss_is_the_sum_over_the_samples(samples):
     loss = sft_loss(logprob, torch.from_numpy(layout.loss_weight))
     expected = torch.zeros((), dtype=torch.float64)
     for index, sample in enumerate(samples):
-        own = logits[layout.sample_tokens(index)]  # what the model said at each of the sample's tokens
+        own = logits[layout.sample_tokens(index)]  # the model's logits at each of the sample's tokens
         for position in range(1, len(sample)):
             scored = torch.log_softmax(own[position - 1], dim=0)[sample.tokens[position]]
             expected = expected - float(sample.loss_mask[position]) * scored

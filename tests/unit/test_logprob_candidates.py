@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are asked about, not in the layout: a teacher's. And which those are."""
+"""Log-probabilities of candidate tokens outside the layout, for example a teacher's, and the choice of candidates."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_padding_is_no_token_and_takes_no_probability() -> None:
     assert torch.equal(logits, before)
 
 
-def test_more_tokens_than_there_are() -> None:
+def test_more_candidates_than_the_vocabulary() -> None:
     for k in (0, V + 1):
         with pytest.raises(ValueError, match=f"{k} tokens were asked for, and the vocabulary has {V}"):
             top_logprobs(torch.zeros(P, V), torch.tensor([0]), k)

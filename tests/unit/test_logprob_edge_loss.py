@@ -57,7 +57,7 @@ def loss_of_terms(edges, terms, *, of_entropy):
     st.sampled_from(["rows", "rows, not said", "samples", "pairs"]),
 )
 def test_losses_and_their_gradients(samples, seed, rows, multiplier, tempered, entropies, reads):
-    """Those of the loss on all rows at once, whatever its terms read together."""
+    """Gradients equal those of the loss on all rows at once, for any rows that its terms read together."""
     layout = fold(samples, pad_to_multiple_of=3)
     needed = np.random.default_rng(seed).random(layout.padded_size) < 0.7
     hidden, weight = parameters(layout, seed=seed)
@@ -118,7 +118,7 @@ def test_a_row_that_waits_between_others_that_do_not(of_entropy):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_needs_no_gradient_gets_none(frozen):
+def test_frozen_inputs_get_no_gradient(frozen):
     layout = fold([Sample(tokens=[*PROMPT, *range(4, 12)]), Sample(tokens=[*PROMPT, *range(20, 30)])])
     leaves = dict(zip(("hidden", "weight"), parameters(layout), strict=True))
     edges = Edges.from_layout(layout)
@@ -134,7 +134,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
 
 
 def test_rows_to_come_do_not_reach_the_gradient():
-    """Not by a NaN, nor by an infinity: what a chunk takes is what the loss says of its own rows."""
+    """Neither a NaN nor an infinity spreads: a chunk takes only the loss of its rows."""
     layout = fold([Sample(tokens=range(1, 13))])
     hidden, weight = parameters(layout)
     edges = Edges.from_layout(layout)
@@ -202,7 +202,7 @@ def projected(layout, edges, *, head_chunk_rows, by_rows=False):
 
 
 def test_only_rows_that_wait_for_a_later_chunk_are_projected_twice():
-    """Rollouts of one prompt, 30 scored tokens each: each is whole in a chunk; the prompt's last token has to wait."""
+    """Rollouts of one prompt, 30 scored tokens each: each fits one chunk; the prompt's last token has to wait."""
     rollouts = [[*PROMPT, *range(5 + 30 * n, 35 + 30 * n)] for n in range(6)]
     masks = [[0] * len(PROMPT) + [1] * 30] * 6
     layout = fold([Sample(tokens=np.array(t) % VOCAB, loss_mask=m) for t, m in zip(rollouts, masks, strict=True)])
@@ -212,7 +212,7 @@ def test_only_rows_that_wait_for_a_later_chunk_are_projected_twice():
     assert projected(layout, edges, head_chunk_rows=rows) == {"logits": rows, "of hidden": rows, "of weight": rows}
     assert projected(layout, edges, head_chunk_rows=70) == {
         "logits": rows + 1,
-        # With the rollouts beside it, and alone at the end.
+        # Together with the rollouts, and by itself at the end.
         "of hidden": rows,
         "of weight": rows,
     }
@@ -224,7 +224,7 @@ def test_only_rows_that_wait_for_a_later_chunk_are_projected_twice():
 
 
 def test_pairs_are_kept_in_one_chunk():
-    """And all of their rows, since nobody else reads the prompt's last token."""
+    """And all of their rows, since nothing else reads the prompt's last token."""
     pairs = [[[n, *PROMPT, *range(5 + side, 25 + side)] for side in (0, 1)] for n in range(10, 14)]
     samples = [Sample(tokens=tokens, loss_mask=[0] * 4 + [1] * 20) for pair in pairs for tokens in pair]
     layout = fold(samples)
@@ -247,7 +247,7 @@ def test_chunks_are_all_rows_in_order(ahead, most):
 
 
 def test_no_border_between_rows_that_are_scored_together():
-    """Samples of 3, 3, 2, 3 and 3 rows, at most 4 at a time; where it does not matter, chunks are full."""
+    """Samples of 3, 3, 2, 3 and 3 rows, at most 4 at a time; otherwise chunks are full."""
     settled_by = np.array([2, 2, 2, 5, 5, 5, 7, 7, 10, 10, 10, 13, 13, 13])
     assert [(rows.start, rows.stop) for rows in cut(settled_by, 4)] == [(0, 3), (3, 6), (6, 8), (8, 11), (11, 14)]
     assert [(rows.start, rows.stop) for rows in cut(np.arange(14), 4)] == [(0, 2), (2, 6), (6, 10), (10, 14)]

@@ -33,7 +33,7 @@ def fused(hidden, weight, head, *, with_entropy=True):
 
 
 def gradients(outputs, leaves, *, seed=1):
-    """Of a random combination of the outputs."""
+    """Gradients of a random combination of the outputs."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(
         (output * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum() for output in outputs
@@ -93,8 +93,8 @@ def test_equal_to_the_path_that_has_the_logits(multiplier, rows):
         assert worst(one, other) < 1e-12
 
 
-def test_each_sample_alone():
-    """Restored rows are those of every sample through a head of its own; shared tokens' gradients are the sums."""
+def test_head_equals_unfolded_samples():
+    """Restored rows are those of every sample through a separate head; shared tokens' gradients are the sums."""
     layout = fold(FORKED, pad_to_multiple_of=5)
     hidden, weight = parameters(layout)
     logprob, entropy = fused(hidden, weight, Head(edges=Edges.from_layout(layout), head_chunk_rows=2))
@@ -149,13 +149,13 @@ def test_the_weighted_sum_and_its_gradients(multiplier, tempered, rows):
 
 
 def square_entropy(logits):
-    """Of every row: not linear, and of all its logits."""
+    """Squared entropy of every row: not linear, and a function of all its logits."""
     logprob = torch.log_softmax(logits, dim=1)
     return (logprob.exp() * logprob).sum(dim=1).square()
 
 
 def turned_into_gradients(weight):
-    """The same as the head asks for it: by autograd, a chunk at a time."""
+    """The same in the head's form: by autograd, a chunk at a time."""
 
     def loss(rows, logits):
         leaf = logits.clone().requires_grad_()
@@ -187,7 +187,7 @@ def test_losses_of_logits_and_their_gradients(samples, seed, rows, multiplier, t
     grads = torch.autograd.grad(-0.3 * gradient, (hidden, weight))
     wanted = torch.autograd.grad(-0.3 * torch.dot(expected, of_rows), (hidden, weight))
     for one, other in zip(grads, wanted, strict=True):
-        # Where a distribution is nearly certain, the gradient is the rounding of much larger terms.
+        # The gradient of a nearly certain distribution is the rounding of much larger terms.
         assert (one - other).norm() <= 1e-12 * max(1e-3, other.norm())
 
 
@@ -268,8 +268,8 @@ def operations(function):
 
 
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_who_uses_one_output_does_not_pay_for_the_other(with_logits):
-    """Backward of the log-probabilities alone does what it does where there are no entropies; and the other way."""
+def test_backward_of_one_output_ignores_the_other(with_logits):
+    """Backward of only the log-probabilities is the same without entropies; and the other way round."""
     layout = fold(FORKED)
     hidden, weight = parameters(layout)
     edges = Edges.from_layout(layout)
@@ -295,7 +295,7 @@ def test_who_uses_one_output_does_not_pay_for_the_other(with_logits):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_needs_no_gradient_gets_none(frozen):
+def test_frozen_inputs_get_no_gradient(frozen):
     layout = fold(FORKED)
     leaves = dict(zip(("hidden", "weight"), parameters(layout), strict=True))
     wanted = gradients(naive(leaves["hidden"] @ leaves["weight"].T, layout)[:1], tuple(leaves.values()))
@@ -310,7 +310,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_logprobs_have_the_bits_of_the_path_with_logits(dtype, with_entropy):
-    """And do not depend on whether the entropy is asked for."""
+    """And do not depend on whether the entropy is requested."""
     layout = fold(FORKED, pad_to_multiple_of=8)
     hidden, weight = parameters(layout, dtype=dtype)
     edges = Edges.from_layout(layout)
@@ -409,7 +409,7 @@ class Buffer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_gradient_may_go_elsewhere(dtype):
+def test_weight_gradient_may_be_accumulated_elsewhere(dtype):
     layout = fold(FORKED, pad_to_multiple_of=8)
     hidden, weight = parameters(layout, dtype=dtype)
     edges = Edges.from_layout(layout)
@@ -440,7 +440,7 @@ def test_the_weights_gradient_may_go_elsewhere(dtype):
         assert sink.added == 1
 
 
-def test_gradients_in_forward_are_not_formed_where_none_is_wanted():
+def test_forward_forms_no_unneeded_gradients():
     layout = fold(FORKED)
     hidden, weight = parameters(layout)
     edges = Edges.from_layout(layout)
@@ -463,7 +463,7 @@ def test_gradients_in_forward_are_not_formed_where_none_is_wanted():
     assert largest == 0
 
 
-def test_float16_is_refused_where_gradients_come_before_loss_scaling():
+def test_float16_with_gradients_before_loss_scaling_is_rejected():
     layout = fold(FORKED)
     hidden, weight = parameters(layout, dtype=torch.float16)
     edges = Edges.from_layout(layout)

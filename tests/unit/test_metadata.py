@@ -101,7 +101,7 @@ def test_zero_length_nodes_and_several_roots():
     assert metadata.node_depth.tolist() == [0, 2, 2, 2, 0, 3]
 
 
-def test_no_nodes_are_padding_alone():
+def test_no_nodes_give_only_padding():
     metadata = TreeMetadata.from_nodes([0], [], padded_size=3)
     assert metadata.num_nodes == metadata.num_tokens == 0
     assert metadata.subtree_end.tolist() == [1, 2, 3]
@@ -178,7 +178,7 @@ def test_memory_and_time_are_linear():
 
 
 def test_copies_derive_their_plans_again():
-    """Those of some back-ends hold functions, which Megatron could not pickle with a micro-batch."""
+    """Plans of some back-ends hold functions, which Megatron could not pickle with a micro-batch."""
     metadata = TreeMetadata.from_nodes([0, 3, 5], [-1, 0])
     metadata.derived("plan", lambda metadata: lambda: None)
     for copied in (pickle.loads(pickle.dumps(metadata)), copy.deepcopy(metadata)):

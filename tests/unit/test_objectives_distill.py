@@ -58,7 +58,7 @@ def top_k_loss(objective: Distillation, world: World) -> torch.Tensor:
 
 
 def full_loss(objective: Distillation, world: World, teacher: World) -> torch.Tensor:
-    """The same from all that a second model says of the same samples."""
+    """The same from a second model's full distributions for the same samples."""
     weights, divisor = token_weights(world.samples, objective.normalise, None)
     total = world.logits.sum() * 0
     for index in range(len(world.samples)):
@@ -84,7 +84,7 @@ def run_top_k(objective, world, cut):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99), by=st.sampled_from(["token", "sample", "group"]))
-def test_top_k_equals_each_sample_alone_whatever_the_cut(kind, samples, seed, by):
+def test_top_k_equals_unfolded_samples_for_any_cut(kind, samples, seed, by):
     world = World.of(with_teachers(with_signals(samples, seed, table_seed=seed), 5, seed), seed)
     objective = distillation(kind, normalise=by)
     expected = top_k_loss(objective, world)
@@ -98,8 +98,8 @@ def test_top_k_equals_each_sample_alone_whatever_the_cut(kind, samples, seed, by
 
 
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))
-def test_a_teacher_that_contradicts_itself_is_taken_at_its_word(samples, seed):
-    """Asked about each sample by itself, it may say something else of the same path."""
+def test_inconsistent_teacher_rows_are_used_as_given(samples, seed):
+    """On unfolded samples its rows of the same path may differ."""
     rng = np.random.default_rng(seed)
     told = []
     for sample in with_teachers(with_signals(samples, seed, table_seed=seed), 5, seed):
@@ -125,7 +125,7 @@ def test_a_teacher_that_contradicts_itself_is_taken_at_its_word(samples, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(samples=sample_lists(max_samples=6), seed=st.integers(0, 99), block=st.sampled_from([1, 3, 256]))
-def test_whole_vocabularies_equal_each_sample_alone_whatever_the_cut(kind, samples, seed, block):
+def test_full_vocabulary_equals_unfolded_samples_for_any_cut(kind, samples, seed, block):
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     teacher = World.of(world.samples, seed + 1000)
     objective = distillation(kind, teacher="full", normalise="sample")
@@ -175,7 +175,7 @@ def test_logits_turn_into_the_gradients_of_their_divergences(kind, block):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck_of_whole_vocabularies(kind):
+def test_gradcheck_of_full_vocabularies(kind):
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
     row = torch.tensor([3, 0])
@@ -200,7 +200,7 @@ def test_a_shared_row_is_computed_once_with_its_multiplicity():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_every_token_there_is_no_rest_and_with_few_it_is_a_lower_bound(kind):
+def test_top_k_divergence_is_a_lower_bound_and_exact_with_all_tokens(kind):
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 9, VOCAB, generator=generator, dtype=torch.float64)
     whole = vocabulary_divergence(student, teacher, torch.arange(9), kind, jsd_beta=0.4)
@@ -252,7 +252,7 @@ def test_metrics_do_not_depend_on_the_cut():
     assert set(results[0]) == {"jsd"}
 
 
-def test_what_does_not_fit_is_named():
+def test_mismatched_teachers_are_named():
     samples = with_teachers(with_signals(forked(), 0, table_seed=0), 4, 0)
     objective = Distillation()
     with pytest.raises(SampleError, match=r"^file:1: field 'teacher' is missing, and teacher=top_k needs it"):
@@ -274,7 +274,7 @@ def test_an_output_that_is_not_finite_names_its_sample():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_student_that_leaves_nothing_to_other_tokens(dtype):
-    """What rounds to 1 is known to the rounding of 1: the divergence stays there instead of jumping to another size."""
+    """A probability that rounds to 1 is known up to rounding: the divergence stays at that size."""
     teacher, student = (torch.tensor([[math.log(p)]], dtype=dtype, requires_grad=p == 1) for p in (0.6, 1))
     found = Distillation().of_rows(teacher, student)
     rest = torch.finfo(dtype).eps

@@ -45,7 +45,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=[f"{name}{i}" for i, (name, _) in enumerate(SETTINGS)])
 @given(data=st.data())
-def test_equal_to_each_sample_alone_whatever_the_cut(name, options, data):
+def test_loss_equals_unfolded_samples_for_any_cut(name, options, data):
     samples = data.draw(sample_lists(max_samples=9, min_samples=4))
     seed = data.draw(st.integers(0, 99))
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
@@ -156,7 +156,7 @@ def test_ratios_of_an_unchanged_policy_are_one_to_the_bit():
         assert output.metrics["clip_fraction"][0] == output.metrics["kl_old"][0] == 0
 
 
-def test_k3_is_constant_where_it_would_overflow():
+def test_k3_is_constant_instead_of_overflowing():
     difference = torch.tensor([-19.0, -LOG_RATIO_LIMIT, -20.1, -40.0, -1000.0, 3.0], requires_grad=True)
     value = kl_estimate(difference, torch.zeros(()), "k3")
     (slope,) = torch.autograd.grad(value.sum(), difference)
@@ -167,7 +167,7 @@ def test_k3_is_constant_where_it_would_overflow():
     assert slope[5] == pytest.approx(1 - math.exp(-3))
 
 
-def test_how_far_a_policy_has_moved_does_not_cancel_within_a_sequence():
+def test_distance_to_the_old_policy_does_not_cancel_within_a_sequence():
     samples = pairs_of_rollouts()
     layout = fold(samples)
     old = np.zeros(layout.padded_size)
@@ -208,7 +208,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all():
 
 
 def test_turns_of_one_rollout_count_its_reward_once():
-    """A rollout in three samples, one a turn, against a rollout in one: the same as both in one sample each."""
+    """A rollout in three samples, one per turn, against a rollout in one: the same as both in one sample each."""
     whole = [
         Sample(
             tokens=[1, 2, 3, 9, 4, 9, 5],
@@ -230,7 +230,7 @@ def test_turns_of_one_rollout_count_its_reward_once():
         targets = [objective.targets(samples) for samples in (whole, [*turns, whole[1]])]
         assert targets[0].columns["advantage"] == pytest.approx(targets[1].columns["advantage"], abs=1e-15)
         assert targets[0].metrics["reward"] == targets[1].metrics["reward"] == (7.0, 2.0)
-    # reward: the sum of what is still to come.
+    # reward: the sum of all later rewards.
     assert PolicyGradient(advantage="reward", on_policy=True).targets(whole).columns["advantage"].tolist() == [
         5.0, 5.0, 4.0, 4.0, 2.0,
     ]  # fmt: skip
@@ -253,7 +253,7 @@ def test_turns_of_one_rollout_count_its_reward_once():
         ({}, {"rollout": 1}, None),
     ],
 )
-def test_what_a_sample_lacks_is_named_with_it(options, fields, says):
+def test_error_names_sample_and_missing_field(options, fields, says):
     samples = pairs_of_rollouts()
     samples[1] = changed(samples[1], **fields)
     objective = make_objective("grpo", options)
@@ -302,7 +302,7 @@ def test_turns_have_no_generalized_advantage():
         ({"clip_eps_low": float("nan")}, "clip_eps_low"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options, says):
+def test_invalid_settings_are_rejected(options, says):
     with pytest.raises(ValueError, match=says):
         make_objective("grpo", options)
 

@@ -70,7 +70,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=[f"{name}{i}" for i, (name, _) in enumerate(SETTINGS)])
 @given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
-def test_equal_to_each_pair_alone_whatever_the_cut(name, options, samples, seed):
+def test_loss_equals_unfolded_pairs_for_any_cut(name, options, samples, seed):
     samples = [all_scored(sample) for sample in samples[: len(samples) // 2 * 2]]
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     objective = make_objective(name, options)
@@ -111,7 +111,7 @@ def kto_loss(objective: KTO, world: World) -> torch.Tensor:
 
 @pytest.mark.parametrize("point", ["mismatched", "zero"])
 @given(samples=sample_lists(max_samples=7, min_samples=2), seed=st.integers(0, 99))
-def test_kto_equals_each_sample_alone_whatever_the_cut(point, samples, seed):
+def test_kto_equals_unfolded_samples_for_any_cut(point, samples, seed):
     samples = [sample for sample in samples if scored_positions(sample)]
     assume(samples)
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
@@ -189,12 +189,12 @@ def test_a_pair_cut_in_two_is_refused():
         ({"label_smoothing": 0.5}, "label_smoothing"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options, says):
+def test_invalid_settings_are_rejected(options, says):
     with pytest.raises(ValueError, match=says):
         make_objective("dpo", options)
 
 
-def test_kto_names_what_is_missing():
+def test_kto_names_missing_fields():
     samples = some_pairs()
     with pytest.raises(SampleError, match=r"^file:1: field 'label' is missing, and kto needs it"):
         KTO().targets([samples[0], changed(samples[1], label=None)])

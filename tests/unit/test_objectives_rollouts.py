@@ -1,4 +1,4 @@
-"""Groups of unequal sizes whose rollouts became a sample a turn: rewards count once a rollout, whatever its turns."""
+"""Groups of unequal sizes with one sample per turn: rewards count once per rollout, for any number of turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.objectives import SupervisedFineTuning, make_objective
 
 BASELINES = ["group_mean", "group_mean_std", "leave_one_out"]
-# Whole rollouts, and the normalisation that makes the same of their turns.
+# Complete rollouts, and the normalisation that gives their turns the same loss.
 SAME = {"token": "token", "sample": "rollout", "group": "group"}
 
 
@@ -25,7 +25,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def table_of(samples: list[Sample], seed: int) -> World:
-    """A model that says the same of a path in every world: what it says depends on the tokens alone."""
+    """A model with the same output for a path in every world: it depends only on the tokens."""
     world = World.of(samples, seed)
     rows = np.empty((world.layout.padded_size, VOCAB))
     for index, sample in enumerate(samples):
@@ -37,7 +37,7 @@ def table_of(samples: list[Sample], seed: int) -> World:
 
 
 def by_path(world: World, grad: torch.Tensor) -> dict[bytes, torch.Tensor]:
-    """Gradients by what leads to a token."""
+    """Gradients by the path to a token."""
     return {
         sample.tokens[: t + 1].tobytes(): grad[flat]
         for index, sample in enumerate(world.samples)
@@ -73,8 +73,8 @@ def test_advantages_are_those_of_the_rollouts(baseline, per_turn, shape, seed):
     ids=["grpo", "rloo", "dapo", "dr_grpo"],
 )
 @given(shape=shapes, seed=st.integers(0, 99))
-def test_turns_train_as_the_whole_rollouts_do(name, options, normalise, shape, seed):
-    """Loss and gradient of one sample a turn equal those of one sample a rollout, token by token, whatever the cut."""
+def test_turns_train_like_complete_rollouts(name, options, normalise, shape, seed):
+    """Loss and gradient of one sample per turn equal those of one per rollout, token by token, for any cut."""
     shape = tuple(turns if len(turns) > 1 else (*turns, 2) for turns in shape)
     made = rollouts(shape, seed, vocab=VOCAB)
     wholes, turns = as_samples(made, seed, scale=0.3, around=-3.7)
@@ -87,7 +87,7 @@ def test_turns_train_as_the_whole_rollouts_do(name, options, normalise, shape, s
         loss, _ = run_logprobs(objective, cut_up, cut)
         assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
         got = by_path(cut_up, torch.autograd.grad(loss, cut_up.logits)[0])
-        # A turn's sample ends with it: what tools say after the last turn is in neither.
+        # A turn's sample ends with it: neither holds the tools' answers after the last turn.
         assert got.keys() == wanted.keys()
         assert all(close(got[path], wanted[path]) for path in wanted)
 
@@ -131,7 +131,7 @@ def test_a_rollout_of_many_turns_counts_once_by_hand():
     assert by_rollout.weight.tolist() == [1.0, 1 / 3, 1 / 3, 1 / 3]
 
 
-def test_a_rollout_by_itself():
+def test_group_of_one_rollout():
     samples = [turn(0, 1, 1.0), turn(1, 1, 1.0), turn(0, 2, 0.0, "q"), turn(0, 3, 1.0, "q")]
     for baseline in BASELINES:
         with pytest.raises(SampleError, match=r"^f:1 turn 0: group 'p' has only this rollout in the step.*alone=zero"):

@@ -75,7 +75,7 @@ def reward_model_loss(objective: RewardModel, world: World) -> torch.Tensor:
     ids=["clip", "plain", "given", "KL in reward"],
 )
 @given(samples=sample_lists(max_samples=7), seed=st.integers(0, 99))
-def test_a_critic_equals_each_sample_alone_whatever_the_cut(objective, samples, seed):
+def test_critic_equals_unfolded_samples_for_any_cut(objective, samples, seed):
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     expected = critic_loss(objective, world)
     (wanted,) = torch.autograd.grad(expected, world.scalar)
@@ -89,7 +89,7 @@ def test_a_critic_equals_each_sample_alone_whatever_the_cut(objective, samples, 
 
 @pytest.mark.parametrize("center", [0.0, 0.01])
 @given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
-def test_a_reward_model_equals_each_pair_alone_whatever_the_cut(center, samples, seed):
+def test_reward_model_equals_unfolded_pairs_for_any_cut(center, samples, seed):
     samples = samples[: len(samples) // 2 * 2]
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     expected = reward_model_loss(RewardModel(center_coef=center), world)
@@ -154,7 +154,7 @@ def test_metrics_of_a_critic_do_not_depend_on_the_cut():
     assert set(results[0]) == {"value", "return", "value_error", "clip_fraction"}
 
 
-def test_what_is_missing_or_not_finite_is_named():
+def test_missing_and_non_finite_fields_are_named():
     samples = with_signals([Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4])], 0, table_seed=0)
     with pytest.raises(SampleError, match=r"^file:1: field 'values' is missing, and a critic needs it"):
         Critic().targets([samples[0], changed(samples[1], values=None)])

@@ -32,12 +32,12 @@ from mcore_prefix_tree.objectives import make_objective
         ("distill", {"jsd_beta": 0.2}, "jsd_beta=0.2 has no effect without divergence=jsd; remove it"),
     ],
 )
-def test_what_has_no_effect_is_refused(name, options, says):
+def test_settings_without_effect_are_rejected(name, options, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         make_objective(name, options)
 
 
-def test_what_is_taken_off_the_rewards_pulls_towards_the_reference():
+def test_kl_penalty_on_rewards_pulls_towards_the_reference():
     """Over all tokens that could be drawn, the penalty's gradient is that of KL(pi || ref)."""
     logits, ref = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits.requires_grad_()
@@ -107,7 +107,7 @@ def test_a_sequence_ratio_weighs_tokens_by_their_mask():
         ({"tis_cap": 1.5, "tis_level": "sequence"}, [1, 1, 1]),
     ],
 )
-def test_weights_of_what_an_engine_sampled(options, weights):
+def test_weights_of_engine_samples(options, weights):
     samples = [three_tokens(reward, "g", [-1.0, -1.5, -0.5]) for reward in (5.0, 7.0)]
     objective = make_objective("reinforce", {**options, "advantage": "given"})
     samples = [
@@ -123,7 +123,7 @@ def test_weights_of_what_an_engine_sampled(options, weights):
     assert divided(output.metrics)["tis_weight"] == pytest.approx(sum(weights) / 3)
 
 
-def test_samples_far_off_the_policy_are_left_out_where_they_are_pushed_down():
+def test_far_off_policy_samples_with_negative_advantage_are_masked():
     samples = [three_tokens(reward, "g", [-1.0] * 3) for reward in (5.0, 7.0)]  # advantages of -0.7 and 0.7
     objective = make_objective("grpo", {"off_policy_mask": 0.1})
     near, logprob = loss_of(objective, samples, [-0.1, -0.1, 0.0])

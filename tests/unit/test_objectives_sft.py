@@ -18,7 +18,7 @@ from mcore_prefix_tree.objectives.scored import ScoredTokens
 
 @pytest.mark.parametrize(("by", "length"), [("token", None), ("sample", None), ("group", None), ("sample_sum", 5.0)])
 @given(samples=sample_lists(max_samples=8), seed=st.integers(0, 99))
-def test_equal_to_each_sample_alone_whatever_the_cut(by, length, samples, seed):
+def test_loss_equals_unfolded_samples_for_any_cut(by, length, samples, seed):
     world = World.of(with_signals(samples, seed, table_seed=seed), seed)
     objective = make_objective("sft", {"normalise": by, "normalise_length": length})
     weights, divisor = token_weights(world.samples, by, length)
@@ -62,7 +62,7 @@ def test_the_normaliser_by_hand(by, weight, count):
     assert normalised.count.dtype == "int64"
 
 
-def test_a_group_counts_though_its_first_sample_has_nothing_scored():
+def test_group_counts_if_its_first_sample_is_unscored():
     samples = samples_of_groups()[1:]
     assert normalise(ScoredTokens.of(samples), "group").count.sum() == 2
 

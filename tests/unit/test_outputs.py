@@ -24,7 +24,7 @@ train_iters: 2
 checkpoint: {{save: {run}, pretrained_checkpoint: weights}}
 """
 MODEL = "{num_layers: 1, hidden_size: 16, num_attention_heads: 2, vocab_size: 128}"
-# Files of a job whose student distills from a teacher: what the recipe names, and what the teacher's recipe names.
+# Files of a job whose student distills from a teacher: those of the recipe and those of the teacher's recipe.
 JOB = (
     *("student.yaml", "data.jsonl", "held_out.jsonl", "costs.json", "tokenizer/tokenizer.json"),
     *("tokenizer/additional_chat_templates/tools.jinja", "run/latest_checkpointed_iteration.txt"),

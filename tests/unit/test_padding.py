@@ -33,7 +33,7 @@ def test_the_smallest_bucket_that_holds(buckets, multiple, data):
         ({"buckets": (8, 8)}, "must increase"),
     ],
 )
-def test_what_is_refused(options, words):
+def test_invalid_padding_is_rejected(options, words):
     with pytest.raises(ValueError, match=words):
         Padding(**options)
 
@@ -54,7 +54,7 @@ parallel: {tensor_model_parallel_size: 2, sequence_parallel: true}
 """
 
 
-def test_a_recipe_s_padding(tmp_path):
+def test_padding_of_a_recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     assert load_recipe(path).padding == Padding(multiple=2)

@@ -14,7 +14,7 @@ from mcore_prefix_tree.trie import sort_samples
 
 
 def flat(plan):
-    """All micro-batches, whatever their rank."""
+    """All micro-batches of all ranks."""
     return list(chain.from_iterable(plan.micro_batches))
 
 
@@ -24,7 +24,7 @@ def physical(samples, indices):
 
 
 def content(samples, plan):
-    """What each micro-batch of each rank holds, without reference to the caller's order."""
+    """Contents of each micro-batch of each rank, without reference to the caller's order."""
     return [
         [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
         for rank in plan.micro_batches
@@ -95,7 +95,7 @@ def smallest_maximum(samples, count):
     dp_size=st.integers(1, 3),
     multiple=st.integers(1, 2),
 )
-def test_the_largest_micro_batch_is_as_small_as_it_can_be(samples, slack, dp_size, multiple):
+def test_largest_micro_batch_is_minimal(samples, slack, dp_size, multiple):
     budget = max(map(len, samples)) + slack
     plan = plan_step(samples, max_tokens=budget, dp_size=dp_size, micro_batch_multiple=multiple)
     count = dp_size * plan.num_micro_batches
@@ -145,7 +145,7 @@ def test_ranks_without_a_sample_get_padding():
     assert sorted(chain.from_iterable(plan.physical_tokens)) == [0, 0, 3, 3]
 
 
-def test_a_sample_of_the_budget_s_size_fits_and_a_longer_one_is_named():
+def test_sample_of_the_budgets_size_fits_and_a_longer_one_is_named():
     samples = [Sample(tokens=[1] * 5, source="a.jsonl:1"), Sample(tokens=[2] * 6, source="a.jsonl:2 turn 3")]
     assert plan_step(samples, max_tokens=6).physical_tokens == ((6, 5),)
     with pytest.raises(BudgetError) as error:

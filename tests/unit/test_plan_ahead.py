@@ -7,7 +7,7 @@ import pytest
 from mcore_prefix_tree.plan.prefetch import Ahead
 
 
-def test_steps_are_those_that_are_asked_for():
+def test_requested_steps_are_returned():
     made = []
     ahead = Ahead(lambda step: made.append(step) or step * step)
     assert [ahead.take(step, then=step + 1 if step < 6 else None) for step in range(7)] == [

@@ -48,7 +48,7 @@ def leaves_of(samples):
 
 
 def cost_of(samples, indices, model):
-    """By the token-by-token oracle: a token sees as many keys as its path is long; it is scored where it first is."""
+    """By the oracle: a token sees as many keys as its path is long; it is scored at its first occurrence."""
     paths = samples_through([samples[index] for index in indices])
     scored = sum(map(first_scored_of(samples).__getitem__, indices)) if model.scored else 0
     return sum(model.token + model.pair * len(path) for _, path in paths) + model.scored * scored + model.micro_batch
@@ -93,7 +93,7 @@ def test_the_order_of_the_samples_does_not_matter(problem, seed):
 
 
 def test_equal_tokens_with_other_masks_cost_the_same_in_any_order():
-    """Of two that are equal the scored one counts, whichever comes first."""
+    """The scored one of two equal samples counts, in any order."""
     scored, unscored = (Sample(tokens=[7] * 5, loss_mask=[0, 0, 0, 0, one]) for one in (1, 0))
     model = CostModel(token=2.0, pair=0.25, scored=16.0)
     for samples in ([scored, unscored], [unscored, scored]):
@@ -104,7 +104,7 @@ def test_equal_tokens_with_other_masks_cost_the_same_in_any_order():
 
 
 @given(problems())
-def test_reports_count_right(problem):
+def test_reports_match_counts(problem):
     samples, options = problem
     plan, model = plan_step(samples, **options), options["cost_model"]
     report = report_plan(samples, plan, model, max_tokens=options["max_tokens"], padding=Padding(multiple=4))
@@ -123,7 +123,7 @@ def test_reports_count_right(problem):
 
 
 def conversations_and_groups(prompts, count, turns):
-    """Completions of prompts, each of several turns: a sample a turn, with its history, which it does not score."""
+    """Completions of prompts, each of several turns: one sample per turn, with its history, which it does not score."""
     rng = np.random.default_rng(prompts)
     samples = []
     for _ in range(prompts):
@@ -139,8 +139,8 @@ def conversations_and_groups(prompts, count, turns):
 
 
 @pytest.mark.parametrize(("prompts", "count", "turns"), [(6, 4, 1), (1, 3, 5), (5, 3, 4)])
-def test_what_scoring_costs_is_what_the_head_computes(prompts, count, turns):
-    """Of turns and of completions the count is that of the layout, wherever the cuts are; and plans look at it."""
+def test_scoring_cost_counts_the_heads_rows(prompts, count, turns):
+    """The count equals the layout's for turns and completions, for any cuts; and plans use it."""
     samples = conversations_and_groups(prompts, count, turns)
     model = CostModel(token=1.0, scored=20.0)
     options = {"max_tokens": 2 * max(map(len, samples)), "dp_size": 3}
@@ -172,7 +172,7 @@ def test_no_assignment_beats_the_bound_and_plans_come_close(samples, dp_size, mo
     plan = plan_step(samples, max_tokens=10**6, dp_size=dp_size, cost_model=model)
     slowest = report_plan(samples, plan, model).slowest
     assert best - 1e-9 <= slowest
-    if not model.scored:  # where it counts, a sample that another continues could be scored apart from it
+    if not model.scored:  # otherwise, a sample that another continues could be scored apart from it
         assert slowest <= best * 4 / 3 + 1e-9  # the guarantee of longest-first without sharing
 
 
@@ -194,7 +194,7 @@ def test_no_assignment_to_micro_batches_beats_the_bound(samples, slack, model):
 
 
 @given(sample_lists(min_samples=1), st.integers(0, 9))
-def test_alone_a_rank_repeats_as_little_as_runs_can(samples, slack):
+def test_single_rank_repeats_as_little_as_possible(samples, slack):
     """One rank: no other way to cut the order into so few micro-batches costs less."""
     model, budget = MODELS[1], max(map(len, samples)) + slack
     plan = plan_step(samples, max_tokens=budget, cost_model=model)
@@ -252,7 +252,7 @@ def test_a_tree_that_fits_is_not_cut():
     assert [len(bins) for bins in bins_of_prompt] == [1] * 6
 
 
-def test_what_is_cut_is_what_costs_least_to_repeat():
+def test_plan_cuts_the_tree_that_is_cheapest_to_repeat():
     """Three trees on two ranks: one has to be cut, and one of them has almost nothing in common."""
     samples = [
         Sample(tokens=[*[prompt] * shared, *[100 + leaf] * (60 - shared)])
@@ -344,7 +344,7 @@ def test_placing_keeps_its_limits(samples, bins, slack, model):
         assert (cost_of(samples, indices, model) - model.micro_batch) * scale <= limit + len(samples)
 
 
-def test_leaves_take_along_what_they_continue():
+def test_leaves_include_their_prefixes():
     samples = [Sample(tokens=[1]), Sample(tokens=[1, 2]), Sample(tokens=[1, 2]), Sample(tokens=[1, 3])]
     order, shared = sort_samples(samples)
     leaves = Leaves.of_samples(shared, np.array([len(samples[i]) for i in order]))
@@ -354,7 +354,7 @@ def test_leaves_take_along_what_they_continue():
 
 
 def grpo(prompts, completions, seed=0):
-    """Groups of completions on prompts of their own: lengths spread over a factor of ten."""
+    """Groups of completions on separate prompts: lengths spread over a factor of ten."""
     rng = np.random.default_rng(seed)
     samples = []
     for prompt in range(prompts):
@@ -412,7 +412,7 @@ def pipeline_seconds(costs, stages):
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_that_order_shortens_a_pipeline(stages):
+def test_order_of_micro_batches_shortens_a_pipeline(stages):
     """By more than a tenth against chance, and by some against largest first, over many sets of costs."""
     assert pipeline_seconds([1.0] * 8, stages) == 3 * (8 + stages - 1)
     rng = np.random.default_rng(0)

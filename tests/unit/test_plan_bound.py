@@ -25,14 +25,14 @@ def test_the_bound_by_hand() -> None:
 
 
 def test_each_part_counts_at_its_least_unfolded() -> None:
-    """A part that is slower in one way does not lower the bound; neither does a way that is slower as a whole."""
+    """A part that is slower in one way does not lower the bound; neither does a way that is slower in total."""
     other = Parts(body=7.0, attention=3.0, head=9.0, rest=0.1)
     bound = Bound.from_ways(13.5, [SECONDS, other], RATIOS)
     assert bound.least == (6.0, 3.0, 3.0, 0.1)
     assert bound.ratio == 13.5 / (1.0 + 1.5 + 2.0 + 0.1) > Bound.from_ways(13.5, [SECONDS], RATIOS).ratio
 
 
-def test_what_does_not_shrink_bounds_the_rest() -> None:
+def test_unfoldable_work_bounds_the_ratio() -> None:
     bound = Bound.from_ways(13.5, [SECONDS], Parts(body=1e9, attention=1e9, head=1e9, rest=1.0))
     assert bound.ratio == pytest.approx(13.5 / SECONDS.rest)
     assert Bound.from_ways(13.5, [SECONDS], Parts(1.0, 1.0, 1.0, 1.0)).ratio == 1
@@ -50,7 +50,7 @@ def test_the_ratios_are_those_of_work(fused_head: bool) -> None:
     ratios = work_ratios(
         work.expected_speedup(layouts), Counts.folded(layouts), Counts.unfolded(layouts), fused_head=fused_head
     )
-    # Attention reads and writes tokens too, so it shrinks by the tokens' ratio where that is the larger one.
+    # Attention reads and writes tokens too, so it shrinks by the tokens' ratio if that is larger.
     assert 66 / 45 < 15 / 9
     assert ratios == Parts(body=15 / 9, attention=15 / 9, head=9 / 6 if fused_head else 15 / 9, rest=1.0)
     longer = [Sample(tokens=[*range(20), 30 + n], loss_mask=[0] * 20 + [1]) for n in range(3)]

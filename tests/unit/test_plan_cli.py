@@ -76,7 +76,7 @@ def test_a_critic_has_no_vocabulary_to_pay_for(rows, tmp_path):
     assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"])
 
 
-def test_the_table_names_what_matters(rows):
+def test_table_names_the_key_figures(rows):
     result = plan(rows, "--max-tokens", "14", "--dp", "20", "--micro-batches", "1")
     assert result.exit_code == 0, result.output
     for words in (
@@ -108,7 +108,7 @@ def steps_of(command, *arguments):
 
 @pytest.fixture
 def turns(tmp_path):
-    """Six prompts of four completions each, a line each, none beside one of its own prompt."""
+    """Six prompts of four completions each, one per line, none next to another of the same prompt."""
     path = tmp_path / "turns.jsonl"
     rows = [{"tokens": [prompt] * 20 + [30 + leaf] * 4, "group": leaf} for leaf in range(4) for prompt in range(6)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -116,7 +116,7 @@ def turns(tmp_path):
 
 
 def test_steps_are_the_ones_that_training_takes(turns):
-    """By hand, from the order that is documented: what each step of an epoch has and what it folds to."""
+    """By hand, from the documented order: the samples and folded tokens of each step of an epoch."""
     samples = read_samples(turns)
     order = SampleOrder([[sample] for sample in samples], seed=7, order="shuffled", step=4)
     logical = [96] * 6
@@ -150,7 +150,7 @@ def test_steps_fold_better_in_folded_order(turns):
         for order in ("file", "folded")
     )
     assert in_file == 1
-    assert folded > 1.5  # 96 tokens in 56 where a run begins in the middle of a prompt
+    assert folded > 1.5  # 96 tokens in 56 if a run begins in the middle of a prompt
 
 
 def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
@@ -161,14 +161,14 @@ def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
         assert (steps["order"], steps["global_batch_size"], steps["fold_ratio"]["mean"]) == ("file", 4, 1)
         steps = steps_of(command, turns, "--model", recipe, "--order", "folded", "--global-batch-size", 24)
         assert (steps["order"], steps["steps"], steps["fold_ratio"]["mean"]) == ("folded", 1, 24 * 24 / (6 * 36))
-    # What training takes whole, and refuses.
+    # Groups that training takes complete, and rejects.
     recipe.write_text(RECIPE + "objective: {name: grpo}\n")
     result = CliRunner().invoke(app, ["inspect", str(turns), "--model", str(recipe)])
     assert result.exit_code == 2
     assert "group 0 goes on" in result.stderr or "global_batch_size=4 would cut some" in result.stderr
 
 
-def test_one_step_is_said_to_be_the_whole_file(turns):
+def test_output_says_that_one_step_takes_all_samples(turns):
     whole_file, steps = "These figures take all samples as one step", "  in training steps"
     for command in (["inspect"], ["plan", "--max-tokens", "100"]):
         asked = [*command, str(turns)]
@@ -210,7 +210,7 @@ def test_idle_ranks_are_named(rows):
 
 
 def test_empty_micro_batches_are_named(rows):
-    """Those of ranks that have work: an idle rank is named as such."""
+    """Only those of ranks with work: an idle rank is reported as idle."""
     words = ("--max-tokens", "100", "--dp", "2", "--micro-batches", "7")
     report = json.loads(plan(rows, *words, "--json").stdout)
     empty = sum(not batch["samples"] for rank in report["ranks"] for batch in rank)
@@ -221,7 +221,7 @@ def test_empty_micro_batches_are_named(rows):
     assert "without samples" not in plan(rows, *alone).stdout
 
 
-def test_too_small_a_budget_is_told_in_a_sentence(rows):
+def test_too_small_budget_is_reported_in_one_sentence(rows):
     result = plan(rows, "--max-tokens", "11")
     assert result.exit_code == 2
     assert "rows.jsonl:7: the sample has 12 tokens, but --max-tokens is 11; raise --max-tokens" in result.output
@@ -239,14 +239,14 @@ def test_too_small_a_budget_is_told_in_a_sentence(rows):
         ("missing/out.png", "its folder does not exist; create it"),
     ],
 )
-def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(tmp_path, name, says):
+def test_unwritable_plot_is_rejected_before_the_work(tmp_path, name, says):
     path = str(tmp_path / name)
     result = plan(str(tmp_path / "not even looked for.jsonl"), "--max-tokens", "14", "--plot", path)
     assert (result.exit_code, result.stderr) == (2, f"error: --plot {path}: {says}\n")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plot_without_matplotlib_says_how_to_get_it(rows, monkeypatch):
+def test_missing_matplotlib_error_names_the_install_command(rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = plan(rows, "--max-tokens", "14", "--plot", "out.png")
     assert result.exit_code == 2
@@ -285,7 +285,7 @@ def test_less_sharing(rows, tmp_path):
     assert plan(str(prompts), "--max-tokens", "100", "--share", "none").exit_code == 2
 
 
-def test_a_recipe_says_how_to_share_and_options_win(rows, tmp_path):
+def test_sharing_options_override_the_recipe(rows, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("max_tokens: 64}", "max_tokens: 64, min_shared_tokens: 11}"))
     model = ("--max-tokens", "64", "--model", str(recipe), "--json")
@@ -341,13 +341,13 @@ def test_a_recipe_keeps_pairs_together(tmp_path):
     code, error = plan_pairs(pairs, max_tokens=13)
     assert code == 2
     assert f"{data}:1 and {data}:2 stay together, and their 14 unique tokens do not fit a micro-batch" in error
-    # What training refuses of pairs is refused.
+    # Pairs that training rejects are rejected.
     assert "field 'pair' is missing, and objective.name=simpo needs it" in plan_pairs([{"tokens": [1]}])[1]
     assert "pair 0 has 1 sample; a pair is two" in plan_pairs(pairs[1:])[1]
     assert "objective.name: " in plan_pairs(pairs, objective="nonsense")[1]
 
 
-def test_a_recipe_says_what_becomes_of_bad_samples_and_the_option_wins(rows, tmp_path):
+def test_on_error_option_overrides_the_recipe(rows, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("unused.jsonl}", "unused.jsonl, on_error: skip}"))
     model = ("--max-tokens", "11", "--model", str(recipe), "--json")
@@ -357,7 +357,7 @@ def test_a_recipe_says_what_becomes_of_bad_samples_and_the_option_wins(rows, tmp
     assert plan(rows, *model, "--on-error", "raise").exit_code == 2
 
 
-def test_a_recipe_says_how_to_read(tmp_path):
+def test_plan_uses_the_recipes_data_settings(tmp_path):
     turns = [{"role": role, "content": "go on"} for _ in range(3) for role in ("user", "assistant")]
     data = tmp_path / "chat.jsonl"
     data.write_text(json.dumps({"messages": turns}) + "\n")
@@ -418,7 +418,7 @@ def test_plan_needs_no_megatron(rows, tmp_path, without_megatron):
     assert done.stdout == plan(str(data), "--model", str(recipe), "--json").stdout
 
 
-def test_plan_rejects_settings_that_it_cannot_count_with(rows, tmp_path, without_megatron):
+def test_plan_rejects_unsupported_settings(rows, tmp_path, without_megatron):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {num_moe_experts: four}"))
     done = without_megatron("plan", rows, "--model", recipe)

@@ -62,14 +62,14 @@ def measured(model, shapes, noise=()):
 SHAPES = [(1000, 50_000), (1000, 900_000), (8000, 900_000), (64_000, 90_000_000), (300, 4000)]
 
 
-def test_calibration_finds_what_made_the_times():
+def test_calibration_recovers_the_cost_model():
     truth = CostModel(token=2e-6, pair=3e-11, micro_batch=4e-3)
     found = CostModel(token=5.0, pair=1.0).calibrated(measured(truth, SHAPES))
     for name in ("token", "pair", "micro_batch"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-6)
 
 
-def test_calibration_finds_what_scoring_costs():
+def test_calibration_recovers_the_scoring_cost():
     truth = CostModel(token=2e-6, pair=3e-11, scored=7e-6, micro_batch=4e-3)
     shapes = [(*shape, scored) for shape, scored in zip(SHAPES, (900, 10, 3000, 100, 299), strict=True)]
     found = CostModel(token=5.0, pair=1.0).calibrated(measured(truth, shapes))
@@ -80,8 +80,8 @@ def test_calibration_finds_what_scoring_costs():
     assert vars(found) == pytest.approx({"token": 2e-6, "pair": 1e-9, "scored": 7e-6, "micro_batch": 0})
 
 
-def test_calibration_never_goes_below_zero():
-    """Large micro-batches a little slow and small ones fast: least squares alone would give a negative overhead."""
+def test_calibrated_costs_are_never_negative():
+    """Large micro-batches a little slow and small ones fast: plain least squares would give a negative overhead."""
     truth = CostModel(token=2e-6, pair=3e-11)
     found = CostModel(token=5.0).calibrated(measured(truth, SHAPES, [1.0, 1.0, 1.05, 1.1, 0.8]))
     assert found.micro_batch == 0

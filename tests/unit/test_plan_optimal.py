@@ -109,7 +109,7 @@ def test_several_runs_in_a_row(samples, slack, count):
         assert several[start] == end
 
 
-def test_what_does_not_fit_is_alone():
+def test_oversized_leaf_gets_its_own_run():
     shared, fresh = np.array([0, 2, 2]), np.array([3, 9, 1])
     assert least_repeating_runs(shared, fresh, 5) == [(0, 1), (1, 2), (2, 3)]
     assert fewest_runs(shared, fresh, 5) == [(0, 1), (1, 2), (2, 3)]
@@ -120,7 +120,7 @@ def test_nothing_to_cut():
     assert least_repeating_runs(none, none, 5) == fewest_runs(none, none, 5) == []
 
 
-def test_it_cuts_between_trees_rather_than_through_one():
+def test_cuts_prefer_borders_between_trees():
     """Two trees of 3 x 10 tokens on trunks of 50: filling up the first run would repeat a trunk."""
     shared = np.array([0, 50, 50, 0, 50, 50])
     fresh = np.array([60, 10, 10, 60, 10, 10])
@@ -148,8 +148,8 @@ def test_a_comb_a_hundred_thousand_deep_is_cut_in_linear_time(budget):
     st.sampled_from([None, CostModel(), MODEL]),
     st.sampled_from([SHARE_ALL, Sharing(share="prompt"), Sharing(min_shared_tokens=2)]),
 )
-def test_every_edge_keeps_its_weight_whatever_the_plan(samples, slack, dp_size, cost_model, sharing):
-    """What is scored, and with what weight, does not depend on the budget, so neither does the gradient."""
+def test_every_edge_keeps_its_weight_in_any_plan(samples, slack, dp_size, cost_model, sharing):
+    """Scored tokens and their weights do not depend on the budget, so neither does the gradient."""
     budget = max(map(len, samples)) + slack
     plan = plan_step(samples, max_tokens=budget, dp_size=dp_size, cost_model=cost_model, sharing=sharing)
     weights: dict = defaultdict(float)

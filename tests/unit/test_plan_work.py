@@ -1,4 +1,4 @@
-"""FLOPs by hand, counts by brute force. What torch counts in a step: tests/model/test_train_bound.py."""
+"""FLOPs by hand, counts by brute force. For torch's own count of a step, see tests/model/test_train_bound.py."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_flops_of_experts_by_hand():
     dense = ModelWork.from_dimensions(**DENSE)
     work = ModelWork.from_dimensions(**DENSE, settings={"num_moe_experts": 8} | settings)
     assert work.token - dense.token == 2 * (8 * 8 + 3 * 8 * (3 * 6 + 4) - 3 * 8 * 16)
-    # As Megatron-LM's arguments call them, with what they leave out as None.
+    # As Megatron-LM's arguments call them, with omitted ones as None.
     assert ModelWork.from_dimensions(**DENSE, settings={"num_experts": 8, "moe_latent_size": None} | settings) == work
     narrow = ModelWork.from_dimensions(**DENSE, settings={"num_experts": 8, "moe_latent_size": 5} | settings)
     assert work.token - narrow.token == 2 * (3 * (8 - 5) * 3 * 6 - 2 * 8 * 5)
@@ -71,7 +71,7 @@ def test_flops_of_experts_by_hand():
     assert ModelWork.from_dimensions(**DENSE, settings={"num_experts": None}) == dense
 
 
-def test_a_recipe_s_model():
+def test_model_of_a_recipe():
     recipe = ModelConfig(**SMALL, num_query_groups=2, ffn_hidden_size=16)
     assert ModelWork.from_model(recipe) == ModelWork.from_dimensions(**DENSE, num_query_groups=2)
     plain = ModelConfig(**SMALL, swiglu=False, kv_channels=6, transformer={"window_size": [3, 0]})
@@ -98,7 +98,7 @@ def test_flops_of_a_hybrid_model_by_hand():
 
 
 @pytest.mark.parametrize("skip", [None, 1, 2, 3, [1, 0, 0, 1, 1, 0, 1]])
-def test_the_layers_with_a_window_are_megatron_s(skip):
+def test_layers_with_a_window_match_megatrons(skip):
     settings = {"window_size": (4, 0), "window_attn_skip_freq": skip}
     expected = [is_layer_window_attention((4, 0), skip, layer) for layer in range(1, 8)]
     assert layers_with_window(7, settings) == expected
@@ -109,7 +109,7 @@ def test_the_layers_with_a_window_are_megatron_s(skip):
 
 
 def paths(samples):
-    """All prefixes of each sample that computes for itself what its merge key does not share."""
+    """All prefixes of each sample that computes the tokens that its merge key does not share."""
     return [(repr(one.merge_key), tuple(one.tokens[: n + 1].tolist())) for one in samples for n in range(len(one))]
 
 
@@ -150,7 +150,7 @@ def test_the_expected_speedup_is_the_mean_of_its_parts():
     assert expected.ratio == pytest.approx(sum(ratio * share for ratio, share in parts.values()))
     assert sum(share for _, share in parts.values()) == pytest.approx(1)
     assert expected.ratio < parts["body"][0]
-    # Scoring is a forward alone, of which attention has less.
+    # Scoring is only a forward, of which attention has less.
     assert expected.forward_ratio != expected.ratio
     said = json.loads(json.dumps(expected.to_json()))
     assert said["ratio"] == expected.ratio

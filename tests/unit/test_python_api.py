@@ -1,4 +1,4 @@
-"""What a newcomer passes to the public functions at first: lists, dictionaries, names and None."""
+"""First mistakes with the public functions, for example lists, dictionaries, names or None as arguments."""
 
 from __future__ import annotations
 

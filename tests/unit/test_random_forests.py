@@ -19,7 +19,7 @@ FORESTS = 1000
 
 
 def random_samples(rng: np.random.Generator) -> list[Sample]:
-    """Of every forest up to five samples of up to seven tokens, which often begin alike, repeat or go on in others."""
+    """Return up to five samples per forest, of up to seven tokens, which often begin alike, repeat or continue."""
     samples = []
     for forest in range(FORESTS):
         alphabet = int(rng.integers(1, 4))
@@ -85,7 +85,7 @@ def check_forests(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_forests_are_what_a_walk_over_their_tokens_finds(rounds: int) -> None:
+def test_forests_equal_a_walk_over_their_tokens(rounds: int) -> None:
     for seed in range(rounds):
         check_forests(seed)
 

@@ -35,7 +35,7 @@ def recipe(tmp_path):
     return path
 
 
-def test_what_is_left_out_has_its_default(recipe):
+def test_unset_settings_have_their_defaults(recipe):
     loaded = load_recipe(recipe)
     assert (loaded.data.path, loaded.model.hidden_size, loaded.train_iters) == ("rollouts.jsonl", 32, 4)
     assert loaded.batch == BatchConfig(global_batch_size=6, max_tokens=64)
@@ -119,7 +119,7 @@ def test_the_last_override_wins_and_none_touches_the_rest(recipe):
         ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=null"], 3, None),
         ("lr_warmup_steps: 3", ["optimizer.lr_warmup_fraction=0.1", "optimizer.lr_warmup_fraction=null"], 3, None),
         ("lr_warmup_steps: 3, lr_warmup_fraction: null", [], 3, None),
-        # Both, as a checkpoint's recipe.yaml has them.
+        # Both, for example in a checkpoint's recipe.yaml.
         ("lr_warmup_steps: 0, lr_warmup_fraction: 0.2", [], 0, 0.2),
         ("lr_warmup_steps: 0, lr_warmup_fraction: 0.2", ["optimizer.lr_warmup_steps=3"], 3, None),
     ],
@@ -285,7 +285,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
         ("zzz=1", "(given 1), a recipe has data, model, batch, train_iters, seed, attention_backend, "),
     ],
 )
-def test_an_unknown_key_is_told_with_one_that_there_is(recipe, override, ends):
+def test_unknown_key_error_suggests_a_valid_key(recipe, override, ends):
     with pytest.raises(RecipeError) as error:
         load_recipe(recipe, [override])
     assert ends in str(error.value)

@@ -1,4 +1,4 @@
-"""``model.lora`` and ``model.adapter``: what a recipe takes from PEFT's folders, and which ones it rejects."""
+"""``model.lora`` and ``model.adapter``: settings from PEFT's folders, and rejected folders."""
 
 from __future__ import annotations
 

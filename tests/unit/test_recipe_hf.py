@@ -1,4 +1,4 @@
-"""``model.hf``: what a recipe takes from a Hugging Face folder, and which folders it rejects before anything heavy."""
+"""``model.hf``: settings that a recipe takes from a Hugging Face folder, and early rejection of folders."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_tokenizer_is_the_folders_if_it_has_a_chat_template(folder: Path, templa
         "transformer.layernorm_epsilon=1e-6",
     ],
 )
-def test_sizes_beside_a_folder_are_rejected(folder: Path, setting: str) -> None:
+def test_sizes_together_with_a_folder_are_rejected(folder: Path, setting: str) -> None:
     key = setting.partition("=")[0]
     with pytest.raises(RecipeError, match=rf"model\.{key} is set, but model\.hf=.* decides it; set only one of them"):
         recipe_of(folder, f"model.{setting}")
@@ -151,7 +151,7 @@ def test_scalar_head_takes_the_place_of_the_vocabularys(folder: Path, tied: bool
 
 
 def test_recipe_of_a_checkpoint_is_a_recipe(folder: Path, tmp_path: Path) -> None:
-    """It has all keys: what the folder decided, too."""
+    """It has all keys, also those that the folder decided."""
     recipe = recipe_of(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
     settings = dataclasses.asdict(recipe)
     settings["model"] |= {"rotary_base": 500, "num_query_groups": 1}
@@ -176,7 +176,7 @@ def test_tokenizer_of_another_vocabulary_is_rejected(folder: Path, tmp_path: Pat
     assert recipe_of(folder, f"data.tokenizer={other}").data.tokenizer == str(other)
 
 
-def test_adapter_beside_the_weights_is_rejected(folder: Path) -> None:
+def test_adapter_in_the_weights_folder_is_rejected(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(RecipeError, match=r"has adapter_config\.json: transformers adds an adapter to these weights"):
         recipe_of(folder)

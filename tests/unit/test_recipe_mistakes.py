@@ -91,7 +91,7 @@ def test_mistakes_in_the_file_are_reported_as_those_of_overrides(recipe: Path) -
     check_report(["train", str(recipe)], recipe, list(MISTAKES.values()))
 
 
-def test_commands_that_read_no_samples_report_what_is_wrong_with_the_recipe(recipe: Path) -> None:
+def test_commands_without_samples_report_mistakes_in_the_recipe(recipe: Path) -> None:
     own = list(MISTAKES.values())[:11]
     check_report(["export", str(recipe), "exported", *MISTAKES], recipe, [*own, "export needs checkpoint.save"])
     check_report(["xtoken", "export-teacher", str(recipe), "--output", "o.jsonl", *MISTAKES], recipe, own)
@@ -123,7 +123,7 @@ def test_overrides_that_cannot_be_read_hide_nothing(recipe: Path) -> None:
     ],
 )
 def test_an_invalid_key_is_reported_once(recipe: Path, changes: list[str], absent: str) -> None:
-    """Nothing is said of what would follow from it."""
+    """Errors that would follow from it are not reported."""
     result = CliRunner().invoke(app, ["train", str(recipe), *changes])
     assert result.exit_code == 2
     assert absent not in result.stderr

@@ -86,7 +86,7 @@ def test_the_smallest_weights_of_single_precision_are_kept():
     assert Sample(tokens=[1, 2], loss_mask=[-0.0, 2.0**-149]).loss_mask.tolist() == [0.0, 2.0**-149]
 
 
-def test_a_sample_neither_changes_nor_follows_the_arrays_it_was_given():
+def test_sample_copies_its_arrays():
     tokens, mask = np.array([1, 2, 3], dtype=np.int32), np.array([0, 1, 1], dtype=np.float32)
     sample = Sample(tokens=tokens, loss_mask=mask)
     tokens[0] = 9
@@ -102,7 +102,7 @@ def test_a_sample_neither_changes_nor_follows_the_arrays_it_was_given():
         sample.source = "elsewhere"
 
 
-def test_the_merge_key_may_say_the_temperature():
+def test_merge_key_may_hold_the_temperature():
     assert Sample(tokens=[1]).temperature == 1.0
     assert Sample(tokens=[1], merge_key=0.5).temperature == 1.0
     assert Sample(tokens=[1], merge_key=Tempered(temperature=0.5, key="policy")).temperature == 0.5

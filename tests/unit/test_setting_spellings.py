@@ -20,7 +20,7 @@ from mcore_prefix_tree.settings.sections import BatchConfig, Recipe
 from mcore_prefix_tree.utils.errors import Mistakes, spell, spelled
 
 PACKAGE = Path(mcore_prefix_tree.__file__).parent
-# What may spell settings as Megatron-LM's arguments: that door.
+# Only this entry point may spell settings as Megatron-LM's arguments.
 DOOR = ("arguments", "mcore/megatron_lm", "pretrain_gpt.py", "pretrain_hybrid.py", "train_rl.py")
 
 

@@ -87,7 +87,7 @@ def test_a_malformed_field_is_named_with_its_source(signals, field, says):
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
-def test_what_is_not_scored_may_be_unknown(name):
+def test_unscored_values_may_be_unknown(name):
     values = getattr(sample(**{name: [None, NAN, -1, -2, float("inf"), -3]}).signals, name)
     assert values.dtype == np.float32
     assert values[[2, 3, 5]].tolist() == [-1, -2, -3]
@@ -112,7 +112,7 @@ def test_rewards_and_advantages_are_a_number_or_an_array():
     assert sample(advantage=[NAN, NAN, 1, 2, NAN, 3]).signals.advantage[2:4].tolist() == [1.0, 2.0]
 
 
-def test_signals_neither_change_nor_follow_the_arrays_they_were_given():
+def test_signals_copy_their_arrays():
     given = np.full(6, -1.0)
     kept = sample(old_logprobs=given, reward=np.zeros(2)).signals
     given[2] = 9

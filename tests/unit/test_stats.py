@@ -58,7 +58,7 @@ def test_trees_by_size(samples):
 
 
 @given(sample_lists())
-def test_chains_end_where_a_node_branches(samples):
+def test_chains_end_at_branches(samples):
     layout = fold(samples)
     chains = stats.chains(layout)
     children = np.bincount(layout.node_parent[layout.node_parent >= 0], minlength=layout.num_nodes)

@@ -37,7 +37,7 @@ def test_nodes_are_maximal_runs_of_one_set_of_samples(samples):
     expected = {}
     ends_at = {paths_of(sample)[-1] for sample in samples}
     for path, owners in through.items():
-        # A run goes on as long as one same set of samples does; it ends where nobody continues it whole.
+        # A run continues as long as the same set of samples does; it ends when no sample set continues it completely.
         if any(parent_path(other) == path and through[other] == owners for other in through):
             continue
         run = [path]
@@ -82,7 +82,7 @@ def test_nodes_are_in_depth_first_pre_order(samples):
 
 
 def _flat_paths(samples, trie):
-    """The path of every flat token, from ``order`` and ``shared`` alone."""
+    """The path of every flat token, from only ``order`` and ``shared``."""
     flat = []
     for index, shared in zip(trie.order.tolist(), trie.shared.tolist(), strict=True):
         flat += paths_of(samples[index])[shared:]
@@ -168,7 +168,7 @@ def common(left, right, share="all", least=0):
 
 
 @given(sample_lists(), st.sampled_from(["all", "prompt"]), st.integers(0, 5))
-def test_two_samples_share_what_the_options_say(samples, share, least):
+def test_two_samples_share_as_the_options_require(samples, share, least):
     layout = fold(samples, trie=build_trie(samples, Sharing(share=share, min_shared_tokens=least)))
     for i, left in enumerate(samples):
         for j, right in enumerate(samples[:i]):
@@ -190,7 +190,7 @@ def test_options_do_not_make_the_trie_depend_on_the_order(samples, share, least,
     assert [samples[i].tokens.tolist() for i in one.order] == [shuffled[i].tokens.tolist() for i in other.order]
 
 
-def test_completions_of_one_prompt_share_it_alone():
+def test_completions_of_one_prompt_share_only_the_prompt():
     samples = [Sample(tokens=[1, 2, 3, *more], loss_mask=[0, 0, 0, 1, 1]) for more in ([7, 8], [7, 9], [7, 8])]
     assert build_trie(samples).num_tokens == 3 + 1 + 2
     assert build_trie(samples, Sharing(share="prompt")).num_tokens == 3 + 3 * 2
@@ -199,7 +199,7 @@ def test_completions_of_one_prompt_share_it_alone():
 
 
 @pytest.mark.parametrize(("mask", "length"), [([1, 0, 1], 2), ([1, 1, 0], 1), ([1, 0, 0], 3), ([0], 1), ([1], 1)])
-def test_a_prompt_ends_where_scoring_begins(mask, length):
+def test_prompt_ends_at_the_first_scored_token(mask, length):
     assert prompt_length(Sample(tokens=[5] * len(mask), loss_mask=mask)) == length
 
 
@@ -214,7 +214,7 @@ def test_unknown_options_are_refused(options, says):
 
 @pytest.mark.parametrize("shape", ["comb", "star", "equal", "alone"])
 def test_a_hundred_thousand_samples(shape):
-    """Nodes from longest common prefixes alone: a comb this deep has 5 billion logical tokens."""
+    """Nodes from only longest common prefixes: a comb this deep has 5 billion logical tokens."""
     count = 100_000
     index = np.arange(count)
     shared, lengths, nodes, tokens = {

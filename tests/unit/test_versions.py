@@ -1,4 +1,4 @@
-"""Messages name what an extra installs, from the metadata of the installed package."""
+"""Messages name the packages of an extra, for example ``hf``, from the metadata of the installed package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METADATA = [
 ]
 
 
-def test_command_names_what_the_extra_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lists_the_extras_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "requires", lambda _: METADATA)
     assert install_command("hf") == "pip install 'transformers<5.24,>=4.56'"
     assert install_command("hub") == "pip install 'pyarrow>=16' 'datasets>=3.0'"

@@ -64,7 +64,7 @@ def test_a_beginning_token_without_text_is_in_no_chunk():
     assert aligned([None], []) == aligned([], ["a"]) == aligned([], []) == []
 
 
-def test_a_chunk_that_a_special_token_interrupts_is_left_out():
+def test_chunk_interrupted_by_a_special_token_is_skipped():
     assert aligned(["a", None, "b", "c"], ["ab", "c"]) == [(3, 4, 1, 2)]
     assert aligned(["a", None, "b"], ["a", "b"]) == [(0, 1, 0, 1), (2, 3, 1, 2)]
 
@@ -85,7 +85,7 @@ def cut(random_, text):
 
 
 def check_random(trials, seed):
-    """Two letters, so that texts repeat themselves; a prefix of both sides, and two ways to go on."""
+    """Two letters, so that texts repeat themselves; a prefix of both sides, and two continuations."""
     random_ = random.Random(seed)
     for _ in range(trials):
         text = ["".join(random_.choices("ab", k=random_.randint(1, 8))) for _ in range(3)]
@@ -171,7 +171,7 @@ def path_of(student, teacher):
 
 def test_scores_of_the_dynamic_programme():
     assert path_of(["201"], ["2", "0", "1"]) == ([(0, 1, 0, 3)], 4.5)
-    assert path_of(["a"], ["c"]) == ([(0, 1, 0, 1)], -3.0)  # beside each other before two gaps
+    assert path_of(["a"], ["c"]) == ([(0, 1, 0, 1)], -3.0)  # next to each other before two gaps
     assert path_of(["2", "0", "1"], ["201"]) == ([(0, 3, 0, 1)], 4.5)
     assert path_of([], ["a", "b"]) == ([(0, 0, 0, 1), (0, 0, 1, 2)], -3.0)
     assert path_of([], []) == ([], 0.0)

@@ -89,7 +89,7 @@ def test_options_of_the_build_are_used(tmp_path, folders, built):
     assert "the sparse form is NeMo-RL's; give a name that ends in .pt" in reason
 
 
-def test_interrupted_build_goes_on(tmp_path, folders, built, monkeypatch):
+def test_interrupted_build_continues(tmp_path, folders, built, monkeypatch):
     expected, path = built.read_bytes(), tmp_path / "again.safetensors"
     written, calls = Vocabularies._written, []
 
@@ -145,7 +145,7 @@ def test_alignment_is_shown_as_a_table(folders, chats):
     assert shown[1].replace("|", "") == shown[2].replace("|", "") == "look"
 
 
-def test_alignment_shows_what_cannot_be_printed(folders, chats):
+def test_alignment_escapes_unprintable_text(folders, chats):
     told = done("inspect-alignment", chats, "--chunks", 999, folders=folders, env={"COLUMNS": "200"}).stdout
     assert "|\\n|" in told
     assert "[bold]" in "".join(re.findall(r"^ +\d+ +\d+  \|(.*?)\|  ", told, re.MULTILINE)).replace("|", "")

@@ -1,4 +1,4 @@
-"""Rows that samples bring: what is shared, and what is not."""
+"""Teacher rows stored with samples: shared and unshared ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ K = 3
 
 
 def with_rows(sample, *, seed=0):
-    """Rows that depend on the teacher's tokens before them and on a seed alone."""
+    """Rows that depend only on the teacher's preceding tokens and a seed."""
     tokens = texts().pairing.reencode(sample).teacher.tokens
     ids, logprobs, realised = [], [], []
     for at, token in enumerate(tokens.tolist()):
@@ -45,12 +45,12 @@ def tokens_of(given):
     return build_trie(given).num_tokens
 
 
-def test_equal_rows_share_what_their_tokens_share():
+def test_equal_rows_share_like_their_tokens():
     whole = [replace(sample, loss_mask=np.ones(len(sample))) for sample in samples()[:6]]
     given = [with_rows(sample) for sample in (*whole, whole[0])]
     shared = tokens_of(labelled(given)[0].samples)
     teachers = [texts().pairing.reencode(sample).teacher for sample in given]
-    # A label tells what follows, too: the last token before paths part may have one for each.
+    # A label also identifies the next token: the last token before paths part may have one for each.
     assert tokens_of(teachers) <= shared <= tokens_of(teachers) + len(given)
     other = [*given[:-1], with_rows(whole[0], seed=1)]
     assert tokens_of(labelled(other)[0].samples) >= shared + len(teachers[0]) - 2

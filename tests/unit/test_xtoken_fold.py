@@ -1,4 +1,4 @@
-"""Chunks of folded samples against those of every sample alone."""
+"""Chunks of folded samples against those of unfolded samples."""
 
 import random
 from collections import defaultdict
@@ -47,7 +47,7 @@ def test_two_samples_of_the_worked_example_share_their_chunks(keyed_by_tokens):
 
 
 @pytest.mark.parametrize(("keyed_by_tokens", "multiplicity"), [(False, [2]), (True, [1, 1])])
-def test_chunks_of_equal_predictors_are_two_where_tokens_are_read(keyed_by_tokens, multiplicity):
+def test_chunks_of_equal_predictors_differ_by_their_tokens(keyed_by_tokens, multiplicity):
     student, teacher = Toy(["ab", "ac"]), Toy(["a", "b", "c"])
     pairing = Pairing(student, teacher)
     pairs = [pairing.reencode(student.sample("<s>", word)) for word in ("ab", "ac")]
@@ -68,7 +68,7 @@ def test_weights_and_multiplicities_add_up():
 
 
 def terms(pairs, *, keyed_by_tokens, **options):
-    """Weight and multiplicity by what a chunk is: tokens up to each predictor, on both sides, and what they predict."""
+    """Weight and multiplicity by chunk: tokens up to each predictor, on both sides, and the predicted tokens."""
     (student, teacher), chunks = folded(pairs, keyed_by_tokens=keyed_by_tokens, **options)
 
     def path(layout, row):
@@ -102,7 +102,7 @@ def random_pairs(random_, count):
 
 
 @pytest.mark.parametrize("keyed_by_tokens", [False, True])
-def test_folded_chunks_are_those_of_every_sample_alone(keyed_by_tokens):
+def test_folded_chunks_equal_unfolded_chunks(keyed_by_tokens):
     random_ = random.Random(7)
     for _ in range(15):
         pairs = random_pairs(random_, random_.randint(1, 12))

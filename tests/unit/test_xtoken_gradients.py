@@ -1,4 +1,4 @@
-"""Losses of chunks have the same gradients folded and unfolded, at both models; training takes the student's alone."""
+"""Losses of chunks have the same gradients folded and unfolded, at both models; training takes only the student's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("student's hidden states", "student's weight", "teacher's hidden states
 
 
 @pytest.mark.parametrize("name", [name for name, settings in SETTINGS.items() if settings.top_k is None])
-def test_both_models_have_the_gradients_of_each_sample_alone(name):
+def test_gradients_of_both_models_equal_unfolded_samples(name):
     settings, both = SETTINGS[name], texts()
     pairs = [both.pairing.reencode(sample) for sample in samples()]
     sides = [[pair.student for pair in pairs], [pair.teacher for pair in pairs]]

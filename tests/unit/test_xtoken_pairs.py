@@ -17,7 +17,7 @@ from mcore_prefix_tree.xtoken.read_pairs import PairReader, iter_pairs
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
 TAU = ROOT.parent / "shared" / "data" / "tau_bench_airline_gpt4o.jsonl"
-# v3's format refuses text beside a tool call, so that lines with both are left out.
+# v3's format rejects text next to a tool call, so lines with both are omitted.
 NAMES = ("mistral-v7", "mistral-v3-tekken")
 
 
@@ -64,7 +64,7 @@ def test_tokens_are_encoded_anew():
     check(pair, pairing)
 
 
-def test_a_chunk_of_the_first_token_alone_has_no_predictor():
+def test_chunk_of_only_the_first_token_has_no_predictor():
     student, _, pairing = toys()
     pair = pairing.reencode(student.sample("a", "12", "b"))
     assert chunks_of(pair) == [((1, 2), (1, 3)), ((2, 3), (3, 4))]
@@ -96,7 +96,7 @@ def test_special_tokens_are_matched_by_name_and_role():
     assert chunks_of(pair) == [((1, 2), (1, 2)), ((3, 4), (3, 4)), ((5, 6), (4, 5)), ((6, 7), (5, 6))]
 
 
-def test_the_teacher_keeps_what_samples_must_share():
+def test_teacher_keeps_the_merge_key():
     student, _, pairing = toys()
     key = Tempered(temperature=0.5, key="x")
     assert pairing.reencode(student.sample("<s>", "a", merge_key=key)).teacher.merge_key == key
@@ -133,7 +133,7 @@ def test_unequal_text_names_line_and_tokens():
         pairing.pair(ours, short)
 
 
-def test_the_dynamic_aligner_leaves_out_what_differs():
+def test_dynamic_aligner_skips_differing_text():
     student, teacher, pairing = toys("dynamic")
     ours = student.sample("<s>", "12", "ab", "a", "</s>", loss_mask=[0, 1, 1, 1, 1])
     theirs = teacher.sample("<s>", "1", "2", "b", "b", "a", "</s>", loss_mask=[0, 1, 1, 1, 1, 1, 1])
@@ -173,7 +173,7 @@ def aligned(spelled, cuts):
 
 
 def check_prefixes(spelled, random_):
-    """What follows the beginnings of both texts does not change their chunks."""
+    """Later text does not change the chunks of the beginnings."""
     lengths = [len(side.ends) for side in spelled]
     whole = aligned(spelled, lengths)
     for _ in range(3):

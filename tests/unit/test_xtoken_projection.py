@@ -1,4 +1,4 @@
-"""Projections: what is built, the exact map, trimming, and files."""
+"""Projections: building, the exact map, trimming, and files."""
 
 import io
 import json
@@ -133,7 +133,7 @@ def test_trim_keeps_the_heaviest_and_normalises():
         BuildSettings(special_similarity=float("nan"))
 
 
-def test_entries_of_one_place_are_added_and_ties_go_to_the_lower_id():
+def test_equal_entries_are_added_and_ties_prefer_the_lower_id():
     random_ = random.Random(1)
     triples = [(random_.randrange(5), random_.randrange(6), random_.choice([0.25, 0.5, 1.0])) for _ in range(60)]
     rows, columns, weights = (np.array(one) for one in zip(*triples, strict=True))
@@ -202,7 +202,7 @@ def nemo(path, indices, likelihoods, dtype=torch.float32, **more):
 ROWS = [[0, -1, 5], [1, 0, 5], [2, 3, 5], [3, -1, -1], [4, 5, 0]]
 
 
-def test_the_scale_column_is_left_out_unless_asked_for(tmp_path):
+def test_scale_column_is_dropped_by_default(tmp_path):
     likelihoods = [[1, 0, 0.2], [1, 0, 0.2], [0.3, 0.6, 0.2], [1, 0, 0], [0.9, 0.1, 0.2]]
     path = nemo(tmp_path / "w.pt", ROWS, likelihoods, enable_scale_trick=True)
     sides = {"student": EXAMPLE.student, "teacher": EXAMPLE.teacher}
@@ -396,7 +396,7 @@ class Counting(Toy):
         return super().encode_text(text)
 
 
-def test_an_interrupted_build_goes_on(tmp_path, monkeypatch):
+def test_interrupted_build_continues(tmp_path, monkeypatch):
     monkeypatch.setattr("mcore_prefix_tree.xtoken.projection_build._PART", 2)
     vocabularies = Vocabularies(Toy(["a", "b", "ab"]), Counting(["a", "b", "1", "2"]))
     folder = tmp_path / "w.parts"
@@ -416,7 +416,7 @@ def test_an_interrupted_build_goes_on(tmp_path, monkeypatch):
     kept.write_bytes(kept.read_bytes()[:-1])  # a disk that was full
     Counting.calls = 0
     found = vocabularies.build(NO_NAMES, parts=parts)
-    assert Counting.calls == 1  # ab; the first part is of special tokens alone
+    assert Counting.calls == 1  # ab; the first part has only special tokens
     same(found, vocabularies.build(NO_NAMES))
     parts.remove()
     assert not folder.exists()
@@ -436,7 +436,7 @@ def test_parts_of_another_build_are_not_used(tmp_path):
     assert [path.name for path in parts.folder.iterdir()] == ["mine.txt"]
 
 
-def test_the_file_says_what_it_is(tmp_path):
+def test_file_describes_itself(tmp_path):
     from safetensors import safe_open
 
     write_projection(tmp_path / "w.safetensors", EXAMPLE.build(), student_name="s", teacher_name="t")

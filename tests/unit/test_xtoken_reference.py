@@ -54,7 +54,7 @@ def test_partition_and_likelihoods_of_the_example():
             ends.append((3, 4))  # eos has no bytes, but the projection maps it
         found.append(reference.partition_kl(*rows(chunk), chunk, ends))
     assert [round(float(term), 6) for term in found] == [0.126931, 0.040078]
-    # ALM is the cross-entropy of what that KL compares: more by the entropy of the teacher's .35.
+    # ALM is the cross-entropy of the terms of that KL: more by the entropy of the teacher's .35.
     p = torch.tensor([0.35, 0.65], dtype=torch.float64)
     alm = reference.alm(*rows(CHUNKS[0]), CHUNKS[0])
     assert round(float(alm + (p * p.log()).sum()), 6) == 0.126931

@@ -1,4 +1,4 @@
-"""Bytes of tokens: what tokenizers encode is spelled back to the same bytes."""
+"""Bytes of tokens: encoded text is spelled back to the same bytes."""
 
 import json
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_byte_level_table_is_that_of_gpt2():
     assert [table.of(token) for token in range(256)] == [bytes([byte]) for byte in range(256)]
 
 
-def test_a_beginning_is_spelled_as_it_is_in_the_whole(wheel):
+def test_prefix_is_spelled_as_in_the_full_text(wheel):
     for tokenizer, table in wheel.values():
         tokens = [table.bos, *tokenizer.encode_text("An  Étude\n日本"), table.eos, *tokenizer.encode_text("more")]
         whole = table.spell(tokens)
@@ -133,7 +133,7 @@ def test_a_beginning_is_spelled_as_it_is_in_the_whole(wheel):
             assert part.data.tobytes() == whole.text(0, cut)
 
 
-def test_hash_tells_vocabularies_apart(wheel):
+def test_hash_distinguishes_vocabularies(wheel):
     hashes = {table.hash for _, table in wheel.values()}
     again = token_bytes(load_tokenizer("mistral-v7")).hash
     assert len(hashes) == 2
@@ -164,7 +164,7 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path):
         token_bytes(load_tokenizer(str(tmp_path)))
 
 
-def test_hash_tells_the_order_of_merges_apart(tmp_path):
+def test_hash_distinguishes_the_order_of_merges(tmp_path):
     pytest.importorskip("transformers")
     folder = make_folder(tmp_path, PLAIN)
     before = token_bytes(load_tokenizer(folder))

@@ -1,4 +1,4 @@
-"""How far training in bf16 goes from training in fp32, folded and with each sample alone."""
+"""How far training in bf16 departs from training in fp32, folded and unfolded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GRADIENT = "optimizer.state.exp_avg."
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of a run in bf16, against the run in fp32 that began with the same weights.
+    """Errors of a run in bf16, against the run in fp32 with the same initial weights.
 
     Attributes:
         loss: the mean of the iterations' absolute errors.
@@ -34,7 +34,7 @@ def bf16_errors(data: str, folded: str, common: str, folder: Path) -> dict[str, 
 
     Args:
         data: the arguments that name the samples.
-        folded: those of the folded run alone.
+        folded: those of only the folded run.
         common: those of every run.
         folder: for checkpoints.
     """
@@ -71,7 +71,7 @@ def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 def assert_no_further(errors: dict[str, Errors]) -> None:
-    """Folding adds no error to that of bf16, which is there."""
+    """Folding adds no error to the existing error of bf16."""
     for what, limit in vars(errors["unfolded"]).items():
         assert 0 < limit < 0.05, what
         assert getattr(errors["folded"], what) <= FACTOR * limit, (what, errors)

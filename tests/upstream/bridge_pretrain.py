@@ -1,4 +1,4 @@
-"""``mcore_prefix_tree.pretrain_gpt``, with Megatron-Bridge imported beside a stand-in for TransformerEngine."""
+"""``mcore_prefix_tree.pretrain_gpt``, with Megatron-Bridge imported together with a stand-in for TransformerEngine."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def stock_builder() -> tuple[Callable[[Any, Any], Any], str]:
 
 
 def differences(tree: torch.nn.Module, stock: torch.nn.Module) -> Iterator[str]:
-    """What is not the same, but for the classes that this package derives from the stock model's."""
+    """Differences, except for the classes that this package derives from the stock model's."""
     modules, wanted = named(tree), dict(stock.named_modules())
     if modules.keys() != wanted.keys():
         yield f"modules: {modules.keys() ^ wanted.keys()}"

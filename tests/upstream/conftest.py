@@ -1,13 +1,13 @@
 from pathlib import Path
 
 import pytest
-from megatron_lm import FIRST, MODEL, Stock, each_sample_alone, only_checkpoint
+from megatron_lm import FIRST, MODEL, Stock, only_checkpoint, train_unfolded
 
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    """Twenty iterations of each sample alone, with a checkpoint after the first, to start from, and at the end."""
-    return each_sample_alone(MODEL, tmp_path_factory.mktemp("stock"))
+    """Twenty iterations on unfolded samples, with a checkpoint after the first, to start from, and at the end."""
+    return train_unfolded(MODEL, tmp_path_factory.mktemp("stock"))
 
 
 @pytest.fixture(scope="session")

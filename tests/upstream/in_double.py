@@ -1,4 +1,4 @@
-"""Models of Megatron-LM in fp64, where two ways to compute the same are told apart from a mistake."""
+"""Models of Megatron-LM in fp64, to distinguish rounding from mistakes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class AllInDouble(TorchFunctionMode):
-    """Computes in fp64 what upstream computes in fp32 whatever the model's type, such as routers, gates and losses.
+    """Computes in fp64 the parts that upstream computes in fp32 for any dtype, for example routers, gates and losses.
 
     Two inputs that differ in the last bit of fp64 can round to different numbers of fp32.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, with fp64 where it was asked for fp32."""
+        """Call a function of torch, with fp64 instead of the requested fp32."""
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
         if function is torch.Tensor.float and args[0].is_floating_point():
             function = torch.Tensor.double

@@ -1,4 +1,4 @@
-"""``pretrain_gpt`` that fails where Megatron would free an output that gloo may still be sending."""
+"""``pretrain_gpt`` that fails if Megatron would free an output that gloo may still be sending."""
 
 from __future__ import annotations
 

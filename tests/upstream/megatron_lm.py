@@ -1,4 +1,4 @@
-"""Runs of Megatron-LM on this machine's CPU, and what they logged and saved."""
+"""Runs of Megatron-LM on this machine's CPU, with their logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST = 1  # the iteration whose checkpoint of the stock run others start from
 HERE = Path(__file__).parent
 ENTRY, HYBRID = (("-m", f"mcore_prefix_tree.{name}") for name in ("pretrain_gpt", "pretrain_hybrid"))
 STOCK, STOCK_RL, RL = ((str(HERE / name),) for name in ("stock_unfolded.py", "rl_stock.py", "rl_door.py"))
-# What the programs of this package and of this folder import. Others may have a Megatron-LM of their own.
+# Imports of this package's and this folder's programs. Others may bring a separate Megatron-LM.
 IMPORTS = ("mcore_prefix_tree.mcore.megatron_lm.start", "transformers", "triton", "torch._dynamo", "torch._inductor")
 
 CPU = (
@@ -63,7 +63,7 @@ def hybrid_model(pattern: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run printed, and how it ended."""
+    """Output and exit status of a run."""
 
     output: str
     status: int
@@ -73,14 +73,14 @@ class Run:
         """The figures of each iteration's log line."""
         found = {}
         for line in self.output.splitlines():
-            if match := re.search(r" iteration +(\d+)/ *\d+ \|(.*)\|", line):  # another rank may go on
+            if match := re.search(r" iteration +(\d+)/ *\d+ \|(.*)\|", line):  # another rank's text may follow
                 pairs = [part.rsplit(":", 1) for part in match[2].split("|") if ":" in part]
                 found[int(match[1])] = {name.strip(): float(value) for name, value in pairs}
         return found
 
     @property
     def losses(self) -> dict[int, float]:
-        """Of each iteration.
+        """Return the loss of each iteration.
 
         Megatron prints a process's first iteration without resetting its sums: the second line is the mean of both.
         """
@@ -92,7 +92,7 @@ class Run:
 
 
 def require_checkout(*, trains: bool = True) -> None:
-    """Skip the calling module where there is no checkout.
+    """Skip the calling module without a checkout.
 
     Args:
         trains: whether it starts Megatron-LM, which compiles its helpers.
@@ -103,7 +103,7 @@ def require_checkout(*, trains: bool = True) -> None:
 
 
 def require_packages(*names: str) -> None:
-    """Fail where a package is missing: whoever names a checkout wants its tests to run."""
+    """Fail if a package is missing: naming a checkout requests its tests."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         pytest.fail(f"{', '.join(missing)} missing; pip install -r requirements/megatron-lm.txt", pytrace=False)
@@ -161,7 +161,7 @@ def _forked(
 
 
 def under_open_mpi(program: tuple[str, ...], *arguments: str, ranks: int, timeout_s: float = 400) -> list[Run]:
-    """The same, with each rank started as ``mpirun`` does it, on one machine: what each of them says."""
+    """The same, with each rank started as ``mpirun`` does it, on one machine: returns each one's output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -204,7 +204,7 @@ def trained(program: tuple[str, ...], *arguments: str, ranks: int = 1, fork: boo
 
 
 def saved_tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint, whatever parallel layout wrote it, read by the checkout's own megatron.core."""
+    """Full tensors of a checkpoint of any parallel layout, read by the checkout's own megatron.core."""
     with tempfile.NamedTemporaryFile() as file:
         command = [str(HERE / "saved_tensors.py"), str(folder / f"iter_{iteration:07d}"), file.name]
         if torch.cuda.is_available():
@@ -242,7 +242,7 @@ def only_checkpoint(source: Path, iteration: int, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Stock:
-    """The oracle: its data, its checkpoints, its losses and what it counted."""
+    """The oracle: its data, its checkpoints, its losses and counts."""
 
     data: str
     folder: Path
@@ -250,11 +250,11 @@ class Stock:
     iterations: dict[int, dict[str, float]]
 
     def args(self, tmp_path: Path) -> tuple[str, ...]:
-        """Of a folded run of the same samples."""
+        """Return the arguments of a folded run of the same samples."""
         return CPU, MODEL, TRAIN, FOLDED, self.data, f"--save {tmp_path}"
 
 
-def each_sample_alone(model: str, root: Path) -> Stock:
+def train_unfolded(model: str, root: Path) -> Stock:
     """Twenty iterations of a stock model, a sample at a time, with checkpoints after the first and at the end.
 
     Args:

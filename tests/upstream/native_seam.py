@@ -1,4 +1,4 @@
-"""Stock layer specs on a patched Megatron-Core, against each sample alone. Run by test_patched_core.py, which puts the
+"""Stock layer specs on a patched Megatron-Core, against unfolded samples. Run by test_patched_core.py, which puts the
 patched copy on the path; nothing collects it by itself.
 """
 
@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filter
 
 
 def native_twins(settings: dict[str, Any], model_settings: dict[str, Any], **spec: Any) -> tuple[Any, Any]:
-    """A stock model twice, with the same weights and nothing said of trees: one to fold, one for each sample alone."""
+    """A stock model twice, with the same weights and no settings for trees: one to fold, one for unfolded samples."""
     config = tiny_config(**settings)
     stock, native_model = (build(config, local_spec(config, **spec), **model_settings) for _ in range(2))
     native_model.load_state_dict(stock.state_dict(), strict=True)
@@ -56,7 +56,7 @@ def native_twins(settings: dict[str, Any], model_settings: dict[str, Any], **spe
 
 
 def plain(batch: MicroBatch, backend: str = "path") -> MicroBatch:
-    """The micro-batch with Megatron-Core's own classes, and nothing said but the tree."""
+    """The micro-batch with Megatron-Core's own classes, with only the tree set."""
     ours = batch.packed_seq_params.tree_metadata
     assert ours is not None
     metadata = CoreTreeMetadata.from_nodes(
@@ -89,7 +89,7 @@ def test_tree_capable_specs_still_follow_the_tree(name: str) -> None:
         assert_equal(folded(tree, make()), expected, limit=1e-12)
 
 
-def test_latent_attention_follows_trees_in_tree_capable_specs_alone() -> None:
+def test_latent_attention_follows_trees_only_in_tree_capable_specs() -> None:
     settings, _ = VARIANTS["latent attention"]
     config = tiny_config(**settings)
     stock, tree = twins(config)
@@ -133,7 +133,7 @@ def test_every_back_end_is_registered() -> None:
 
 
 @pytest.mark.parametrize("padded_size", [None, 40])
-def test_both_classes_say_the_same_of_a_tree(padded_size: int | None) -> None:
+def test_both_classes_describe_a_tree_equally(padded_size: int | None) -> None:
     ours = folded_batch().packed_seq_params.tree_metadata
     assert isinstance(ours, TreeMetadata)
     assert isinstance(ours, CoreTreeMetadata)
@@ -167,7 +167,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("setting", REFUSED, ids=ids_of(REFUSED))
-def test_megatron_core_refuses_what_this_package_refuses(setting: dict[str, Any]) -> None:
+def test_megatron_core_rejects_the_same_settings_as_this_package(setting: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match="prefix trees do not support ") as raised:
         check_tree_support(config_with(**setting))
     assert any(name in str(raised.value) for name in setting)

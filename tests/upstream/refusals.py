@@ -1,6 +1,6 @@
-"""What the parser of ``add_prefix_tree_args`` says to many command lines, up to where Megatron-LM would start the job.
+"""Errors of ``add_prefix_tree_args`` for many command lines, up to the point at which Megatron-LM would start the job.
 
-``python refusals.py CASES ANSWERS``: two files of JSON, a list of lists of words, and for each what is refused or null.
+``python refusals.py CASES ANSWERS``: two files of JSON, a list of lists of words, and for each the error or null.
 A word NAME=VALUE is of the environment; GPUS=2 are GPUs that this process pretends to see. One process for all of them,
 because importing Megatron-LM takes seconds.
 """

@@ -51,7 +51,7 @@ def _exchange(rl_utils: Any) -> None:
 def exchange_rollouts() -> None:
     """Have the loop take made rollouts, and keep its weights apart from those of the reference.
 
-    It keeps both with ``Tensor.cpu``, which copies from a GPU, but not where the model is on the CPU already.
+    It keeps both with ``Tensor.cpu``, which copies from a GPU, but not if the model is on the CPU already.
     """
     torch.Tensor.cpu = _copied  # type: ignore[method-assign, assignment]
     if "megatron.rl.rl_utils" in sys.modules:  # as in forked ranks
@@ -75,7 +75,7 @@ def made_rollouts(model: Any, inference_model: Any, optimizer: Any, prompts: int
     def logprobs(count: int) -> list[float]:
         return np.minimum(-math.log(vocab) + 0.3 * rng.standard_normal(count), 0).tolist()
 
-    # Newer loops want of each turn the engine's record of its request, and answer the records beside the groups.
+    # Newer loops need the engine's record of each turn's request, and return the records with the groups.
     with_records = "completion_ids" in TokenRollout.model_fields
     records: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""One step of ``train_rl.py`` in fp64, by the checkout's own forward step on each trajectory alone, and folded.
+"""One step of ``train_rl.py`` in fp64, by the checkout's own forward step on each unfolded trajectory, and folded.
 
 ``torchrun rl_steps.py ANSWERS ROLLOUTS ARGUMENTS``, on one rank: of the rollouts with that name, writes how far apart
 both are, by name, and the terms of the loss. Both run under Megatron's own schedule, which does the backward passes.
@@ -74,7 +74,7 @@ class Rollouts:
     def unshared(cls, count: int, length: int, vocab: int) -> Rollouts:
         """Halves and quarters of a row in turn, none of which begin alike.
 
-        Sorted by length they fill whole bins, but not in the order of their tokens.
+        Sorted by length they fill full bins, but not in the order of their tokens.
         """
         draw = torch.Generator().manual_seed(4)
         tokens = torch.randint(PAD + 1, vocab - 1, (count, length), generator=draw)
@@ -175,7 +175,7 @@ def apart(logprobs: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def stepped(forward_step: Callable[..., Any], model: Any, batches: Batches) -> tuple[Gradients, Gradients]:
-    """What a step logs, summed over its micro-batches, and the gradients."""
+    """The logs of a step, summed over its micro-batches, and the gradients."""
     args = get_args()
     reconfigure_num_microbatches_calculator(0, None, len(batches), 1, 1)
     reports = forward_backward_no_pipelining(

@@ -1,6 +1,6 @@
 """The other side of the comparison: ``train_rl.py`` of the checkout with its own forward steps, and made rollouts.
 
-Each trajectory is computed alone, in its padding or in its place of a bin: Megatron's local layers get an attention for
+Each trajectory is separate, in its padding or its place in a bin: Megatron's local layers get an attention for
 packed rows, which they lack. In fp32 the loop gives a model an argument that only its half-precision wrapper takes.
 """
 

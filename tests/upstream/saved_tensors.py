@@ -1,4 +1,4 @@
-"""Write the whole tensors of a Megatron checkpoint to a file of torch's: read by the checkout's own megatron.core."""
+"""Write the full tensors of a Megatron checkpoint to a file of torch's: read by the checkout's own megatron.core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of what upstream released, to try patches on: the installed megatron-core, and wheels from the index."""
+"""Copies of upstream releases, to try patches on: the installed megatron-core, and wheels from the index."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def patches(command: str, *arguments: object) -> subprocess.CompletedProcess[str
 
 
 def require_series(megatron_lm: Path) -> None:
-    """Skip where no patches are for a checkout's or a package's version."""
+    """Skip if no patches exist for a checkout's or a package's version."""
     try:
         source_patches.series_for(source_patches.Target.megatron_lm(megatron_lm), source_patches.read_manifest())
     except source_patches.PatchError as error:
@@ -67,7 +67,7 @@ def wheel(name: str, version: str, cache: pytest.Cache) -> Path:
 
 
 def installed_core() -> str | None:
-    """Return the version of the megatron-core that pip installed; None beside a checkout alone."""
+    """Return the version of the megatron-core that pip installed; None with only a checkout."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -75,7 +75,7 @@ def installed_core() -> str | None:
 
 
 def copied(folder: Path, package: str, into: Path) -> Path:
-    """A copy of a package and of what pip wrote about it."""
+    """A copy of a package and of pip's records about it."""
     found = [
         folder / package,
         *folder.glob("megatron_core-*.dist-info"),

@@ -1,6 +1,6 @@
-"""Prints what stock models compute, to the bit: the same on a patched megatron-core as on the released one.
+"""Prints the results of stock models, to the bit: the same on a patched megatron-core as on the released one.
 
-Run by test_patched_core.py with either on the path, and the folders of what it imports.
+Run by test_patched_core.py with either on the path, and the folders of its imports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 def digest(name: str) -> str:
-    """Of the loss, the log-probabilities and all gradients of a model of the seam's tests."""
+    """Hash the loss, the log-probabilities and all gradients of a model of the seam's tests."""
     settings, model_settings = VARIANTS[name]
     config = tiny_config(**settings)
     outcome = unfolded(build(config, local_spec(config), **model_settings))

@@ -1,4 +1,4 @@
-"""Distillation across tokenizers by its formulas: the teacher is megatron-core's stock model, each sample alone."""
+"""Distillation across tokenizers by its formulas: the teacher is megatron-core's stock model, each sample by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from folded_jobs import stock_spec
 from harness.models import build_chunks
 from objective_jobs import OneByOne
-from xtoken_jobs import loss_alone
+from xtoken_jobs import unfolded_loss
 
 from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
@@ -55,4 +55,4 @@ def chunk_loss(
     pairs = [pairing.reencode(sample) for sample in samples]
     logits = [logits_of(sample.tokens.tolist()) for sample in samples]
     taught = [_teacher(path).logits(pair.teacher.tokens.tolist()).detach() for pair in pairs]
-    return loss_alone(settings, pairs, logits, [taught], w=w, token_bytes=token_bytes)
+    return unfolded_loss(settings, pairs, logits, [taught], w=w, token_bytes=token_bytes)

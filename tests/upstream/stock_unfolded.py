@@ -1,9 +1,9 @@
-"""The other side of the comparison: Megatron-LM's ``pretrain`` with its stock model, each sample alone.
+"""The other side of the comparison: Megatron-LM's ``pretrain`` with its stock model, each sample by itself.
 
 Takes the arguments of ``pretrain_gpt.py`` and those of the folded run; a micro-batch is one sample, with its labels, as
-Megatron's own scripts pass them. Under another objective than sft it is a whole step, whose samples go through the
+Megatron's own scripts pass them. Under another objective than sft it is a full step, whose samples go through the
 model one after another, and the loss is the objective's formula, token by token. One process: no parallel layout stands
-between this run and what it says.
+between this run and its results.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, 
 SCALAR_ORACLES: dict[str, Any] = {"critic": critic_loss, "reward_model": reward_model_loss}
 
 
-def samples_alone(order: SampleOrder, consumed: int) -> Any:
+def unfolded_samples(order: SampleOrder, consumed: int) -> Any:
     while True:
         yield from order.take(consumed, 1)
         consumed += 1
 
 
-def whole_steps(order: SampleOrder, consumed: int, step: int) -> Any:
+def full_steps(order: SampleOrder, consumed: int, step: int) -> Any:
     while True:
         yield order.take(consumed, step)
         consumed += step
@@ -58,17 +58,17 @@ def whole_steps(order: SampleOrder, consumed: int, step: int) -> Any:
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
 
-    def alone(paths: Any, consumed: int, order: Any) -> Any:
+    def samples_of(paths: Any, consumed: int, order: Any) -> Any:
         samples = SampleOrder(list(iter_sample_groups(paths)), seed=args.seed, order=order)
         if args.prefix_tree_objective != "sft":
-            return whole_steps(samples, consumed, args.global_batch_size)
-        return samples_alone(samples, consumed)
+            return full_steps(samples, consumed, args.global_batch_size)
+        return unfolded_samples(samples, consumed)
 
-    train = alone(args.prefix_tree_data_path, args.consumed_train_samples, args.prefix_tree_order)
+    train = samples_of(args.prefix_tree_data_path, args.consumed_train_samples, args.prefix_tree_order)
     if not args.prefix_tree_valid_data_path:
         args.eval_iters = 0
         return train, None, None
-    return train, alone(args.prefix_tree_valid_data_path, args.consumed_valid_samples, "file"), None
+    return train, samples_of(args.prefix_tree_valid_data_path, args.consumed_valid_samples, "file"), None
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Try every argument of a checkout's own parser that reaches its model: is it refused, or is folding exact with it?
 
-``python swept_arguments.py EXAMPLES ANSWERS``: two files of JSON, values of options that have no obvious one, and what
-became of each case. An argument reaches the model if the ``TransformerConfig`` changes, or what the builder reads.
+``python swept_arguments.py EXAMPLES ANSWERS``: two files of JSON, values of options that have no obvious one, and
+the outcome of each case. An argument reaches the model if the ``TransformerConfig`` changes, or the builder's inputs.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ SAMPLES = [
 ]
 
 
-# What says something of folding.
+# Messages about folding.
 TOLD = {"exact", "exact in fp32", "different", "refused", "broken"}
 
 
 @dataclasses.dataclass
 class Case:
-    """An argument with a value, on a model, and what became of it."""
+    """An argument with a value, on a model, and its outcome."""
 
     base: str
     words: list[str]
@@ -147,7 +147,7 @@ class Sweep:
         return "experts" if re.search("moe|expert|router", name) else "dense"
 
     def of_argument(self, base: str, cases: Iterator[list[str]]) -> list[Case]:
-        """What became of an argument's values."""
+        """Outcomes of an argument's values."""
         found: list[Case] = []
         for words in cases:
             is_number = len(words) == 2 and words[1] in chain(*NUMBERS.values())
@@ -214,7 +214,7 @@ class Sweep:
         ):
             with context:
                 try:
-                    expected = alone(stock)
+                    expected = run_unfolded(stock)
                 except Exception as error:
                     said += f"{type(error).__name__}: {error}; "
                     continue
@@ -268,7 +268,7 @@ def read_of(source: str) -> set[str]:
 Found = tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]
 
 
-def alone(model: torch.nn.Module) -> Found:
+def run_unfolded(model: torch.nn.Module) -> Found:
     """Log-probabilities of each sample by itself, and the gradients of a weighted sum of them."""
     found = []
     for sample in SAMPLES:
@@ -302,7 +302,7 @@ def _with_gradients(model: torch.nn.Module, logprobs: list[torch.Tensor]) -> Fou
 
 
 def inexact(actual: Found, expected: Found, limit: float) -> Iterator[str]:
-    """What is further from each sample alone than rounding in fp64."""
+    """Results that differ from unfolded samples by more than rounding in fp64."""
     for index, (row, wanted) in enumerate(zip(actual[0], expected[0], strict=True)):
         error = float((row - wanted).abs().max())
         if not error < limit:

@@ -1,9 +1,9 @@
-"""The compiled part of TransformerEngine in plain torch: what its Python layers call in high precision, on a CPU.
+"""The compiled part of TransformerEngine in plain torch: the functions of its high-precision Python layers, on a CPU.
 
 Importing this module, before Megatron-Core, puts it in the place of ``transformer_engine_torch``. TransformerEngine's
 own Python, as released, is then imported from the path and runs: its modules, their autograd functions, their calls of
 matrix products and norms, their communication. Only the kernels behind them are these functions. float64 is added to
-the dtypes that it knows, so that what it computes can be held to rounding.
+the dtypes that it knows, so that its results can be compared up to rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Constants(type):
 
 
 class _Extension(ModuleType):
-    """What is below, and for every other name something to import that cannot be called."""
+    """The names defined below; every other name can be imported but not called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -230,7 +230,7 @@ def _is_cuda(tensor: Tensor) -> bool:
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Tell TransformerEngine, and nobody else, that its tensors are on a Hopper; within the emulation for Megatron."""
+    """Report a Hopper to only TransformerEngine as its tensors' device; within the emulation for Megatron."""
     available, current = torch.cuda.is_available, torch.cuda.current_device
     hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
     with ExitStack() as stack:

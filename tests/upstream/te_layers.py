@@ -1,4 +1,4 @@
-"""TransformerEngine's own layers, folded, against each sample alone. Run by test_transformer_engine_layers.py, which
+"""TransformerEngine's own layers, folded, against unfolded samples. Run by test_transformer_engine_layers.py, which
 puts TransformerEngine's Python on the path; nothing collects it by itself.
 """
 
@@ -39,7 +39,7 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES
 pytestmark = [pytest.mark.usefixtures("transformer_engine_on_the_cpu"), pytest.mark.filterwarnings("ignore")]
 # The ranks are forked from a process that has it too.
 forks.PRELOADED.insert(0, "te_compiled")
-# For each sample alone: the attention that TransformerEngine has in Python.
+# For unfolded samples: the attention that TransformerEngine has in Python.
 STOCK = {"attention_backend": AttnBackend.unfused}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GROUPED = MOE | {"moe_grouped_gemm": True}
@@ -114,7 +114,7 @@ def test_experts_in_groups(recompute: dict[str, Any], experts: dict[str, Any]) -
 
 @pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "recompute"])
 def test_experts_that_get_no_token(recompute: dict[str, Any]) -> None:
-    """A step gives them a gradient of zero, as it does each sample alone: the optimizer knows no missing one."""
+    """A step gives them a gradient of zero, as unfolded samples do: the optimizer knows no missing one."""
     stock, tree = te_twins(GROUPED | {"num_moe_experts": 16} | recompute)
     with torch.no_grad():
         for model in (stock, tree):
@@ -176,7 +176,7 @@ def test_tensor_and_sequence_parallelism(name: str, sequence_parallel: bool) -> 
 @pytest.mark.skipif(not CORE_KNOWS_TREES, reason="Megatron-Core is not patched")
 @pytest.mark.parametrize("settings", [{}, FULL, GROUPED, WINDOWS_AND_SINKS["learnable sinks"]], ids=str)
 def test_patched_transformer_engine_attends_by_itself(settings: dict[str, Any]) -> None:
-    """Stock specs, nothing said of trees: the tree goes through its own ``DotProductAttention.forward``."""
+    """Stock specs, no settings for trees: the tree goes through its own ``DotProductAttention.forward``."""
     config = tiny_config(**STOCK, **settings)
     stock, native = (build(config, te_spec(config)) for _ in range(2))
     native.load_state_dict(stock.state_dict(), strict=True)

@@ -1,4 +1,4 @@
-"""What the cascade gives TransformerEngine's fused attention fits the functions that were released, by their source.
+"""The cascade's arguments fit the released functions of TransformerEngine's fused attention, by their source.
 
 ``import transformer_engine.pytorch`` loads a CUDA library, so nothing of it runs here.
 """
@@ -27,7 +27,7 @@ def released(request: pytest.FixtureRequest) -> Path:
 
 
 def signatures_in(path: Path) -> dict[str, inspect.Signature]:
-    """Of the module's functions: names of parameters, and which have defaults."""
+    """Signatures of the module's functions: names of parameters, and which have defaults."""
     found = {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -61,8 +61,8 @@ def test_its_own_context_parallelism_hands_merged_statistics_to_the_same_backwar
     assert "aux_tensors = [softmax_lse, rng_states[" in source
 
 
-def test_the_module_itself_neither_returns_nor_takes_statistics(released: Path) -> None:
-    """Should it do so one day, the cascade can stand on it rather than on what is below."""
+def test_module_has_no_statistics_argument_or_result(released: Path) -> None:
+    """If a later version does so, the cascade can rely on it instead of on the code below."""
     path = released / "attention" / "dot_product_attention" / "dot_product_attention.py"
     (module,) = [
         node

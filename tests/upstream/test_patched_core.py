@@ -1,6 +1,6 @@
 """A patched megatron-core: stock layer specs train folded, and without a tree nothing has changed.
 
-What runs on it runs in another process, with the patched copy first on the path: this one has the installed
+The patched copy is used in another process, with it first on the path: this one has the installed
 megatron-core.
 """
 
@@ -18,13 +18,13 @@ from sources import MEGATRON, ROOT, copied, megatron_core, patches, require_seri
 
 pytestmark = pytest.mark.ci
 HERE = Path(__file__).parent
-# Of tests/model/test_mcore_seam.py: what does not look at how the rotary rows are gathered, nor at each back-end.
+# Of tests/model/test_mcore_seam.py: tests that depend neither on how rotary rows are gathered nor on a back-end.
 SEAM = "unfolded or forward_step or block_specs or float32 or one_micro_batch or stock_to_the_bit or both_ways"
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Of one version of megatron-core."""
+    """Copies of one version of megatron-core."""
 
     released: Path
     patched: Path
@@ -52,7 +52,7 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def run(core: Path, *arguments: str) -> str:
-    """What Python prints with a megatron-core first on its path."""
+    """Python's output with a megatron-core first on its path."""
     path = [core, HERE.parent, HERE.parent / "unit", HERE.parent / "model", ROOT]
     result = subprocess.run(
         [sys.executable, *arguments],
@@ -84,15 +84,15 @@ def test_the_seam_still_works(copies: Copies) -> None:
     pytest_on(copies.patched, "tests/model/test_mcore_seam.py", "-k", SEAM)
 
 
-def test_without_a_tree_it_computes_the_same_bits(copies: Copies) -> None:
+def test_patched_core_without_a_tree_has_the_same_bits(copies: Copies) -> None:
     digests = [run(core, str(HERE / "stock_digest.py")) for core in (copies.released, copies.patched)]
     lines = [re.findall(r"^.* [0-9a-f]{64}$", digest, flags=re.MULTILINE) for digest in digests]
     assert len(set(lines[0])) == 7
     assert lines[0] == lines[1]
 
 
-@pytest.mark.slow  # test_patches.py looks at what the patches import
-def test_it_does_not_need_this_package(copies: Copies) -> None:
+@pytest.mark.slow  # test_patches.py checks the patches' imports
+def test_patched_core_works_without_this_package(copies: Copies) -> None:
     """Megatron-Core imports, and attends, where mcore_prefix_tree cannot be imported."""
     script = (
         "import sys\n"

@@ -1,4 +1,4 @@
-"""The patched ``pretrain_gpt.py`` of a checkout: ``--prefix-tree`` equals each sample alone, all else is as before."""
+"""The patched ``pretrain_gpt.py`` of a checkout: ``--prefix-tree`` equals unfolded samples, all else is unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OWN_DATA = f"--mock-data {TOKENIZER} --vocab-size 127 --micro-batch-size 8"
 
 
 def script(folder: Path, root: Path) -> tuple[str, ...]:
-    """A checkout's pretrain_gpt.py, on a machine without a GPU, where this package is installed by what it says."""
+    """A checkout's pretrain_gpt.py, on a machine without a GPU, with this package installed by its instructions."""
     info = folder / "mcore_prefix_tree_of_this_test-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mcore-prefix-tree-of-this-test\nVersion: 1\n")
@@ -82,14 +82,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @dataclass(frozen=True)
 class Alone:
-    """Each sample alone through the stock model: its first checkpoint, and the losses after it."""
+    """Unfolded samples through the stock model: its first checkpoint, and the losses after it."""
 
     start: Path
     losses: dict[int, float]
 
 
 @pytest.fixture(scope="module")
-def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+def unfolded(data: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     start = tmp_path_factory.mktemp("start")
     common = (CPU, MODEL, TRAIN, UNFOLDED, data)
     trained(STOCK, *common, f"--save {start} --exit-interval 1")
@@ -106,17 +106,17 @@ def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
         pytest.param(2, "--attention-backend tree --pipeline-model-parallel-size 2", id="stock layers, pp2"),
     ],
 )
-def test_folded_is_unfolded(patched: tuple[str, ...], alone: Alone, data: str, ranks: int, arguments: str) -> None:
-    common = (CPU, MODEL, TRAIN, FOLDED, data, f"--load {alone.start} --exit-interval {STEPS}", TOKENIZER, arguments)
+def test_folded_is_unfolded(patched: tuple[str, ...], unfolded: Alone, data: str, ranks: int, arguments: str) -> None:
+    common = (CPU, MODEL, TRAIN, FOLDED, data, f"--load {unfolded.start} --exit-interval {STEPS}", TOKENIZER, arguments)
     run = trained(patched, *common, ranks=ranks)
     assert ("building GPT model, tree-capable" in run.output) == ("tree" not in arguments)
-    assert sorted(run.losses) == sorted(alone.losses) == list(range(2, STEPS + 1))
+    assert sorted(run.losses) == sorted(unfolded.losses) == list(range(2, STEPS + 1))
     for iteration, loss in run.losses.items():
-        assert loss == pytest.approx(alone.losses[iteration], rel=LOSS), iteration
+        assert loss == pytest.approx(unfolded.losses[iteration], rel=LOSS), iteration
     assert all(figures["fold ratio"] > 1.3 for figures in run.iterations.values())
 
 
-def test_without_the_flag_it_is_the_same_script(patched: tuple[str, ...], tmp_path: Path) -> None:
+def test_patched_script_without_the_flag_is_unchanged(patched: tuple[str, ...], tmp_path: Path) -> None:
     arguments = (CPU, MODEL, TRAIN, OWN_DATA, "--exit-interval 2")
     after, before = (trained(program, *arguments) for program in (patched, script(tmp_path, CHECKOUT)))
     assert len(before.losses) == 2

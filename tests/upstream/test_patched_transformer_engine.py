@@ -55,7 +55,7 @@ def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef:
     return found
 
 
-def test_forward_takes_what_megatron_core_adds(patched: ast.ClassDef) -> None:
+def test_forward_takes_megatron_cores_new_arguments(patched: ast.ClassDef) -> None:
     arguments = method(patched, "forward").args
     defaults = dict(zip([arg.arg for arg in arguments.args[::-1]], arguments.defaults[::-1], strict=False))
     for path in sorted((ROOT / "patches" / "megatron-lm").glob("*/0003-*.patch")):
@@ -111,7 +111,7 @@ SCALE = 0.3
 
 
 def attention_of_te(**changes: Any) -> SimpleNamespace:
-    """What the method reads of a DotProductAttention."""
+    """The attributes that the method reads of a DotProductAttention."""
     attributes: dict[str, Any] = {
         "cp_group": None,
         "attention_type": "self",
@@ -194,7 +194,9 @@ def test_more_than_one_batch_is_refused(patched: ast.ClassDef) -> None:
     ],
     ids=str,
 )
-def test_what_a_tree_cannot_do_is_refused_by_name(patched: ast.ClassDef, changes: dict[str, Any], name: str) -> None:
+def test_unsupported_settings_of_trees_are_rejected_by_name(
+    patched: ast.ClassDef, changes: dict[str, Any], name: str
+) -> None:
     tensors = [heads(4), heads(2), heads(2)]
     with pytest.raises(NotImplementedError, match=f"tree_metadata does not support {name}.$"):
         tree_attention_method(patched)(
@@ -228,7 +230,7 @@ def test_every_argument_of_a_call_is_looked_at_or_harmless(patched: ast.ClassDef
         *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),  # belong to cu_seqlens
         "bottom_right_diagonal",  # the same for queries and keys of one length
         *("alibi_slopes", "core_attention_bias"),  # belong to core_attention_bias_type
-        *("fast_zero_fill", "pad_between_seqs", "num_splits"),  # how, not what
+        *("fast_zero_fill", "pad_between_seqs", "num_splits"),  # implementation only
         *("qkv_layer", "kv_layer", "qkv_interleave_dim"),  # unpacked before
         "thd_attention_policy_dispatch",  # belongs to thd_attention_policies
         "bf16_backward",  # of FP8 attention

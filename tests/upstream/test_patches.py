@@ -1,4 +1,4 @@
-"""scripts/patches on copies of what upstream released: all or nothing, once, and back to the byte."""
+"""scripts/patches on copies of upstream releases: all or nothing, once, and back to the byte."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 @pytest.fixture
 def core(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy of megatron-core 0.19.2: the installed one, where it is that."""
+    """A copy of megatron-core 0.19.2: the installed one, if it is that version."""
     return megatron_core(None if installed_core() == "0.19.2" else "0.19.2", tmp_path, request.config.cache)
 
 
@@ -98,7 +98,7 @@ def series_of_version(version: str) -> source_patches.Series:
 
 
 def header_of(core: Path, patch: str, name: str) -> str:
-    """Of a file's first hunk in the patch that begins with a number."""
+    """Return the header of a file's first hunk in the patch whose name begins with ``patch``."""
     (found,) = [one for one in series_of(core).patches if one.path.name.startswith(patch)]
     return found.hunks(name)[0].header
 
@@ -142,14 +142,14 @@ def test_a_line_that_differs_is_named_and_nothing_changes(core: Path) -> None:
         report = result.stdout if command == "check" else sentence
         assert f"{MOVED}, hunk 1 of 1 ({header_of(core, '0003', MOVED)}) of 0003-" in report
         assert f"gpt_model.py, hunk 1 of 3 ({header}) of 0002-rotary-position-ids.patch" in report
-        # Where the lines are, and the first of them that differs.
+        # Position of the lines, and the first one that differs.
         assert re.search(
             r"expected at line \d+, found at line \d+, where line \d+ should be '' but stands 'own = 7'", report
         )
         assert content(core) == original
 
 
-def test_missing_file_is_named_beside_all_others(core: Path) -> None:
+def test_missing_file_is_listed_with_all_others(core: Path) -> None:
     name = "megatron/core/models/hybrid/hybrid_model.py"
     (core / name).unlink()
     original = content(core)
@@ -196,7 +196,7 @@ def test_local_changes_elsewhere_survive_both_ways(core: Path) -> None:
     assert content(core) == original | {MOVED: original[MOVED] + b"\n# later\n"}
 
 
-def test_changes_of_what_was_patched_are_not_reverted_over(core: Path) -> None:
+def test_revert_does_not_overwrite_later_changes(core: Path) -> None:
     assert patches("apply", "--megatron-lm", core).returncode == 0
     path = core / MOVED
     path.write_text(path.read_text().replace("    tree = 6", "    tree = 8"))
@@ -211,7 +211,7 @@ def test_changes_of_what_was_patched_are_not_reverted_over(core: Path) -> None:
 
 
 def test_half_a_series_is_completed_or_taken_back(core: Path) -> None:
-    """What a machine leaves that loses power between two renames."""
+    """The state that a power failure between two renames leaves."""
     original = content(core)
     assert patches("apply", "--megatron-lm", core).returncode == 0
     patched = content(core)
@@ -277,8 +277,8 @@ def test_modes_and_links_of_other_copies_stay(core: Path, tmp_path_factory: pyte
     assert elsewhere.read_bytes() == before
 
 
-def test_a_repository_around_the_target_has_no_say(core: Path) -> None:
-    """git apply leaves out what is above the folder it runs in, where that is inside of a repository."""
+def test_repository_around_the_target_is_ignored(core: Path) -> None:
+    """git apply skips files above its working directory if that is inside of a repository."""
     environment = core / "venv"
     environment.mkdir()
     (core / "megatron").rename(environment / "megatron")
@@ -294,7 +294,7 @@ def test_a_repository_around_the_target_has_no_say(core: Path) -> None:
 
 
 def test_installed(core: Path) -> None:
-    """What the active Python imports, which here is the copy; with a warning, because it is pip's."""
+    """The package that the active Python imports, here the copy; with a warning, because it is pip's."""
     environment = {**os.environ, "PYTHONPATH": str(core), "PYTHON": sys.executable}
     command = [str(ROOT / "scripts" / "patches"), "apply", "--installed"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -317,7 +317,7 @@ def test_versions_without_patches_are_refused_by_name(core: Path) -> None:
     assert result.returncode == 2
     assert re.search(rf"{core} is Megatron-LM 0\.99\.\d, and there are patches for 0\.19\.0, 0\.19\.1", result.stderr)
     assert "--as-version" in result.stderr
-    # The way out for a fork that counts by itself, and for one that says the wrong version.
+    # The way out for a fork that counts by itself, and for one that reports the wrong version.
     assert patches("apply", "--megatron-lm", core, "--as-version", other).returncode == 2
     assert content(core) == original
     assert patches("apply", "--megatron-lm", core, "--as-version", fits).returncode == 0
@@ -340,7 +340,7 @@ def test_mistakes_get_one_sentence(arguments: list[str], sentence: str) -> None:
     assert sentence in line
 
 
-def test_list_says_what_the_manifest_says() -> None:
+def test_list_matches_the_manifest() -> None:
     result = patches("list")
     assert result.returncode == 0
     for series in SERIES:
@@ -364,7 +364,7 @@ def test_the_manifest_and_the_folder_agree() -> None:
 
 
 @pytest.mark.parametrize("patch", [patch for _, patch in every_patch()], ids=lambda p: str(p.path.relative_to(PATCHES)))
-def test_a_patch_is_small_and_says_what_it_is(patch: source_patches.Patch) -> None:
+def test_patch_is_small_and_describes_itself(patch: source_patches.Patch) -> None:
     text = patch.path.read_text()
     message, _, diff = text.partition("\n---\n")
     assert re.search(r"^Subject: \[PATCH( \d/\d)?\] \S", message, flags=re.MULTILINE), "git am takes it"
@@ -387,7 +387,7 @@ def test_a_patch_is_small_and_says_what_it_is(patch: source_patches.Patch) -> No
 
 
 def test_no_patch_knows_this_package() -> None:
-    """It enters registries of theirs, where it is installed."""
+    """It enters their registries, if it is installed."""
     for _, patch in every_patch():
         assert "mcore_prefix_tree" not in patch.path.read_text()
 

@@ -134,7 +134,7 @@ def test_every_fault_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("missing", ["--prefix-tree-data-path", "--prefix-tree-max-tokens"])
-def test_what_the_flag_needs(missing: str) -> None:
+def test_flag_requires_its_arguments(missing: str) -> None:
     given = {"--prefix-tree-data-path": "a.jsonl", "--prefix-tree-max-tokens": "100"}
     del given[missing]
     with pytest.raises(ArgumentError, match=f"--prefix-tree needs {missing}"):
@@ -147,7 +147,7 @@ def test_the_group_without_the_flag_is_refused() -> None:
         check_unused(["--lr", "1", "--prefix-tree-max-tokens=5"])
 
 
-def test_help_is_a_group_of_its_own() -> None:
+def test_help_has_a_separate_group() -> None:
     text = add_argument_group(argparse.ArgumentParser()).format_help()
     group = text.split("\nprefix-tree:\n")[1]
     assert "--prefix-tree-dry-run" in group
@@ -190,7 +190,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_the_training_loop_of_a_wheel_is_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer wheels of megatron-core carry it, without what it compiles."""
+    """Newer wheels of megatron-core carry it, without its compiled part."""
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     origin = checkout(tmp_path, ">=3.10") / "megatron" / "training" / "__init__.py"
     monkeypatch.setattr("mcore_prefix_tree.pretrain_gpt.find_spec", lambda name: SimpleNamespace(origin=str(origin)))

@@ -32,7 +32,7 @@ LAST = 5
 
 @pytest.fixture(scope="module")
 def experts(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
-    """Each sample alone through a stock mixture of experts: checkpoints after the first and the last step, losses."""
+    """Unfolded samples through a stock mixture of experts: checkpoints after the first and the last step, losses."""
     folder = tmp_path_factory.mktemp("experts")
     arguments = (CPU, MODEL, EXPERTS, TRAIN, UNFOLDED, stock.data, f"--save {folder}")
     first = trained(STOCK, *arguments, "--exit-interval 1")
@@ -68,7 +68,7 @@ def test_experts_on_two_ranks(stock: Stock, experts: tuple[Path, dict[int, float
         assert folded.losses[iteration] == pytest.approx(loss, rel=LOSS)
 
 
-def test_the_stock_run_goes_on_from_a_folded_checkpoint(stock: Stock, base: Path, tmp_path: Path) -> None:
+def test_stock_run_continues_from_a_folded_checkpoint(stock: Stock, base: Path, tmp_path: Path) -> None:
     trained(ENTRY, *stock.args(tmp_path), f"--load {base} --exit-interval 3")
     alone = trained(STOCK, CPU, MODEL, TRAIN, UNFOLDED, stock.data, f"--load {tmp_path} --exit-interval 5")
     assert sorted(alone.losses) == [4, 5]

@@ -49,7 +49,7 @@ require_checkout()
 
 
 def check(run: Run, stock: Stock, folder: Path, *, first: int = FIRST + 1) -> None:
-    """Every loss, what is counted, and the weights and optimizer state at the end."""
+    """Every loss, the counts, and the weights and optimizer state at the end."""
     assert sorted(run.losses) == list(range(first, ITERATIONS + 1))
     for iteration, loss in run.losses.items():
         assert loss == pytest.approx(stock.losses[iteration], rel=LOSS), iteration
@@ -156,12 +156,12 @@ def validation_loss(run: Run) -> float:
     return float(line.split("lm loss value:")[1].split("|")[0])
 
 
-def test_bf16_goes_no_further_from_fp32_than_the_stock_run_does(stock: Stock, tmp_path: Path) -> None:
+def test_bf16_stays_as_close_to_fp32_as_the_stock_run(stock: Stock, tmp_path: Path) -> None:
     assert_no_further(bf16_errors(stock.data, FOLDED, f"{CPU} {MODEL}", tmp_path))
 
 
-def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
-    """Its losses, bit for bit as far as they are printed, and its arguments: none of ours is even known."""
+def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
+    """Its losses, bit for bit as far as they are printed, and its arguments: it knows none of ours."""
     script = tmp_path / "own.py"
     script.write_text(
         "import os, runpy, sys\n"
@@ -272,7 +272,7 @@ def test_a_provider_refuses_a_dry_run_that_passed_the_parser(stock: Stock, site_
 def test_helpers_are_built_for_the_running_python(
     stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where python3-config is another Python's, and python3 has no pybind11."""
+    """With another Python's python3-config, and a python3 without pybind11."""
     root, others = tmp_path / "checkout", tmp_path / "bin"
     checkout = Path(os.environ[VARIABLE])
     shutil.copytree(checkout / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -300,7 +300,7 @@ def test_the_dry_run_plans_the_first_step_of_a_ramp_up(stock: Stock) -> None:
     assert "batch size (12) is not divisible by micro-batch-size (8)" in run.output
 
 
-def test_help_has_a_group_of_its_own() -> None:
+def test_help_has_a_separate_group() -> None:
     run = megatron(ENTRY, "--help")
     assert run.status == 0
     ours = run.output.split("\nprefix-tree:\n")[1]
@@ -404,7 +404,7 @@ def test_dry_run_folds_the_first_step_in_its_order(stock: Stock, tmp_path: Path)
     assert f"first step: {sum(map(len, step))} logical tokens" in run.output
 
 
-def test_dry_run_pads_the_vocabulary_of_a_tokenizer_that_it_does_not_build(stock: Stock) -> None:
+def test_dry_run_pads_the_vocabulary_without_a_tokenizer(stock: Stock) -> None:
     unpadded = MODEL.replace(f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}", "--tokenizer-type NullTokenizer")
     run = trained(ENTRY, CPU, unpadded, f"--vocab-size {VOCAB}", TRAIN, FOLDED, stock.data, "--prefix-tree-dry-run")
     assert "first step: " in run.output
@@ -413,7 +413,7 @@ def test_dry_run_pads_the_vocabulary_of_a_tokenizer_that_it_does_not_build(stock
     assert "--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size" in run.output
 
 
-def test_dry_run_finds_the_sizes_that_are_left_out(stock: Stock) -> None:
+def test_dry_run_finds_unset_sizes(stock: Stock) -> None:
     """They fill the budget; a job with them has the losses of the job without folding."""
     left_out = FOLDED.replace("--micro-batch-size 4", "")
     model = MODEL.replace("--seq-length 64 ", "")

@@ -42,7 +42,7 @@ PP2 = "--pipeline-model-parallel-size 2"
     ],
 )
 def test_loop_trains_as_a_recipe_does(family: str, ranks: int, layout: str, tmp_path: Path) -> None:
-    """And goes on from its own checkpoint, not from the folder."""
+    """And continues from its own checkpoint, not from the folder."""
     from bridge_models import auto_bridge
 
     auto_bridge()

@@ -26,10 +26,10 @@ from megatron_lm import (
     Run,
     Stock,
     assert_same_tensors,
-    each_sample_alone,
     hybrid_model,
     only_checkpoint,
     require_checkout,
+    train_unfolded,
     trained,
 )
 from test_pretrain_objectives import words, write_rollouts
@@ -47,7 +47,7 @@ reads_gpts = pytest.mark.skipif(not READS_GPTS, reason="HybridModel loads a GPT'
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     """Attention and MLPs."""
-    return each_sample_alone(hybrid_model("*-*-"), tmp_path_factory.mktemp("hybrid"))
+    return train_unfolded(hybrid_model("*-*-"), tmp_path_factory.mktemp("hybrid"))
 
 
 def check(run: Run, stock: Stock, folder: Path) -> None:
@@ -89,7 +89,7 @@ def test_resumed_from_the_stock_run_in_another_layout(
 
 @reads_gpts
 def test_checkpoint_of_a_gpt_continues_as_a_hybrid_model(stock: Stock, base: Path, tmp_path: Path) -> None:
-    """Weights and optimizer: the losses stay those of the GPT, each sample alone."""
+    """Weights and optimizer: the losses stay those of the unfolded GPT."""
     layout = f"--load {base} --save {tmp_path} --tensor-model-parallel-size 2"
     run = trained(HYBRID, CPU, hybrid_model("*-*-*-*-"), TRAIN, FOLDED, stock.data, layout, ranks=2)
     assert sorted(run.losses) == list(range(FIRST + 1, ITERATIONS + 1))
@@ -164,7 +164,7 @@ def test_dry_run(hybrid: Stock) -> None:
 
 @needs_script
 @pytest.mark.slow
-def test_without_the_flag_it_is_megatrons_own_script(tmp_path: Path) -> None:
+def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(
         "import os, runpy, sys\n"
@@ -224,7 +224,7 @@ OLD = [
 
 
 @pytest.mark.parametrize(("entry", "arguments", "sentence"), NEW if HAS_SCRIPT else OLD)
-def test_what_is_refused_gets_one_sentence(entry: tuple[str, ...], arguments: str, sentence: str) -> None:
+def test_rejected_settings_get_one_sentence(entry: tuple[str, ...], arguments: str, sentence: str) -> None:
     rest = MODEL.replace("--num-layers 4", arguments)
     command = f"{CPU} {rest} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null --prefix-tree-dry-run"
     if "without --spec" in sentence:

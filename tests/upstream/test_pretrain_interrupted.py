@@ -1,4 +1,4 @@
-"""A run of ``pretrain_gpt`` that is interrupted or loses a worker goes on to the end of the undisturbed stock run."""
+"""A run of ``pretrain_gpt`` that is interrupted or loses a worker continues to the end of the undisturbed stock run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATIENCE_S = 300
 
 @dataclass(frozen=True)
 class Job:
-    """Agents, each leading a session of its own, what they print into, and where their ranks save."""
+    """Agents, each leading a separate session, their output files, and the checkpoint folder of their ranks."""
 
     agents: list[subprocess.Popen[bytes]]
     logs: list[Path]
@@ -109,14 +109,14 @@ def started(folder: Path, launchers: list[list[str]], arguments: tuple[str, ...]
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_step_is_quiet_and_the_run_goes_on(stock: Stock, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_step_is_quiet_and_the_run_resumes(stock: Stock, tmp_path: Path) -> None:
     saved = only_checkpoint(stock.folder, FIRST, tmp_path / "saved")
     arguments = (*stock.args(saved), f"--load {saved}", SAVING, "--tensor-model-parallel-size 2")
     with started(tmp_path, [["--standalone", "--nproc-per-node", "2"]], arguments, saved) as job:
         (agent,) = job.agents
         job.wait_until_saved(4)
         everyone = psutil.Process(agent.pid).children(recursive=True)
-        os.killpg(agent.pid, signal.SIGINT)  # what a terminal does
+        os.killpg(agent.pid, signal.SIGINT)  # as a terminal does
         assert agent.wait(timeout=60) != 0
         _, alive = psutil.wait_procs(everyone, timeout=10)
         assert alive == []

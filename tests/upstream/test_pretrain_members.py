@@ -39,7 +39,7 @@ def test_files_without_a_scored_token(tmp_path: Path, more: str) -> None:
 
 @pytest.mark.parametrize("more", ["", "--prefix-tree-streaming"])
 def test_subagents_and_excluded_members(tmp_path: Path, more: str) -> None:
-    """Groups of one size, line by line in turn; what is excluded would make one of them larger."""
+    """Groups of one size, line by line in turn; the excluded record would make one of them larger."""
     groups = BATCH // 2
     rows = [
         {

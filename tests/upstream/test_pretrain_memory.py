@@ -1,4 +1,4 @@
-"""The dry run's estimate of activations: what autograd keeps of a real model, and the recipes' models by hand."""
+"""The dry run's estimate of activations: against autograd's memory of a real model, and the recipes' models by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TOKENS = BATCH.physical_tokens
 
 def config_of(**changes: Any) -> TransformerConfig:
     settings = {"hidden_size": 128, "ffn_hidden_size": 384, "kv_channels": 64, "normalization": "LayerNorm"}
-    # Fused, as on a GPU: one function keeps its input alone.
+    # Fused, as on a GPU: one function keeps only its input.
     return tiny_gpt_config(
         layout=Layout(), dtype=torch.float32, **(settings | {"bias_activation_fusion": True} | changes)
     )
@@ -92,13 +92,13 @@ def kept_by_autograd(config: TransformerConfig) -> int:
     ],
     ids=["dense", "no gate", "core_attn", "full", "experts", "moe", "latent", "latent norms", "mla_up_proj"],
 )
-def test_a_layer_keeps_what_is_estimated(changes: dict[str, Any]) -> None:
+def test_layer_keeps_the_estimated_bytes(changes: dict[str, Any]) -> None:
     """By the difference of four layers to two, so that embedding and head do not count."""
     with cpu_emulation(force=True), single_process():
         two, four = (config_of(num_layers=layers, **changes) for layers in (2, 4))
         kept = kept_by_autograd(four) - kept_by_autograd(two)
     estimate = activation_bytes(four, TOKENS, micro_batches=1) - activation_bytes(two, TOKENS, micro_batches=1)
-    # Indices and probabilities of the router are left out.
+    # Indices and probabilities of the router are not counted.
     assert 0.95 * kept <= estimate <= kept
 
 
@@ -129,7 +129,7 @@ def qwen3_30b_a3b(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**(settings | changes))
 
 
-# Bytes of a token in a layer: the inputs of norms and blocks, the projection of 32 + 2 * 4 heads, its norm copies, what
+# Bytes of a token in a layer: the inputs of norms and blocks, projection of 32 + 2 * 4 heads, norm copies, data that
 # attention takes and gives; and of eight experts the inputs and outputs of both matrices.
 ATTENTION = 2 * (4 * 2048 + 128 * ((32 + 8) + (32 + 4) + (32 + 4) + 32))
 EXPERT = 8 * 2 * (2048 + 2 * 768 + 768)
@@ -153,7 +153,7 @@ EXPERT = 8 * 2 * (2048 + 2 * 768 + 768)
         ({"moe_layer_freq": [0, 1, 1, 1] * 12}, 48 * ATTENTION + 36 * EXPERT + 12 * 2 * 3 * 6144),
     ],
 )  # fmt: skip
-def test_what_is_recomputed_is_not_kept(changes: dict[str, Any], layers: int) -> None:
+def test_recomputed_activations_are_not_kept(changes: dict[str, Any], layers: int) -> None:
     assert activation_bytes(qwen3_30b_a3b(**changes), 16384, micro_batches=8) == pytest.approx(layers * 16384 / 2)
 
 
@@ -173,7 +173,7 @@ def test_without_stages_the_head_counts() -> None:
 
 
 def test_the_warm_up_of_llama_8b() -> None:
-    """Of 16 samples of 32,768 tokens, TP=4: an input of 3.5 GiB and two outputs of half of that, with a gate."""
+    """For 16 samples of 32,768 tokens, TP=4: an input of 3.5 GiB and two outputs of half of that, with a gate."""
     arguments = {
         "seq_length": 32768,
         "micro_batch_size": 16,
@@ -186,6 +186,6 @@ def test_the_warm_up_of_llama_8b() -> None:
     }
     assert warm_up_bytes(SimpleNamespace(**arguments, swiglu=True)) == 2 * 3.5 * 2**30
     assert warm_up_bytes(SimpleNamespace(**arguments, swiglu=False)) == 3 * 3.5 * 2**30
-    # Without it residuals are whole: two inputs and two outputs of 4 GiB.
+    # Without it residuals are full: two inputs and two outputs of 4 GiB.
     whole = SimpleNamespace(**arguments | {"sequence_parallel": False}, swiglu=True)
     assert warm_up_bytes(whole) == 4 * 4 * 2**30

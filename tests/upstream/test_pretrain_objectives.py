@@ -1,4 +1,4 @@
-"""Objectives under ``--prefix-tree`` in Megatron-LM's own loop: equal to their formulas on each sample alone."""
+"""Objectives under ``--prefix-tree`` in Megatron-LM's own loop: equal to their formulas on unfolded samples."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ EVERY = [
 
 
 def write_rollouts(path: Path) -> None:
-    """Groups of four completions of one prompt, neighbours are pairs; what every objective reads."""
+    """Groups of four completions of one prompt, neighbours are pairs; signals for every objective."""
     rng = np.random.default_rng(0)
     rows = []
     for group in range(3 * BATCH // 4):
@@ -108,8 +108,10 @@ def words(rollouts: Path, name: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def alone(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
-    """Run an objective on each sample alone, once for all layouts; from the second iteration on."""
+def stock_runs(
+    rollouts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
+    """Run an objective on unfolded samples, once for all layouts; from the second iteration on."""
 
     @functools.cache
     def run(name: str) -> tuple[Run, Path]:
@@ -123,10 +125,10 @@ def alone(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> functools
 
 
 @pytest.mark.parametrize(("name", "layout"), EVERY)
-def test_every_objective_trains_as_on_each_sample_alone(
-    alone: functools._lru_cache_wrapper[tuple[Run, Path]], rollouts: Path, tmp_path: Path, name: str, layout: str
+def test_every_objective_trains_like_unfolded_samples(
+    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], rollouts: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
-    stock, wanted = alone(name)
+    stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
     folders = f"--load {base} --save {tmp_path / 'saved'}"
@@ -183,7 +185,7 @@ def test_mistakes_get_one_sentence(rollouts: Path, arguments: str, says: str) ->
     assert "mcore_prefix_tree/mcore" not in run.output, "no traceback of ours"
 
 
-def test_a_missing_field_is_told_with_the_argument_that_writes_it(rollouts: Path, tmp_path: Path) -> None:
+def test_missing_field_error_names_the_argument_that_writes_it(rollouts: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
     for row in rows:
         del row["old_logprobs"]

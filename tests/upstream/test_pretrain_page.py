@@ -1,4 +1,4 @@
-"""The command of docs/howto/megatron-lm.md for a CPU runs as it is printed, and prints what the page shows."""
+"""The command of docs/howto/megatron-lm.md for a CPU runs as printed, and its output equals the page's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pages import ROOT
 require_checkout()
 
 
-def test_the_command_for_a_cpu_prints_what_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_a_cpu_prints_the_pages_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     (block,) = (one for one in blocks_of(ROOT / "docs/howto/megatron-lm.md") if "gloo" in one.commands[0])
     words = shlex.split(block.commands[0])

@@ -88,9 +88,9 @@ class Model:
     shared_ffn: int = 0
 
     def weight_bytes(self, ranks: int) -> float:
-        """Of the first stage: bf16 weights, fp32 gradients, and 12 bytes of optimizer over the replicas.
+        """Return the first stage's bytes: bf16 weights, fp32 gradients, and 12 bytes of optimizer over the replicas.
 
-        Without the routers, less than a thousandth, which Megatron's estimate leaves out too.
+        Without the routers, less than a thousandth, which Megatron's estimate omits too.
         """
         mlp = 3 * self.hidden * self.ffn
         norms = 2 * self.hidden
@@ -106,7 +106,7 @@ class Model:
         return dense * (6 + 12 / replicas) + routed * (6 + 12 / expert_replicas)
 
     def activation_bytes(self, tokens: int) -> float:
-        """Of the first stage, in bf16: experts are recomputed, so that one layer's are there at a time."""
+        """Return the first stage's bytes in bf16: experts are recomputed, so only one layer's are alive."""
         elements = self.layers * (4 * self.hidden + self.attention.kept()) + self.attention.again()
         if self.experts:
             elements += 3 * self.dense_layers * self.dense_ffn
@@ -146,7 +146,7 @@ MODELS = {
     ],
 )
 def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, tmp_path: Path) -> None:
-    """Refused by Megatron's parser or validation, or by ours, there is no plan."""
+    """An error of Megatron's parser or validation, or of ours, would leave no plan."""
     recipe, model, ranks = ROOT / "recipes" / f"{name}.sh", MODELS[name], 8 * nodes
     done = subprocess.run(
         [str(LAUNCH / "dry_run.sh"), str(recipe)],
@@ -185,11 +185,11 @@ def test_megatron_takes_the_arguments_and_plans_the_job(name: str, nodes: int, t
         assert told == [weights, activations]
 
 
-def test_a_dry_run_under_torchrun_is_told_once(tmp_path: Path) -> None:
+def test_dry_run_under_torchrun_is_reported_once(tmp_path: Path) -> None:
     done = start(tmp_path, "--prefix-tree-dry-run", GPUS_PER_NODE=2)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0, output
-    assert output.count("first step: ") == 3, "its tokens, its expected speed-up and what it uses of the budget"
+    assert output.count("first step: ") == 3, "its tokens, its expected speed-up and its share of the budget"
     assert output.count("first step: expected speed-up ") == 1
     assert "of 2 ranks" in output
 
@@ -244,7 +244,7 @@ def test_a_job_ended_by_a_signal_is_continued_by_the_same_command(tmp_path: Path
         for line in job.stdout:
             lines.append(line)
             if re.search(r" iteration +3/", line):
-                job.send_signal(signal.SIGTERM)  # what Slurm sends to torchrun when time is nearly up
+                job.send_signal(signal.SIGTERM)  # as Slurm signals torchrun when time is nearly up
     ended = Run("".join(lines), job.returncode)
     assert ended.status != 0, "for Slurm it is not done"
     saved = int((tmp_path / TRACKER).read_text())

@@ -29,7 +29,7 @@ def has_hybrid_model() -> bool:
     return Path(os.environ[VARIABLE], "megatron", "core", "models", "hybrid").is_dir()
 
 
-# Arguments, and how what is said of them begins after "prefix-tree training does not support ".
+# Arguments, and the beginning of their error after "prefix-tree training does not support ".
 SPINE = [
     ("--context-parallel-size 2", "--context-parallel-size 2"),
     ("--attention-dropout 0.1", "--attention-dropout 0.1"),
@@ -70,7 +70,7 @@ NEWER = [
 # For those who write a TransformerConfig: no argument of Megatron-LM sets the first, that of the second is refused, and
 # those of the third need nvidia-kitchen or TransformerEngine.
 WITHOUT_ARGUMENT = {"fused_single_qkv_rope", "experimental_attention_variant", "use_kitchen or quant_recipe"}
-# What is said from the start.
+# The error from its start.
 OTHER = [
     ("--position-embedding-type mrope", "prefix-tree training does not support --position-embedding-type mrope: "),
     ("--window-size 16,0 --prefix-tree-attention-backend path", "attention backend 'path' does not support window=17 "),
@@ -191,7 +191,7 @@ def words_of(case: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """What is said to each of the command lines."""
+    """The error of each command line."""
     folder = tmp_path_factory.mktemp("refusals")
     arguments = [*(case for case, _ in [*SPINE, *NEWER, *OTHER]), *ACCEPTED]
     (folder / "cases").write_text(json.dumps([words_of(case) for case in arguments]))
@@ -205,7 +205,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize(("arguments", "setting"), [*SPINE, *NEWER], ids=[case for case, _ in [*SPINE, *NEWER]])
-def test_what_folding_cannot_do_is_refused_by_name(told: dict[str, str | None], arguments: str, setting: str) -> None:
+def test_unsupported_settings_are_rejected_by_name(told: dict[str, str | None], arguments: str, setting: str) -> None:
     said = told[arguments]
     assert said is not None
     if (arguments, setting) in NEWER and re.match("unrecognized|argument .* invalid choice", said):
@@ -215,7 +215,7 @@ def test_what_folding_cannot_do_is_refused_by_name(told: dict[str, str | None], 
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), OTHER, ids=[arguments for arguments, _ in OTHER])
-def test_what_else_is_refused(told: dict[str, str | None], arguments: str, sentence: str) -> None:
+def test_other_mistakes_are_rejected(told: dict[str, str | None], arguments: str, sentence: str) -> None:
     said = told[arguments]
     assert said is not None
     assert said.startswith(sentence)
@@ -223,7 +223,7 @@ def test_what_else_is_refused(told: dict[str, str | None], arguments: str, sente
 
 
 @pytest.mark.parametrize("arguments", ACCEPTED)
-def test_what_is_accepted(told: dict[str, str | None], arguments: str) -> None:
+def test_supported_settings_are_accepted(told: dict[str, str | None], arguments: str) -> None:
     assert told[arguments] is None
 
 

@@ -1,4 +1,4 @@
-"""``pretrain_gpt`` that resumes knows its samples again, and begins others where they begin if it is told so."""
+"""``pretrain_gpt`` that resumes recognises its samples, and starts new data from the beginning on request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def copied(folder: Path, target: Path) -> Path:
     ],
     ids=["samples", "seed", "order"],
 )
-def test_what_would_not_continue_is_refused(
+def test_changed_data_of_a_resumed_run_is_rejected(
     samples: Path, others: Path, interrupted: Path, tmp_path: Path, change: str, says: str
 ) -> None:
     run = megatron(ENTRY, *of(samples if change else others, tmp_path, f"--load {interrupted}", change))
@@ -94,7 +94,7 @@ def test_an_objective_that_keeps_other_groups_is_named(tmp_path: Path) -> None:
     ) in run.output
 
 
-def test_folded_order_goes_on_where_it_stopped(samples: Path, tmp_path: Path) -> None:
+def test_folded_order_continues_at_its_last_sample(samples: Path, tmp_path: Path) -> None:
     """Over the end of the first epoch, in steps of another composition than shuffled ones."""
 
     def run(folder: Path, until: int, *more: str) -> dict[int, float]:
@@ -106,14 +106,14 @@ def test_folded_order_goes_on_where_it_stopped(samples: Path, tmp_path: Path) ->
     losses = run(twice, 12) | run(twice, 15, f"--load {twice}")
     assert losses == pytest.approx(undisturbed, rel=LOSS)
     changed = of(samples, twice, "--prefix-tree-order folded", f"--load {twice}", "--global-batch-size 8")
-    changed += ("--override-opt-param-scheduler",)  # Megatron's schedule refuses it otherwise
+    changed += ("--override-opt-param-scheduler",)  # else Megatron's schedule rejects it
     refused = megatron(ENTRY, *changed)
     assert refused.status != 0
     assert "was trained with step=16, this job has step=8 (--global-batch-size)" in refused.output
 
 
 def test_new_data_begin_with_their_first_sample(others: Path, interrupted: Path, tmp_path: Path) -> None:
-    """And go on in their middle when the job is started once more with the same words, as a scheduler does."""
+    """And continue midway when the job is started once more with the same words, for example by a scheduler."""
     straight, twice = (copied(interrupted, tmp_path / name) for name in ("straight", "twice"))
 
     def run(folder: Path, until: int) -> dict[int, float]:
@@ -133,8 +133,8 @@ def test_new_data_begin_with_their_first_sample(others: Path, interrupted: Path,
     assert undisturbed[BEFORE + 1] == pytest.approx(alone.losses[1], rel=LOSS)
 
 
-def test_a_stock_checkpoint_does_not_say_its_samples(others: Path, base: Path, tmp_path: Path) -> None:
-    """It goes on at its count, as stock Megatron does; or with the first sample, if it is told so."""
+def test_stock_checkpoint_does_not_record_its_samples(others: Path, base: Path, tmp_path: Path) -> None:
+    """It continues at its count, as stock Megatron does; or with the first sample, on request."""
     lines = []
     for name, told in (("counted", ""), ("new", "--prefix-tree-new-data")):
         data = f"{others} --prefix-tree-order file"
@@ -151,7 +151,7 @@ def test_a_stock_checkpoint_does_not_say_its_samples(others: Path, base: Path, t
 
 
 def test_a_job_that_is_set_back_before_its_samples_is_refused(others: Path, interrupted: Path, tmp_path: Path) -> None:
-    """An argument since core_v0.18; the data of before are not there any more."""
+    """An argument since core_v0.18; the earlier data no longer exist."""
     if "--override-ckpt-iteration" not in (Path(os.environ[VARIABLE]) / "megatron/training/arguments.py").read_text():
         pytest.skip("this Megatron-LM has no --override-ckpt-iteration")
     saved = copied(interrupted, tmp_path / "saved")

@@ -1,6 +1,6 @@
-"""Critics and reward models in Megatron-LM's own loop: what they start from, and how they go on.
+"""Critics and reward models in Megatron-LM's own loop: their initial weights, and resuming.
 
-That they train as on each sample alone is in :mod:`test_pretrain_objectives`.
+Their equality with unfolded samples is tested in :mod:`test_pretrain_objectives`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def train(data: Path, model: str, *arguments: str, ranks: int = 1) -> Run:
         pytest.param("untied", 2, "--pipeline-model-parallel-size 2", marks=pytest.mark.ci),
     ],
 )
-def test_starts_from_a_language_model_and_goes_on(
+def test_starts_from_a_language_model_and_resumes(
     data: Path, tmp_path: Path, head: str, ranks: int, layout: str
 ) -> None:
     model = MODEL if head == "untied" else MODEL.replace(UNTIED, "")
@@ -90,7 +90,7 @@ def test_starts_from_a_language_model_and_goes_on(
     folders = f"--load {tmp_path / 'cut'} --save {tmp_path / 'cut'}"
     assert start(folders, "--exit-interval 1").output.count(said) == 1
     rest = start(folders, "--exit-interval 3")
-    assert said not in rest.output, "the same command line goes on"
+    assert said not in rest.output, "the same command line resumes"
     assert sorted(rest.iterations) == [2, 3]
     assert rest.losses == pytest.approx({step: whole.losses[step] for step in (2, 3)}, rel=LOSS)
     assert torch.equal(tensors_of(tmp_path / "cut", 3)[CHECKPOINT_KEY], tensors[CHECKPOINT_KEY])

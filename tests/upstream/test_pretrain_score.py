@@ -67,7 +67,7 @@ MORE = {
 
 
 class Models:
-    """Checkpoints of Megatron-LM after two steps, and what ``mcore-prefix-tree score`` writes with them."""
+    """Checkpoints of Megatron-LM after two steps, and the output of ``mcore-prefix-tree score`` with them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.data = folder, folder / "rollouts.jsonl"
@@ -250,7 +250,7 @@ def test_an_interrupted_run_leaves_nothing(models: Models, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_checkpoints_that_do_not_fit(models: Models, tmp_path: Path) -> None:
-    """Of a language model for a critic, of a critic for a language model, and of another size."""
+    """For example a language model for a critic, a critic for a language model, or another size."""
     for kind, arguments, says in (
         ("policy", "--prefix-tree-objective critic", "holds a language model, without a scalar head to score with"),
         ("critic", "--prefix-tree-objective sft", "does not fit the model that the arguments describe"),

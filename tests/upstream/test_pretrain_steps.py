@@ -42,7 +42,7 @@ SFT = SupervisedFineTuning()
 
 
 def samples(count: int, *, shared: bool = True) -> list[Sample]:
-    """Of 25 tokens each, the first 20 common."""
+    """Samples of 25 tokens, the first 20 common."""
     return [
         Sample(tokens=[*PROMPT, *([index] * 5)], merge_key=None if shared else index, source=f"sample {index}")
         for index in range(count)
@@ -140,7 +140,7 @@ def test_omitted_sizes_are_filled_for_validation() -> None:
         fill_omitted(args(seq_length=128), None)
 
 
-def test_needs_count_each_step_and_refuse_what_does_not_fit() -> None:
+def test_needs_count_each_step_and_reject_small_sizes() -> None:
     # 8 samples that share all but their ends, and 8 that share nothing, two of which fit 50 tokens.
     mixed = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     found = list(needs(mixed, lambda _: size(4, 1, dp_size=2), folding(max_tokens=50, dp_size=2), SFT, end=16))
@@ -181,8 +181,8 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
     check_steps(shuffled, lambda _: step, tight, SFT, consumed=0, end=10**9)
 
 
-def test_a_micro_batch_leaves_the_device_though_megatron_keeps_it() -> None:
-    """Its iterator keeps a step's micro-batches to repeat the step: what attention derives is not among them."""
+def test_micro_batch_leaves_the_device_while_megatron_keeps_it() -> None:
+    """Its iterator keeps a step's micro-batches to repeat the step: values derived by attention are not among them."""
     dealer = StepDealer(order(), job(folding()))
     (dealt,) = deal(StepIterator(dealer, consumed=0, size=lambda: size(1, 4)), 1)
     taken = dealt.take(None)
@@ -234,7 +234,7 @@ def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
         consumed += 4 * micro_batches
 
 
-def test_model_chunks_of_a_rank_share_what_was_folded() -> None:
+def test_model_chunks_of_a_rank_share_folded_batches() -> None:
     dealer = StepDealer(order(), job(folding()), chunks=2)
     chunks = [StepIterator(dealer, consumed=0, size=lambda: size(2, 4)) for _ in range(2)]
     for _ in range(3):
@@ -293,7 +293,7 @@ def test_evaluation_is_not_measured() -> None:
     assert next(iterator).stats is None
 
 
-def test_a_step_that_does_not_fit_is_told_when_it_comes() -> None:
+def test_oversized_step_is_reported_at_its_turn() -> None:
     """It is planned while the step before computes, which must not end that one."""
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
     iterator = StepIterator(StepDealer(loners, job(folding(max_tokens=75))), consumed=0, size=lambda: size(2, 4))

@@ -53,7 +53,7 @@ EXAMPLES = {
     "--moe-pad-expert-input-to-capacity": ["--moe-expert-capacity-factor 1"],
     "--moe-apply-probs-on-input": ["--moe-router-topk 1 --moe-router-pre-softmax"],
 }
-# What upstream does in fp32 where fp64 cannot be put in its place.
+# Parts that upstream computes in fp32 and that fp64 cannot replace.
 IN_FP32 = {"--moe-router-dtype", "--moe-layer-recompute"}
 TOLD = {"exact", "exact in fp32", "refused"}
 # Why Megatron-LM itself does not take an argument on one CPU, in its own words.
@@ -87,7 +87,7 @@ OF_BLOCKS = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What became of each case."""
+    """Outcome of each case."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "blocks.json").write_text(json.dumps(BLOCKS))
     examples = EXAMPLES | {"--heterogeneous-layers-config-path": [f"{folder / 'blocks.json'} {OF_BLOCKS}"]}
@@ -106,7 +106,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return cases
 
 
-def test_what_is_accepted_is_exact(found: list[dict[str, str]]) -> None:
+def test_accepted_arguments_are_exact(found: list[dict[str, str]]) -> None:
     assert [case for case in found if case["outcome"] in ("different", "broken")] == []
     assert sum(case["outcome"] == "exact" for case in found) > 100
     assert {case["option"] for case in found if case["outcome"] == "exact in fp32"} <= IN_FP32

@@ -1,4 +1,4 @@
-"""Second models under ``--prefix-tree`` in Megatron-LM's own loop: equal to the formulas on each sample alone."""
+"""Second models under ``--prefix-tree`` in Megatron-LM's own loop: equal to the formulas on unfolded samples."""
 
 from __future__ import annotations
 
@@ -114,8 +114,10 @@ STUDENT = MODEL.replace(f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}", "")
 
 
 @pytest.fixture(scope="session")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
-    """Run a loss on each sample alone, once for all layouts; from the second iteration on."""
+def stock_runs(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
+    """Run a loss on unfolded samples, once for all layouts; from the second iteration on."""
 
     @functools.cache
     def run(name: str) -> tuple[Run, Path]:
@@ -129,9 +131,9 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> functools._
 
 
 def check(
-    alone: functools._lru_cache_wrapper[tuple[Run, Path]], tmp_path: Path, name: str, layout: str, given: str
+    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], tmp_path: Path, name: str, layout: str, given: str
 ) -> None:
-    stock, wanted = alone(name)
+    stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
     folders = f"--load {base} --save {tmp_path / 'saved'}"
@@ -156,16 +158,16 @@ def check(
     ],
 )
 def test_a_teacher_with_another_tokenizer(
-    alone: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, name: str, layout: str
+    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
-    check(alone, tmp_path, name, layout, words(folder, name))
+    check(stock_runs, tmp_path, name, layout, words(folder, name))
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param("pp2", marks=pytest.mark.ci), pytest.param("tp2", marks=pytest.mark.slow)]
 )
 def test_rows_that_the_teacher_exported(
-    alone: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, layout: str
+    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, layout: str
 ) -> None:
     rows, recipe = tmp_path / "rows.parquet", tmp_path / "student.yaml"
     size = load_tokenizer(str(folder / "teacher")).vocab_size
@@ -178,7 +180,7 @@ def test_rows_that_the_teacher_exported(
     done = CliRunner().invoke(app, export)
     assert done.exit_code == 0, done.output
     given = words(folder, "reverse", teacher="top_k").replace(str(folder / "student.jsonl"), str(rows))
-    check(alone, tmp_path, "reverse", layout, given)
+    check(stock_runs, tmp_path, "reverse", layout, given)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_rows_that_the_teacher_exported(
     ],
 )
 def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: str) -> None:
-    """One process reads rows of the whole vocabulary; the ranks ask the model."""
+    """One process reads rows of the full vocabulary; the ranks ask the model."""
     data, rows, recipe = tmp_path / "rollouts.jsonl", tmp_path / "rows.parquet", tmp_path / "teacher.yaml"
     write_rollouts(data)
     text = TEACHER.format(data=data, tokenizer="null", save=tmp_path / "runs")

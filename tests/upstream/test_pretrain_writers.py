@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases get through Megatron's own writers."""
+"""Data that TensorBoard and Weights & Biases get through Megatron's own writers."""
 
 from __future__ import annotations
 

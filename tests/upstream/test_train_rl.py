@@ -1,4 +1,4 @@
-"""``train_rl.py`` with ``--prefix-tree``: equal to the loop's own forward step on each trajectory alone."""
+"""``train_rl.py`` with ``--prefix-tree``: equal to the loop's own forward step on unfolded trajectories."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOOP = (
 PER_TOKEN = "--calculate-per-token-loss"
 PACKED = f"--rl-use-sequence-packing {PER_TOKEN}"
 HYBRID_MODEL = hybrid_model("*-*-")
-# How each run's loss is normalised; its model; and its layout: ranks, and arguments of the folded run alone.
+# How each run's loss is normalised; its model; and its layout: ranks, and arguments of only the folded run.
 MODES = {"rows": PER_TOKEN, "mean-of-micro-batches": "", "bins": PACKED, "hybrid": PER_TOKEN}
 MODELS = dict.fromkeys(MODES, MODEL) | {"hybrid": HYBRID_MODEL}
 LAYOUTS = {
@@ -60,7 +60,7 @@ LAYOUTS = {
     # A step of main's loop has all of a collection's turns, which have to divide into its micro-batches.
     "dp2": (2, "--micro-batch-size 1"),
 }
-# Of micro-batches of several trajectories the stock attention knows nothing, so where they matter both have one.
+# The stock attention does not support micro-batches of several trajectories, so both sides have one if they matter.
 FOLDED = {
     "rows": "--micro-batch-size 2",
     "mean-of-micro-batches": "--micro-batch-size 1",
@@ -91,7 +91,7 @@ LOGGED = {"lm loss", "rl/kl_term", "rl/pi_over_pi_old", "rl/entropy_term"}
 
 
 def figures(folder: Path) -> dict[str, dict[int, float]]:
-    """What a run wrote for TensorBoard, by name and iteration."""
+    """A run's values for TensorBoard, by name and iteration."""
     events = event_accumulator.EventAccumulator(str(folder))
     events.Reload()
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
@@ -119,10 +119,10 @@ def loop(program: tuple[str, ...], model: str, base: Path, folder: Path, *argume
 
 
 @pytest.fixture(scope="session")
-def alone(
+def stock_steps(
     base: functools._lru_cache_wrapper[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> functools._lru_cache_wrapper[Path]:
-    """Run the checkout's own steps once for all layouts; bins, and what is averaged over, depend on the ranks."""
+    """Run the checkout's own steps once for all layouts; bins and averages depend on the ranks."""
 
     @functools.cache
     def run(mode: str, ranks: int) -> Path:
@@ -134,15 +134,15 @@ def alone(
 
 
 @pytest.mark.parametrize(("mode", "layout"), EVERY)
-def test_rollouts_train_folded_as_each_trajectory_alone(
-    alone: functools._lru_cache_wrapper[Path],
+def test_folded_rollouts_train_like_unfolded_trajectories(
+    stock_steps: functools._lru_cache_wrapper[Path],
     base: functools._lru_cache_wrapper[Path],
     tmp_path: Path,
     mode: str,
     layout: str,
 ) -> None:
     (ranks, arguments), model = LAYOUTS[layout], MODELS[mode]
-    wanted = alone(mode, ranks if layout == "dp2" else 1)  # the loop deals other trajectories to a step then
+    wanted = stock_steps(mode, ranks if layout == "dp2" else 1)  # the loop deals other trajectories to a step then
     asked = (MODES[mode], FOLDED[mode], arguments, "--prefix-tree")
     run = loop(RL, model, base(model), tmp_path, *asked, ranks=ranks)
     found, expected = figures(tmp_path / "logs"), figures(wanted / "logs")
@@ -162,13 +162,13 @@ def test_rollouts_train_folded_as_each_trajectory_alone(
 
 @pytest.mark.parametrize("arguments", ["", pytest.param("--prefix-tree-no-fused-head", marks=pytest.mark.slow)])
 def test_padding_of_the_vocabulary_has_no_probability(
-    alone: functools._lru_cache_wrapper[Path],
+    stock_steps: functools._lru_cache_wrapper[Path],
     base: functools._lru_cache_wrapper[Path],
     tmp_path: Path,
     arguments: str,
 ) -> None:
     """The checkout's own steps, on a vocabulary without padding, are the oracle."""
-    wanted, padded = alone("rows", 1), MODEL.replace(f"--padded-vocab-size {VOCAB}", "--padded-vocab-size 200")
+    wanted, padded = stock_steps("rows", 1), MODEL.replace(f"--padded-vocab-size {VOCAB}", "--padded-vocab-size 200")
     assert padded != MODEL
     ranks, layout = LAYOUTS["tp2-sp"]
     asked = (MODES["rows"], FOLDED["rows"], layout, "--prefix-tree", arguments)
@@ -183,7 +183,7 @@ def test_padding_of_the_vocabulary_has_no_probability(
 
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_in_double_precision(case: str, tmp_path: Path) -> None:
-    """Losses, all that is logged, every gradient and what get_logprobs answers."""
+    """Losses, all that is logged, every gradient and the results of get_logprobs."""
     rollouts, model, arguments = STEPS[case]
     loop = LOOP.replace("--grpo-iterations 2", "")
     run = megatron(
@@ -210,7 +210,7 @@ def test_a_step_in_double_precision(case: str, tmp_path: Path) -> None:
         pytest.param(f"{HYBRID_LAYERS} M-*-", "does not support M (Mamba: its state", marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_folded_gets_one_sentence(arguments: str, says: str) -> None:
+def test_unsupported_settings_get_one_sentence(arguments: str, says: str) -> None:
     model = MODEL.replace("--num-layers 4", "") if HYBRID_LAYERS in arguments else MODEL
     run = megatron(RL, CPU, model, TRAIN, LOOP, PER_TOKEN, "--micro-batch-size 1 --prefix-tree", arguments)
     (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]

@@ -1,7 +1,7 @@
-"""What TransformerEngine's released Python makes of our layers: whole steps, folded, with its compiled part stood in.
+"""TransformerEngine's released Python with our layers: full folded steps, with a stand-in for its compiled part.
 
-``te_compiled.py`` computes what the kernels compute. Everything above it is TransformerEngine's own: signatures, what
-is saved for backward and recomputed, how weights are split and named, what is sent between ranks, and the checks that
+``te_compiled.py`` computes the kernels' results. Everything above it is TransformerEngine's own: signatures,
+the tensors saved for backward and recomputed, splits and names of weights, data sent between ranks, and the checks that
 run before a kernel. It runs in another process, with TransformerEngine first on the path.
 """
 

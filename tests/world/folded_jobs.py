@@ -1,4 +1,4 @@
-"""Whole training steps of one batch of samples, folded, for worlds of gloo processes; and the single-process oracle.
+"""Full training steps of one batch of samples, folded, for worlds of gloo processes; and the single-process oracle.
 
 The functions here run inside the processes of :mod:`harness.worlds`.
 """
@@ -23,7 +23,7 @@ ADAM_EPS = 1e-3
 
 
 def branching_samples(seed: int = 0) -> list[Sample]:
-    """Trees of depth four, branching at every level, with duplicates, strict prefixes, loners, one token alone."""
+    """Trees of depth four, branching at every level, with duplicates, strict prefixes, loners, a single token."""
     rng = np.random.default_rng(seed)
     samples: list[Sample] = []
 
@@ -99,13 +99,13 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     for _ in range(job.steps):
         trainer.step(step, batches, seq_length=1)
     reported = trainer.backward(step, batches, seq_length=1)
-    # Where the optimizer is distributed, gradients are scattered: the weights tell instead.
+    # A distributed optimizer scatters gradients: compare the weights instead.
     parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
     return step_loss(reported), parts, len(batches)
 
 
 def supervised(way: str) -> Any:
-    """The supervised loss from what the last stage is asked for."""
+    """The supervised loss from the last stage's output."""
     from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
     from mcore_prefix_tree.objectives import LossOutput, sft_loss
 
@@ -124,7 +124,7 @@ def tree_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def stock_spec(config: Any, vp_stage: int | None) -> Any:
-    """Megatron's local block for this stage, with what that lacks on a CPU."""
+    """Megatron's local block for this stage, with the parts that it lacks on a CPU."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
 
@@ -135,7 +135,7 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
     )
     if config.multi_latent_attention and config.sequence_parallel:
         for layer in block.layer_specs:
-            # As in TransformerEngine's layers, all ranks hold these whole.
+            # As in TransformerEngine's layers, all ranks hold these in full.
             attention = layer.submodules.self_attention.submodules
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     return cpu_spec(block, config, vp_stage)
@@ -171,7 +171,7 @@ def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
 
 
 def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
-    """One process, stock specs, each sample alone: loss and gradients, divided by the supervised tokens of the batch.
+    """One process, stock specs, sample by sample: loss and gradients, divided by the supervised tokens of the batch.
 
     With ``job.steps`` the weights after as many AdamW steps on those gradients.
     """

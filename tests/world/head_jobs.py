@@ -20,7 +20,7 @@ COLUMNS = (23, 11, 7)  # of each rank: no two have as many
 
 
 def head_problem(dtype: torch.dtype, padding: int = 0) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layout, hidden states ``[P, h]``, the whole weight and temperatures ``[P]``."""
+    """A layout, hidden states ``[P, h]``, the full weight and temperatures ``[P]``."""
     generator = torch.Generator().manual_seed(3)
     vocabulary = sum(COLUMNS)
     tokens = torch.randint(0, vocabulary - padding, (9, 4), generator=generator).tolist()
@@ -42,7 +42,7 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str, padding: int =
 
     layout, hidden, weight, temperature = head_problem(dtype, padding)
     rank, size = dist.get_rank(), dist.get_world_size()
-    # One rank alone has all columns: the oracle.
+    # A single rank has all columns: the oracle.
     start, stop = (0, len(weight) - padding) if size == 1 else (sum(COLUMNS[:rank]), sum(COLUMNS[: rank + 1]))
     hidden.requires_grad_()
     own = weight[start:stop].clone().requires_grad_()
@@ -98,7 +98,7 @@ class ScoringJob:
 
 
 class Seen:
-    """As much of an objective as a readout asks; keeps the log-probabilities that it was given last."""
+    """The part of an objective that a readout uses; keeps its last log-probabilities."""
 
     terms = "sample"
     watches_entropy = False
@@ -141,7 +141,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     mine = folding.plan(samples).micro_batches[parallel_state.get_data_parallel_rank()]
     batches = [folding.micro_batch([samples[i] for i in indices]) for indices in mine]
     objective: Any = Seen()
-    readout = EdgeLoss(objective=objective, fused=job.fused)  # what an objective that is not linear asks for
+    readout = EdgeLoss(objective=objective, fused=job.fused)  # the output that a nonlinear objective uses
     remaining = iter(mine)
     ratios: list[Any] = []
 
@@ -161,7 +161,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
 
 
 def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """One process, stock specs, each sample alone: log-probabilities and entropies of its predicted tokens."""
+    """One process, stock specs, each sample by itself: log-probabilities and entropies of its predicted tokens."""
     from folded_jobs import stock_spec
     from harness.models import build_chunks, tiny_gpt_config
 

@@ -16,9 +16,9 @@ from mcore_prefix_tree import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class InsideJob:
-    """How the model was built, and what the trainer asks it for.
+    """How the model was built, and the output that the trainer asks for.
 
-    ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by an output processor of its own, ``processor``;
+    ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by a custom output processor, ``processor``;
     ``packed_attention`` takes packed rows, as TransformerEngine's does; ``pattern`` is that of a HybridModel's layers.
     """
 
@@ -63,7 +63,7 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
 
 
 def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Every rank: errors of what a model answers without a vocabulary's head, and of gradients, for each row alone.
+    """Every rank: errors of outputs without a vocabulary's head, and of gradients, for each separate row.
 
     ``head`` is ``none`` for hidden states, of which a rank has a part under sequence parallelism, or ``scalar``.
     """
@@ -85,7 +85,7 @@ def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample])
     fold_inside(tree)
     multiple = layout.tp if layout.sequence_parallel else 1
 
-    def whole(answer: torch.Tensor) -> torch.Tensor:
+    def gather_rows(answer: torch.Tensor) -> torch.Tensor:
         """Return ``[T, h]``; ranks make the same of it."""
         if head == "scalar":
             return answer[0]
@@ -97,7 +97,7 @@ def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample])
         call = packed(rows, multiple)
         params = call["packed_seq_params"] if model is tree else None
         positions = torch.arange(call["input_ids"].shape[1]).unsqueeze(0)
-        return whole(model(call["input_ids"], positions, None, packed_seq_params=params))
+        return gather_rows(model(call["input_ids"], positions, None, packed_seq_params=params))
 
     answers, errors, start = ask(tree, samples), {}, 0
     for index, sample in enumerate(samples):
@@ -109,7 +109,7 @@ def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample])
     of_tree = dict(tree.named_parameters())
     for name, parameter in stock.named_parameters():
         expected, found = parameter.grad, of_tree[name].grad
-        if getattr(parameter, "sequence_parallel", False):  # each rank has the gradient of its own tokens
+        if getattr(parameter, "sequence_parallel", False):  # each rank has the gradient of its tokens
             torch.distributed.all_reduce(expected)
             torch.distributed.all_reduce(found)
         errors[name] = float((found - expected).norm() / expected.norm())
@@ -190,6 +190,6 @@ def train_step(data_iterator: Any, model: Any, *, reads: str) -> Any:
 
 
 def logits_of(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any) -> torch.Tensor:
-    """An output processor that does what the model does without one."""
+    """An output processor that does the same as the model without one."""
     logits: torch.Tensor = output_layer(hidden_states, weight=output_weight)[0]
     return logits.transpose(0, 1)

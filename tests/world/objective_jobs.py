@@ -1,4 +1,4 @@
-"""A step of an objective, folded in a world of gloo processes; and the oracle, one process with each sample alone.
+"""A step of an objective, folded in a world of gloo processes; and the oracle, one process with each sample by itself.
 
 The functions here run inside the processes of :mod:`harness.worlds`.
 """
@@ -211,7 +211,7 @@ def teacher_rows(
 
 
 def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> list[Any]:
-    """Every rank: what a scalar head says of all samples."""
+    """Every rank: the scalar head's values of all samples."""
     from harness.models import build_chunks, tiny_gpt_config
     from harness.weights import fill
     from megatron.core import parallel_state
@@ -236,7 +236,7 @@ def value_rows(layout: Layout, samples: Sequence[Sample], max_tokens: int) -> li
 
 
 def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """One process, stock specs, each sample alone: ``[n]``, after each token."""
+    """One process, stock specs, each sample by itself: ``[n]``, after each token."""
     from harness.models import build_chunks, tiny_gpt_config
     from harness.weights import uniform
 
@@ -250,7 +250,7 @@ def stock_values(samples: Sequence[Sample]) -> list[np.ndarray]:
 def stock_distributions(
     samples: Sequence[Sample], vocab_size: int = VOCAB, changes: Options = ()
 ) -> list[torch.Tensor]:
-    """One process, stock specs, each sample alone: ``[n - 1, V]``."""
+    """One process, stock specs, each sample by itself: ``[n - 1, V]``."""
     from harness.models import build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=Layout(), dtype=torch.float64, **dict(changes))
@@ -260,7 +260,7 @@ def stock_distributions(
 
 
 def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[float, list[Any]]:
-    """One process, stock specs, each sample alone, the formulas token by token.
+    """One process, stock specs, each sample by itself, the formulas token by token.
 
     Args:
         job: how it is cut has no meaning here.
@@ -315,7 +315,7 @@ def fill_rounded(chunks: Sequence[Any], fill: Any) -> None:
 
 @dataclass(eq=False)
 class OneByOne:
-    """The stock model on one sample after another; formulas are in fp64 whatever its dtype."""
+    """The stock model on one sample after another; formulas are in fp64 for any dtype."""
 
     model: Any
     runs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -325,7 +325,7 @@ class OneByOne:
         return self._leaf(self._forward(tokens)[0])
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        """``[n, h]``, what the output layer is given."""
+        """``[n, h]``, the output layer's input."""
         seen: list[torch.Tensor] = []
         layer = self.model.output_layer
         hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -347,7 +347,7 @@ class OneByOne:
         wide = functools.partial(torch.promote_types, torch.float32)
         sums = {p: torch.zeros_like(p, dtype=wide(p.dtype)) for p in self.model.parameters()}
         for output, leaf in self.runs:
-            if leaf.grad is None:  # it has no loss, such as a mismatched sample of kto
+            if leaf.grad is None:  # it has no loss, for example a mismatched sample of kto
                 continue
             output.backward(leaf.grad.to(output.dtype))
             for parameter, total in sums.items():

@@ -97,7 +97,7 @@ class Setting:
 
 
 def by_torch(setting: Setting, dtype: torch.dtype) -> Scores:
-    """Plain forms of everything, over the whole vocabulary."""
+    """Plain forms of everything, over the full vocabulary."""
     teacher = setting.logits(setting.teacher.to(dtype)).log_softmax(1)
     found = {}
 
@@ -168,7 +168,7 @@ def by_us(setting: Setting) -> dict[str, Scores]:
 
         return of_raw
 
-    def whole_sum(raw: torch.Tensor) -> torch.Tensor:
+    def full_sum(raw: torch.Tensor) -> torch.Tensor:
         total, logprob = head_weighted_sum(raw, weight, head, edge_weight=torch.ones(len(edges.token_id)))
         return torch.cat([logprob[after], (total - logprob.sum())[None]])
 
@@ -179,7 +179,7 @@ def by_us(setting: Setting) -> dict[str, Scores]:
             "candidates of logits": lambda raw: edge_logprobs(shard(raw), asked.edges, **tempered)[0],
             "head": lambda raw: head_logprobs(raw, weight, head)[0][after],
             "head's candidates": lambda raw: head_logprobs(raw, weight, asked)[0],
-            "weighted sum": whole_sum,
+            "weighted sum": full_sum,
             "loss by rows": known(False, True),
             "loss of edges": known(False, False),
         },

@@ -16,7 +16,7 @@ Losses = dict[tuple[int, int], float]  # (step, micro-batch) -> summed loss
 
 
 def train(layout: Layout, dtype: torch.dtype, seed: int, load: Path | None, save: Path | None) -> Losses:
-    """Load; train two steps; where there is a place to save to, save there and train two more. Return the last two."""
+    """Load; train two steps; given a folder, save there and train two more. Return the last two."""
     from harness.models import Trainer, build_chunks, tiny_gpt_config
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.utils import unwrap_model
@@ -70,7 +70,7 @@ def by_microbatch(results: list[Losses]) -> torch.Tensor:
         pytest.param(Layout(tp=2), Layout(tp=2), torch.bfloat16, 0, id="tp2-bfloat16", marks=pytest.mark.ci),
     ],
 )
-def test_training_goes_on_after_loading(
+def test_training_continues_after_loading(
     tmp_path: Path, saved: Layout, loaded: Layout, dtype: torch.dtype, tolerance: float
 ) -> None:
     folder = tmp_path / "checkpoint"

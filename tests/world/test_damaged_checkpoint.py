@@ -20,7 +20,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_damage_in_the_share_of_rank_1_is_told_once(job: Path) -> None:
+def test_damage_in_rank_1s_share_is_reported_once(job: Path) -> None:
     runs = job.parent / "runs"
     files = sorted(path for path in (runs / "iter_0000002").iterdir() if path.name not in INFORMATION)
     damaged = next(path for path in files[1::2] if path.suffix == ".distcp")

@@ -1,4 +1,4 @@
-"""A folded step equals each sample alone through the stock model, in every parallel layout and however it is cut."""
+"""A folded step equals the stock model on unfolded samples, in every parallel layout and for any cut of the batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_prefix_tree import Sample, fold
 SAMPLES = branching_samples()
 LONGEST = max(len(sample) for sample in SAMPLES)
 FP64, FP32 = 1e-12, 1e-5
-# Upstream routes in fp32 whatever the dtype of the model: a shared token's gradient is rounded there once instead of
+# Upstream routes in fp32 for any dtype of the model: a shared token's gradient is rounded there once instead of
 # once per sample. One wrong key costs 1e-2.
 FP32_INSIDE = 1e-6
 MOE = (
@@ -52,7 +52,7 @@ def _oracle(job: Job) -> Result:
 
 
 def oracle(job: Job) -> Result:
-    """Each sample alone, one process, stock layers; run once for all the ways of cutting the batch."""
+    """Each sample by itself, one process, stock layers; run once for all the ways of cutting the batch."""
     return _oracle(replace(job, max_tokens=0, backend="none"))
 
 
@@ -144,7 +144,7 @@ def test_other_models(size: int, layout: Layout, job: Job) -> None:
 
 
 def test_the_distributed_optimizer() -> None:
-    """After two steps the weights are those of training without it on each sample alone, in fp32."""
+    """After two steps the weights are those of training without it on unfolded samples, in fp32."""
     job = Job(dtype=torch.float32, steps=2, distributed_optimizer=True, max_tokens=LONGEST)
     check(folded(2, Layout(), job), oracle(job), FP32)
 

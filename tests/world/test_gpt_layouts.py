@@ -38,8 +38,8 @@ def forward_step(
 
     def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         # Megatron's own vocabulary-parallel cross entropy goes through float32.
-        whole = gather_from_tensor_model_parallel_region(logits)
-        per_token = torch.nn.functional.cross_entropy(whole[0], tokens[0, 1:], reduction="none")
+        logits_of_ranks = gather_from_tensor_model_parallel_region(logits)
+        per_token = torch.nn.functional.cross_entropy(logits_of_ranks[0], tokens[0, 1:], reduction="none")
         total = (per_token * mask[0].to(per_token.dtype)).sum()
         return total, mask.sum().int(), {"loss": total.item(), "tokens": mask.sum().item()}
 
@@ -67,7 +67,7 @@ def train(layout: Layout, kind: str, dtype: torch.dtype, distributed_optimizer: 
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = microbatches()[rank::size]
     trainer.backward(forward_step, mine, seq_length=max(LENGTHS))
-    # The distributed optimizer leaves each data-parallel rank with the sum of its own shard only.
+    # The distributed optimizer leaves each data-parallel rank with the sum of its shard only.
     gradients = [] if distributed_optimizer else local_parts(trainer.chunks, lambda p: p.main_grad)
     reports = [trainer.step(forward_step, mine, seq_length=max(LENGTHS)) for _ in range(STEPS)]
     if parallel_state.get_tensor_model_parallel_rank() > 0:
@@ -89,7 +89,7 @@ def single(kind: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     return world(1).run(train, Layout(), kind, dtype, False, layout=Layout())
 
 
-def whole(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
+def assembled(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
     from harness.weights import assemble
 
     return assemble(part for result in results for part in result[key])
@@ -113,11 +113,11 @@ def test_float64_layouts_train_the_same_model(name: str, kind: str) -> None:
     results = world(size).run(train, layout, kind, torch.float64, False, layout=layout)
     expected = single(kind, torch.float64)
 
-    weights, expected_weights = whole(results, "weights"), whole(expected, "weights")
+    weights, expected_weights = assembled(results, "weights"), assembled(expected, "weights")
     assert weights.keys() == expected_weights.keys()
     assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
 
-    gradients, expected_gradients = whole(results, "gradients"), whole(expected, "gradients")
+    gradients, expected_gradients = assembled(results, "gradients"), assembled(expected, "gradients")
     assert gradients.keys() == expected_gradients.keys() == weights.keys()
     for key, gradient in gradients.items():
         assert gradient.dtype is torch.float64
@@ -134,7 +134,7 @@ def test_distributed_optimizer_trains_the_same_model(size: int) -> None:
     results = world(size).run(train, Layout(), "dense", torch.float32, True, layout=Layout())
     expected = losses(single("dense", torch.float32))
     torch.testing.assert_close(losses(results), expected, rtol=1e-5, atol=0)
-    # float32 is close to float64 as well, so the bound above says something.
+    # float32 is close to float64 as well, so the bound above is meaningful.
     torch.testing.assert_close(expected, losses(single("dense", torch.float64)), rtol=1e-5, atol=0)
 
 

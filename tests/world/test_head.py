@@ -1,4 +1,4 @@
-"""The fused head and forward-only scoring equal each sample alone through the stock model, in every parallel layout."""
+"""The fused head and forward-only scoring equal the stock model on unfolded samples, in every parallel layout."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def stock() -> list[tuple[np.ndarray, np.ndarray]]:
 
 @EVERY_LAYOUT
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "logits"])
-def test_scores_are_those_of_each_sample_alone(size: int, layout: Layout, fused: bool) -> None:
+def test_scores_equal_unfolded_samples(size: int, layout: Layout, fused: bool) -> None:
     """On every rank, in the order of the samples, at each sample's temperature."""
     job = ScoringJob(dtype=torch.float64, max_tokens=LONGEST + 10, all_tokens=True, fused=fused)
     for scores, _ in world(size).run(scores_and_first_ratios, layout, job, WARM, layout=layout):

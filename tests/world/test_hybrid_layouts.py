@@ -1,4 +1,4 @@
-"""A folded step of a hybrid model equals each sample alone through the stock HybridModel, in every parallel layout."""
+"""A folded step of a hybrid model equals the stock HybridModel on unfolded samples, in every parallel layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folding inside the model equals each sample alone through the stock model, in every parallel layout."""
+"""Folding inside the model equals the stock model on unfolded samples, in every parallel layout."""
 
 from __future__ import annotations
 

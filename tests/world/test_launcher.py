@@ -80,7 +80,7 @@ def raw_weights() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in chunk.named_parameters()}
 
 
-def test_a_call_s_groups_end_with_it() -> None:
+def test_groups_end_with_their_call() -> None:
     alone = World(1)
     try:
         threads = {alone.run(keep_a_group_in_a_cycle, layout=Layout())[0] for _ in range(4)}
@@ -127,12 +127,12 @@ def test_a_rank_that_hangs_is_given_up_and_ended() -> None:
             os.kill(result[5], 0)
 
 
-def test_calls_do_not_hear_each_other() -> None:
+def test_calls_are_isolated() -> None:
     world(2).run(leave_a_message_undelivered, layout=Layout())
     assert world(2).run(receive, layout=Layout())[1] == 7.0
 
 
-def test_layouts_that_cannot_be_are_refused() -> None:
+def test_impossible_layouts_are_rejected() -> None:
     with pytest.raises(ValueError, match="tp > 1"):
         Layout(sequence_parallel=True)
     with pytest.raises(ValueError, match="pp > 1"):

@@ -1,4 +1,4 @@
-"""A folded step of an objective equals the same formulas on each sample alone through the stock model, in every layout.
+"""A folded step of an objective equals the same formulas with the stock model on unfolded samples, in every layout.
 
 The oracles of the formulas are those of the objectives' own unit tests, over the stock model's log-probabilities and
 values.
@@ -31,9 +31,9 @@ from objective_jobs import (
 )
 
 FP64 = 1e-12
-# Upstream routes in fp32 whatever the dtype of the model.
+# Upstream routes in fp32 for any dtype of the model.
 FP32_INSIDE = 1e-6
-# Both runs are off by rounding, and one batch is one draw of it: what verify allows.
+# Both runs are off by rounding, and one batch is one draw of it: use the limits of verify.
 FACTOR = 3.0
 GRPO = Job(
     name="grpo",
@@ -168,7 +168,7 @@ def test_groups_that_are_split_over_ranks(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", quick(GRPO, of=[GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL]), ids=IDS[:-1])
-def test_the_cut_and_the_order_change_neither_gradient_nor_metrics(job: Job) -> None:
+def test_gradient_and_metrics_do_not_depend_on_cut_and_order(job: Job) -> None:
     order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
     narrow, wide, shuffled, unfused = (
         check(size, Layout(), replace(job, max_tokens=max_tokens, fused_head=fused), order=own)[0]
@@ -224,7 +224,7 @@ SCORED = in_layouts("tp2-sp", slow=["pp2", "dp2"])
 
 
 @SCORED
-def test_a_scalar_head_says_of_every_sample_what_it_says_of_it_alone(size: int, layout: Layout) -> None:
+def test_scalar_head_values_equal_unfolded_samples(size: int, layout: Layout) -> None:
     (stock,) = world(1).run(stock_values, SAMPLES, layout=Layout())
     for found in world(size).run(value_rows, layout, SAMPLES, LONGEST + 10, layout=layout):
         for (scored, values, last), alone, sample in zip(found, stock, SAMPLES, strict=True):
@@ -235,7 +235,7 @@ def test_a_scalar_head_says_of_every_sample_what_it_says_of_it_alone(size: int, 
 
 
 @SCORED
-def test_a_teacher_says_of_every_sample_what_it_says_of_it_alone(size: int, layout: Layout) -> None:
+def test_teacher_rows_equal_unfolded_samples(size: int, layout: Layout) -> None:
     (stock,) = world(1).run(stock_distributions, SAMPLES, layout=Layout())
     k = 70  # more than a tensor-parallel rank's part of the vocabulary
     for found in world(size).run(teacher_rows, layout, SAMPLES, LONGEST + 10, k, layout=layout):

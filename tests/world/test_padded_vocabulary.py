@@ -1,6 +1,6 @@
 """A vocabulary that tensor parallelism does not divide: padding has no probability, in any layout and any reader.
 
-The oracle is one process with the vocabulary as it is, each sample alone through the stock model. Weights depend on the
+The oracle is one process with the vocabulary as it is, unfolded samples through the stock model. Weights depend on the
 index of a row, so tokens have the same in every layout.
 """
 
@@ -72,7 +72,7 @@ def within(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
 
 
 def check_gradients(parts: Sequence[Piece], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Those of tokens and of all other parameters are the oracle's; those of padding are zero."""
+    """Gradients of tokens and other parameters equal the oracle's; those of padding are zero."""
     found = assemble(parts)
     assert found.keys() == wanted.keys()
     for name, expected in wanted.items():
@@ -82,7 +82,7 @@ def check_gradients(parts: Sequence[Piece], wanted: Mapping[str, torch.Tensor]) 
 
 
 @functools.cache
-def alone(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+def unfolded(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
     samples = within(make_samples(), job.vocab_size)
     ((loss, parts),) = world(1).run(unfolded_step, job, samples, False, layout=Layout())
     return loss, assemble(parts)
@@ -98,7 +98,7 @@ def alone(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
         *(pytest.param("5-tp4", name, marks=pytest.mark.slow) for name in list(JOBS)[:5]),
     ],
 )
-def test_a_step_is_that_of_the_vocabulary_alone(cut: str, name: str) -> None:
+def test_step_equals_the_unpadded_vocabulary(cut: str, name: str) -> None:
     size, vocab_size = CUTS[cut]
     job = replace(JOBS[name], vocab_size=vocab_size, config=GROUPS)
     samples = within(make_samples(), vocab_size)
@@ -106,7 +106,7 @@ def test_a_step_is_that_of_the_vocabulary_alone(cut: str, name: str) -> None:
     results = world(size).run(
         folded_step, Layout(tp=size), replace(job, max_tokens=4 * longest), samples, layout=Layout(tp=size)
     )
-    loss, wanted = alone(replace(job, fused_head=False))
+    loss, wanted = unfolded(replace(job, fused_head=False))
     for outcome, _ in results:
         assert outcome.loss == pytest.approx(loss, rel=FP64)
     check_gradients(list(itertools.chain.from_iterable(parts for _, parts in results)), wanted)
@@ -173,7 +173,7 @@ def test_folding_inside_the_model(cut: str, reads: str) -> None:
 
 
 def stock_losses(layout: Layout, samples: Sequence[Sample], vocab_size: int) -> list[float]:
-    """Megatron's own cross-entropy of each sample alone, as the unfolded side of a comparison computes it."""
+    """Megatron's own cross-entropy of each separate sample, as the unfolded side of a comparison computes it."""
     from harness.models import build_chunks, tiny_gpt_config
 
     from mcore_prefix_tree.mcore.engine.unfolded import StockBatch, stock_forward, stock_logprobs
@@ -215,7 +215,7 @@ def columns(path: Path) -> dict[str, list[np.ndarray]]:
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["saved whole", "saved by two ranks"])
 def test_checkpoints_move_between_layouts(tmp_path: Path, ranks: int) -> None:
-    """Scores of one checkpoint in both layouts, by both heads; then both go on from it, and step alike."""
+    """Scores of one checkpoint in both layouts, by both heads; then both resume from it, with equal steps."""
     own = [TP2] if ranks == 2 else []
     job = write_job(tmp_path, RECIPE.format(model="untie_embeddings_and_output_weights: true", save=tmp_path / "runs"))
     done = run(ranks, "train", job, *own)

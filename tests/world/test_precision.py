@@ -23,7 +23,7 @@ def test_float32_scores_are_as_exact_as_stock(temperature: bool, tp: int) -> Non
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("quantity", ["entropy", "forward_kl", "reverse_kl", "jsd"])
-def test_excluded_tokens_are_as_if_not_there(quantity: str, tp: int) -> None:
+def test_excluded_tokens_change_nothing(quantity: str, tp: int) -> None:
     for values, grad, expected, wanted in world(tp).run(excluded_columns, quantity, layout=Layout(tp=tp)):
         torch.testing.assert_close(values, expected, rtol=1e-10, atol=0)
         torch.testing.assert_close(grad, wanted, rtol=1e-9, atol=1e-15)

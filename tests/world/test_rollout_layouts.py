@@ -1,4 +1,4 @@
-"""A sample a turn, in groups of unequal sizes, equals each whole rollout alone through the stock model, in layouts.
+"""One sample per turn, in groups of unequal sizes, equals complete rollouts in the stock model, in parallel layouts.
 
 The oracle sees one sample a rollout, the folded step one a turn: each weighs as its part of the rollout.
 """

@@ -30,7 +30,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A recipe with a checkpoint, and what one process wrote."""
+    """A recipe with a checkpoint, and the output of one process."""
     folder = tmp_path_factory.mktemp("job")
     job = write_job(folder, RECIPE + f"checkpoint: {{save: {folder / 'runs'}, save_interval: 1}}\n")
     done = run(1, "train", job)
@@ -78,7 +78,7 @@ def test_a_missing_checkpoint_is_one_sentence(scored: tuple[Path, list[dict[str,
 
 
 def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
-    """What a rank gets of scores for all ranks, and for the main one; and what it is told of another rank's NaN."""
+    """Scores that a rank gets for all ranks and for the main one, and its error for another rank's NaN."""
     import torch.distributed as dist
     from harness.models import build_chunks, tiny_gpt_config
 
@@ -105,7 +105,7 @@ def score_twice(layout: Layout) -> tuple[list[Any], list[Any], str]:
     return found[0], found[1], str(error.value)
 
 
-def test_what_is_written_goes_to_the_rank_that_writes_and_bad_weights_end_all() -> None:
+def test_scores_reach_the_writing_rank_and_bad_weights_stop_all() -> None:
     (everyone, written, told), (same, nothing, told_too) = world(2).run(score_twice, Layout(), layout=Layout())
     assert nothing == []
     for ours in (same, written):

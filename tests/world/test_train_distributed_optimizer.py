@@ -1,4 +1,4 @@
-"""What is saved of the distributed optimizer. Without FusedAdam it cannot be read back, so that is all to be seen."""
+"""Saved state of the distributed optimizer. Without FusedAdam it cannot be loaded, so only saving is tested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_gpt_layouts import LENGTHS, VOCAB, forward_step, microbatches
 
 
 def save_twice(folder: Path) -> tuple[bool, list[str], bool]:
-    """Whether this rank gathers the optimizer's state, what is warned of, and whether all of it is saved."""
+    """Whether this rank gathers the optimizer's state, the warnings, and whether all of it is saved."""
     import torch.distributed as dist
     from harness.models import Trainer, build_chunks, tiny_gpt_config
     from megatron.core import dist_checkpointing

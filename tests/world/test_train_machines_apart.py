@@ -1,4 +1,4 @@
-"""Machines that do not share what they should: told before the first step, by machine, and not found at a resume."""
+"""Machines without a shared folder: an error before the first step names the machine, and a resume fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objectives on two ranks: every layout trains and reports what one process does, and ranks refuse together."""
+"""Objectives on two ranks: every layout trains and reports like one process, and all ranks report an error together."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def figures(parts: list[str]) -> dict[str, float]:
 
 
 def reported(done: Ended) -> list[dict[str, float]]:
-    """What each step reports, and its loss, gradient and learning rate."""
+    """Metrics of each step, and its loss, gradient and learning rate."""
     assert done.code == 0, done.err
     steps = []
     for line in done.out.splitlines():
@@ -88,7 +88,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def in_one_process(job: Path, name: str) -> tuple[Path, list[dict[str, float]]]:
-    """Its checkpoints, one a step, and what it reported."""
+    """Its checkpoints, one per step, and its reports."""
     folder = job.parent / name
     saving = (f"checkpoint.save={folder}", "checkpoint.save_interval=1")
     return folder, reported(run(1, "train", job, OBJECTIVES[name], *saving))
@@ -99,9 +99,9 @@ LAYOUTS = {
     "pipeline": ("parallel.pipeline_model_parallel_size=2",),
     "data": (),
 }
-# What an objective computes in each layout is told by test_objective_layouts; that its head is saved and read in each,
+# test_objective_layouts tests an objective's results in each layout; that its head is saved and read in each,
 # by a critic's.
-# A job takes half a minute where there are two cores: each layout once, the rest where slow tests run.
+# A job takes half a minute on two cores: each layout once, the rest where slow tests run.
 CASES = [
     ("grpo", "tensor and sequence"),
     ("critic", "pipeline"),
@@ -122,7 +122,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_two_ranks_report_and_train_as_one_process(job: Path, tmp_path: Path, name: str, layout: str) -> None:
-    """From the first step's checkpoint on: the stages of a pipeline draw weights of their own."""
+    """From the first step's checkpoint on: the stages of a pipeline draw separate weights."""
     folder, expected = in_one_process(job, name)
     shutil.copytree(folder / "iter_0000001", tmp_path / "iter_0000001")
     (tmp_path / TRACKER).write_text("1")
@@ -137,7 +137,7 @@ def test_two_ranks_report_and_train_as_one_process(job: Path, tmp_path: Path, na
 
 @pytest.mark.slow
 def test_a_critic_starts_from_a_language_model_in_a_pipeline(job: Path, tmp_path: Path) -> None:
-    """Only the last stage has the head that the checkpoint lacks; all verify what they start from."""
+    """Only the last stage has the head that the checkpoint lacks; all verify their initial weights."""
     reported(run(1, "train", job, "objective={name: sft}", "train_iters=2", f"checkpoint.save={tmp_path}"))
     starting = (f"checkpoint.pretrained_checkpoint={tmp_path}", "verify.enabled=true")
     done = run(2, "train", job, OBJECTIVES["critic"], "parallel.pipeline_model_parallel_size=2", *starting)
@@ -156,7 +156,7 @@ def test_all_ranks_refuse_a_model_that_has_diverged(job: Path) -> None:
 
 
 def test_groups_of_unequal_sizes_are_streamed_to_two_ranks(tmp_path: Path) -> None:
-    """Each rank counts a part of the file, and trains on what one process with all samples in memory trains on."""
+    """Each rank counts a part of the file, and trains on the same samples as one process with all samples in memory."""
     recipe = write_job(tmp_path)
     data = tmp_path / "data.jsonl"
     lines = [json.loads(line) for line in data.read_text().splitlines()]

@@ -34,7 +34,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pairs.jsonl").write_text(pairs(0, 4))
     # Of parts of two pairs the last has one, and one of two data-parallel ranks no sample.
     (folder / "held_out.jsonl").write_text(pairs(1, 5))
-    # Stages draw weights of their own: all layouts start from those of one process.
+    # Stages draw separate weights: all layouts start from those of one process.
     done = run(1, "train", job, *MODEL, "train_iters=2", f"checkpoint.save={folder / 'weights'}")
     assert done.code == 0, done.err
     return job
@@ -65,7 +65,7 @@ def evaluated(job: Path, ranks: int, name: str, *layout: str) -> list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def alone(job: Path) -> list[dict[str, Any]]:
+def one_process(job: Path) -> list[dict[str, Any]]:
     found = evaluated(job, 1, "alone")
     assert [line["iteration"] for line in found] == [0, 2, 3]
     assert found[0]["validation_metrics"].keys() >= {"accuracy", "margin"}
@@ -89,11 +89,11 @@ def alone(job: Path) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_two_ranks_find_what_one_finds(
-    job: Path, alone: list[dict[str, Any]], layout: tuple[str, ...], request: pytest.FixtureRequest
+def test_two_ranks_evaluate_like_one(
+    job: Path, one_process: list[dict[str, Any]], layout: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     found = evaluated(job, 2, request.node.callspec.id.replace(" ", "_"), *layout)
-    for line, expected in zip(found, alone, strict=True):
+    for line, expected in zip(found, one_process, strict=True):
         assert line["iteration"] == expected["iteration"]
         assert line["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-9)
         assert line["validation_metrics"] == pytest.approx(expected["validation_metrics"], rel=1e-9)

@@ -46,8 +46,8 @@ def test_small_micro_batches_fill_and_drain_the_pipeline() -> None:
     assert sizes == [10, 30, 50, 60, 40, 20]
 
 
-def test_a_micro_batch_needs_the_nodes_of_its_own_rows() -> None:
-    """What verl's draft prunes from a tree of the whole batch: distinct prefixes of the rows, by the definition."""
+def test_micro_batch_has_only_the_nodes_of_its_rows() -> None:
+    """The tree that verl's draft prunes from that of the full batch: distinct prefixes of the rows, by definition."""
     rows = [*rows_of(3, 4), torch.tensor([0] * 20), torch.tensor([0] * 20 + [100] * 5 + [7])]
     parts = cut(rows, max_tokens=50)
     assert len(parts) > 1
@@ -58,7 +58,7 @@ def test_a_micro_batch_needs_the_nodes_of_its_own_rows() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_no_micro_batch_is_empty_where_rows_are_the_same(multiple: int) -> None:
+def test_no_micro_batch_of_equal_rows_is_empty(multiple: int) -> None:
     parts = cut([torch.arange(9)] * 5, max_tokens=9, multiple=multiple)
     assert len(parts) == multiple
     assert sorted(index for part in parts for index in part) == list(range(5))

@@ -1,4 +1,4 @@
-"""Distillation over whole vocabularies that tensor-parallel ranks hold parts of, of different sizes."""
+"""Distillation over full vocabularies that are split over tensor-parallel ranks in parts of different sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def divergence_and_gradient(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_parts_of_a_vocabulary_are_the_whole(kind):
+def test_vocabulary_parts_equal_the_full_vocabulary(kind):
     ((expected, wanted),) = world(1).run(divergence_and_gradient, kind, layout=Layout())
     results = world(2).run(divergence_and_gradient, kind, layout=Layout(tp=2))
     for divergence, _ in results:

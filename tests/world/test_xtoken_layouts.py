@@ -1,4 +1,4 @@
-"""A folded step of distillation across tokenizers equals each sample alone through both stock models."""
+"""A folded step of distillation across tokenizers equals both stock models on unfolded samples."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_rows_that_the_samples_bring(size, layout, name):
 
 @pytest.mark.parametrize("name", ["p_kl top-k"])
 @in_layouts("tp2-sp", slow=["tp2-pp2"])
-def test_each_rank_may_have_the_whole_teacher(size, layout, name):
+def test_each_rank_may_hold_the_full_teacher(size, layout, name):
     check(size, layout, name, teacher_tp=1)
 
 
@@ -131,7 +131,7 @@ def test_replicas_may_share_the_parts_of_a_teacher(size, layout, name):
 
 @pytest.mark.parametrize("name", ["p_kl top-k", "gold"])
 @in_layouts("pp2", slow=["tp2-pp2", "pp2-vpp2"])
-def test_a_whole_teacher_may_stand_on_the_last_stage(size, layout, name):
+def test_last_stage_may_hold_the_full_teacher(size, layout, name):
     check(size, layout, name, last_stage=True)
 
 

@@ -1,4 +1,4 @@
-"""``train`` with a teacher that has another tokenizer: two ranks report what one process does."""
+"""``train`` with a teacher that has another tokenizer: two ranks report as one process does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT64 = ("optimizer.clip_grad=0", "attention_backend=path")
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The student's recipe and what it is told of its teacher; both were trained for two steps."""
+    """The student's recipe and its settings of the teacher; both were trained for two steps."""
     folder = tmp_path_factory.mktemp("xtoken_ranks")
     recipes: dict[str, Path] = {}
     for name, prepend_space in (("student", False), ("teacher", True)):
@@ -45,31 +45,31 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(given: list[str]) -> list[dict[str, float]]:
+def one_process(given: list[str]) -> list[dict[str, float]]:
     """Every step of one process."""
     return reported(run(1, "train", *given))
 
 
-def test_each_rank_may_have_the_whole_teacher(given: list[str], alone: list[dict[str, float]]) -> None:
+def test_each_rank_may_hold_the_full_teacher(given: list[str], one_process: list[dict[str, float]]) -> None:
     whole = "objective.teacher_tensor_model_parallel_size=1"
-    assert reported(run(2, "train", *given, whole, *LAYOUTS["tensor and sequence"])) == alone
+    assert reported(run(2, "train", *given, whole, *LAYOUTS["tensor and sequence"])) == one_process
 
 
-def test_replicas_may_share_the_parts_of_a_teacher(given: list[str], alone: list[dict[str, float]]) -> None:
+def test_replicas_may_share_the_parts_of_a_teacher(given: list[str], one_process: list[dict[str, float]]) -> None:
     shared = "objective.teacher_tensor_model_parallel_size=2"
-    assert reported(run(2, "train", *given, shared, *LAYOUTS["data"])) == alone
+    assert reported(run(2, "train", *given, shared, *LAYOUTS["data"])) == one_process
 
 
 @pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
-def test_two_ranks_report_what_one_does(given: list[str], alone: list[dict[str, float]], layout: str) -> None:
-    assert [step.keys() >= {"loss", "kd", "ce"} for step in alone] == [True] * 3
-    assert reported(run(2, "train", *given, *LAYOUTS[layout])) == alone
+def test_two_ranks_report_like_one(given: list[str], one_process: list[dict[str, float]], layout: str) -> None:
+    assert [step.keys() >= {"loss", "kd", "ce"} for step in one_process] == [True] * 3
+    assert reported(run(2, "train", *given, *LAYOUTS[layout])) == one_process
 
 
 @pytest.mark.parametrize(
     "layout", ["tensor_model_parallel_size: 2", pytest.param("pipeline_model_parallel_size: 2", marks=pytest.mark.slow)]
 )
-def test_two_ranks_export_what_one_does(given: list[str], layout: str, tmp_path: Path) -> None:
+def test_two_ranks_export_like_one(given: list[str], layout: str, tmp_path: Path) -> None:
     teacher = Path(given[0]).with_name("teacher.yaml").read_text()
     found = []
     for ranks, parallel in ((1, "{}"), (2, f"{{{layout}}}")):
@@ -78,9 +78,9 @@ def test_two_ranks_export_what_one_does(given: list[str], layout: str, tmp_path:
         asked = [*given, f"objective.teacher_recipe={recipe}", "--top-k", "9", "--output", str(output)]
         assert run(ranks, "xtoken", "export-teacher", *asked).code == 0
         found.append([sample.signals.teacher for sample in read_samples(output)])
-    for alone, together in zip(*found, strict=True):
-        assert alone is not None
+    for by_one, together in zip(*found, strict=True):
+        assert by_one is not None
         assert together is not None
-        assert np.array_equal(alone.token_ids, together.token_ids)
+        assert np.array_equal(by_one.token_ids, together.token_ids)
         for name in ("logprobs", "realised"):
-            np.testing.assert_allclose(getattr(together, name), getattr(alone, name), rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(getattr(together, name), getattr(by_one, name), rtol=1e-12, atol=1e-13)

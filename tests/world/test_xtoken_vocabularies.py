@@ -20,12 +20,12 @@ BORDERS = {
 }
 
 
-# What a host asks a device's values for: sizes that depend on them.
+# Operations that read a device's values on the host: sizes that depend on them.
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
 
 class NoWholeVocabulary(TorchDispatchMode):
-    """Fails where an operation makes rows of a whole vocabulary, or where a host would wait for its device."""
+    """Fails if an operation makes rows of a full vocabulary, or if the host would wait for its device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
@@ -57,7 +57,7 @@ def terms_of_part(name: str, borders: tuple[tuple[int, ...], tuple[int, ...]], w
 
 @pytest.mark.parametrize("borders", BORDERS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_parts_of_vocabularies_are_the_whole(name, borders):
+def test_vocabulary_parts_equal_full_vocabularies(name, borders):
     terms, grad_hidden, grad_weight = expected(problem(student_size=STUDENT, teacher_size=TEACHER), SETTINGS[name])
     # A rank of the padded parts has a vocabulary by itself.
     parts = world(2).run(terms_of_part, name, BORDERS[borders], borders == "uneven", layout=Layout(tp=2))

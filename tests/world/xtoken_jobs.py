@@ -1,4 +1,4 @@
-"""A step of a distillation across tokenizers, folded in a world of gloo processes; and each sample alone, the oracle.
+"""A step of a distillation across tokenizers, folded in a world of gloo processes; and the oracle on unfolded samples.
 
 The functions here run inside the processes of :mod:`harness.worlds`.
 """
@@ -30,7 +30,7 @@ Options = tuple[tuple[str, Any], ...]
 class Job:
     """Settings of the objective, and how it is computed.
 
-    ``rows`` of so many tokens stand for the teacher. ``teacher_tp`` are its tensor-parallel ranks, where they are not
+    ``rows`` of so many tokens stand for the teacher. ``teacher_tp`` are its tensor-parallel ranks, if they are not
     the student's; with ``last_stage`` that stage has all of its layers.
     """
 
@@ -149,7 +149,7 @@ def answers(teacher: Any, number: int, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def exported(job: Job, samples: Sequence[Sample]) -> list[Sample]:
-    """One process: the samples with the rows of the teacher, asked about each alone."""
+    """One process: the samples with the rows of the teacher, computed for each by itself."""
     from dataclasses import replace as changed
 
     from mcore_prefix_tree.signals import Signals, Teacher
@@ -175,7 +175,7 @@ def exported(job: Job, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
-    """One process, stock specs, each sample alone through both models, the formulas chunk by chunk."""
+    """One process, stock specs, each sample by itself through both models, the formulas chunk by chunk."""
     from harness.models import build_chunks, tiny_gpt_config
     from harness.weights import local_parts
     from objective_jobs import OneByOne
@@ -198,7 +198,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
             z = [likeliest(own[:, : both.teacher.vocab_size], job.rows) for own in z]
         taught.append(z)
     tokens = sum(int((sample.loss_mask[1:] != 0).sum()) for sample in samples)
-    loss = loss_alone(settings, pairs, logits, taught, w=both.w, token_bytes=both.token_bytes)
+    loss = unfolded_loss(settings, pairs, logits, taught, w=both.w, token_bytes=both.token_bytes)
     # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
     divisor = torch.tensor(tokens)
     (loss * divisor).backward()
@@ -206,7 +206,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
     return float(loss.detach()), local_parts([model], lambda parameter: sums[parameter] * (1.0 / divisor))
 
 
-def loss_alone(
+def unfolded_loss(
     settings: Any,
     pairs: Sequence[Pair],
     logits: Sequence[torch.Tensor],

@@ -52,7 +52,7 @@ class Texts:
         return found
 
     def side(self, settings: LossSettings) -> TeacherSide:
-        """Return what an objective knows of the teacher."""
+        """Return an objective's description of the teacher."""
         reads = settings.reads
         return TeacherSide(
             pairing=self.pairing,
@@ -78,7 +78,7 @@ def texts() -> Texts:
 
 
 def samples(seed: int = 0) -> list[Sample]:
-    """Branching texts in the student's tokens, with a duplicate, a strict prefix, masks, and one token alone."""
+    """Branching texts in the student's tokens, with a duplicate, a strict prefix, masks, and a single token."""
     rng, toy = np.random.default_rng(seed), texts().student
     found: list[Sample] = []
 
