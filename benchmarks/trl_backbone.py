@@ -31,7 +31,7 @@ from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.integrations.trl import fold_backbone, read_rows
 from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
-from mcore_prefix_tree.utils.versions import version_of
+from mcore_prefix_tree.utils.versions import installed_version_of
 
 OUTPUT = Path(__file__).parent / "results" / "trl.json"
 MODEL = {
@@ -205,7 +205,7 @@ def main() -> None:
     for model in (stock, folds):  # warms up
         step(model, padded(prompt_group(64, 2, 8)))
     folds.folding.report(with_grad=True)
-    versions = {name: version_of(name) for name in ("transformers", "trl")}
+    versions = {name: installed_version_of(name) for name in ("transformers", "trl")}
     result: dict[str, Any] = {
         "machine": describe_machine() | versions,
         "model": MODEL | {"vocab_size": VOCAB},

@@ -32,7 +32,7 @@ from mcore_prefix_tree.xtoken.losses import (
     Part,
     Vocabularies,
     block_loss,
-    blocks_of,
+    cut_blocks,
     make_loss,
     ordered,
     teacher_logits,
@@ -104,7 +104,7 @@ class Case:
     def blocks(self, limit: int) -> list[Block]:
         """Cut the chunks."""
         rows = [np.arange(len(states)) for states in (self.hidden, self.teacher)]
-        return blocks_of(
+        return cut_blocks(
             self.chunks, student_rows=rows[0], teacher_rows=rows[1], student_limit=limit, teacher_limit=limit
         )
 

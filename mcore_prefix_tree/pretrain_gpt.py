@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from mcore_prefix_tree.arguments.early import check_early, check_rl_early, help_of
+from mcore_prefix_tree.arguments.early import check_early, check_rl_early, render_help
 from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.arguments.refusals import check_unused
 from mcore_prefix_tree.utils.errors import USER_ERROR
@@ -43,7 +43,7 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
     folded = "--prefix-tree" in rest
     with lost_output(), readable_arguments():
         if not sys.argv[1:] or {"-h", "--help"} & set(rest):
-            print(help_of(script, rl=script == RL), end="")
+            print(render_help(script, rl=script == RL), end="")
             raise SystemExit(0 if rest else USER_ERROR)
         root = use_megatron_lm(known.megatron_lm_path)
         if script == HYBRID:

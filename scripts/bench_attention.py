@@ -27,7 +27,7 @@ from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import check_output_option
 from mcore_prefix_tree.cli.samples import SampleOptions
 from mcore_prefix_tree.data.write import whole_file
-from mcore_prefix_tree.utils.errors import FAILED, leave, readable_errors
+from mcore_prefix_tree.utils.errors import FAILED, exit_with, readable_errors
 from mcore_prefix_tree.utils.inputs import MOST
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -96,7 +96,7 @@ def attention(
     failed = [one for each in result.workloads for one in each.missing if one["reason"].startswith(METHOD_FAILED)]
     if failed:
         first = failed[0]
-        leave(FAILED, f"{len(failed)} measurements failed; the first: {first['method']} {first['reason']}")
+        exit_with(FAILED, f"{len(failed)} measurements failed; the first: {first['method']} {first['reason']}")
 
 
 def _settings(*, dtype: str, device: str, **more: int) -> Settings:

@@ -37,8 +37,8 @@ from mcore_prefix_tree.mcore.loop.session import session
 from mcore_prefix_tree.mcore.loop.trainer import Trainer
 from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.settings import Recipe, load_recipe
-from mcore_prefix_tree.settings.bind_objective import objective_of
-from mcore_prefix_tree.settings.sample_source import source_of
+from mcore_prefix_tree.settings.bind_objective import make_bound_objective
+from mcore_prefix_tree.settings.sample_source import make_source
 
 ALPHABET = "0123456789+=. efhmostu"
 PROMPT = "the sum of {}+{}="
@@ -163,8 +163,8 @@ def run(
     order = SampleOrder(lines, seed=recipe.seed, order="shuffled", step=prompts_per_step, whole_steps=True)
     generator = torch.Generator().manual_seed(recipe.seed)
     curve = []
-    objective = objective_of(recipe)
-    source = source_of(recipe, objective, ranks=Ranks())
+    objective = make_bound_objective(recipe)
+    source = make_source(recipe, objective, ranks=Ranks())
     with session(recipe) as joined, open_logs(recipe.log, done=0, say=print) as log:
         run = resolve(joined, objective, Data(source=source, order=order, skipped=Skipped()))
         chunks = run.new_model()

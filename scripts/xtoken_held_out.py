@@ -24,7 +24,7 @@ import torch
 
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.data.write import check_output, row_of, rows_file
+from mcore_prefix_tree.data.write import check_output, make_row, rows_file
 from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, load_recipe
@@ -90,7 +90,7 @@ def prepare() -> None:
     for source, target in (("train", "teacher"), ("held_out", "teacher_held_out")):
         with rows_file(FOLDER / f"{target}.jsonl") as writer:
             for pairs in iter_pairs([FOLDER / f"{source}.jsonl"], reader):
-                writer.add([row_of(pair.teacher) for pair in pairs])
+                writer.add([make_row(pair.teacher) for pair in pairs])
     projection = FOLDER / "projection.safetensors"
     if not projection.exists():
         built = Vocabularies(student, teacher).build(BuildSettings())

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data import resolve_paths
-from mcore_prefix_tree.utils.inputs import check_files_of
+from mcore_prefix_tree.utils.inputs import check_folder_files
 
 SPEC_EXAMPLE = "for example --spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local"
 APEX_MISSING = (
@@ -28,10 +28,10 @@ def check_checkpoints(args: argparse.Namespace) -> None:
         folder = getattr(args, name, None)
         if folder is None or not os.path.isdir(folder):
             continue
-        check_files_of(folder)
+        check_folder_files(folder)
         for checkpoint in (entry for entry in os.scandir(folder) if _CHECKPOINT.fullmatch(entry.name)):
             if checkpoint.is_dir():
-                check_files_of(checkpoint)
+                check_folder_files(checkpoint)
 
 
 def check_checkpoint_args(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from mcore_prefix_tree.arguments.checks import (
     check_spec_named,
     check_vocabulary_known,
 )
-from mcore_prefix_tree.arguments.flags import PREFIX, option_of
+from mcore_prefix_tree.arguments.flags import PREFIX, spell_option
 from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.arguments.read_recipe import read_section
 from mcore_prefix_tree.arguments.refusals import (
@@ -135,16 +135,16 @@ class EarlyParser(argparse.ArgumentParser):
         add_group(self)
         for of_type, defaults in ((int, _SIZES), (float, _RATES), (str, _NAMES)):
             for name, default in defaults.items():
-                self.add_argument(option_of(name), type=of_type, default=default)
+                self.add_argument(spell_option(name), type=of_type, default=default)
         for name in _LISTS:
-            self.add_argument(option_of(name), nargs="*")
+            self.add_argument(spell_option(name), nargs="*")
         for name in _SWITCHES:
-            self.add_argument(option_of(name), action="store_true")
+            self.add_argument(spell_option(name), action="store_true")
         self.add_argument(
             "--no-gradient-accumulation-fusion", action="store_false", dest="gradient_accumulation_fusion"
         )
         for name in UNSUPPORTED:
-            self.add_argument(option_of(name), nargs="*", action=_Given)
+            self.add_argument(spell_option(name), nargs="*", action=_Given)
         for action in self._actions:
             if action.type is not None or action.choices is not None:
                 action.type, action.choices = _NotingReader(action, mistakes), None
@@ -222,7 +222,7 @@ def _check_folder(folder: str) -> None:
         raise ArgumentError(f"--prefix-tree-hf: {error}") from error
 
 
-def help_of(script: str, *, rl: bool) -> str:
+def render_help(script: str, *, rl: bool) -> str:
     """Return the help of ``--prefix-tree``'s arguments; Megatron-LM's ``script`` itself shows the others."""
     usage = f"%(prog)s <arguments of {script}> {PREFIX} ..."
     parser = argparse.ArgumentParser(usage=usage, add_help=False)

@@ -21,7 +21,7 @@ from mcore_prefix_tree.settings.score_section import ScoreConfig
 from mcore_prefix_tree.settings.section import Setting, find_setting
 from mcore_prefix_tree.settings.sections import Recipe
 from mcore_prefix_tree.utils.errors import is_of_this_package, readable_errors, spell, spelled
-from mcore_prefix_tree.utils.inputs import MOST, json_of
+from mcore_prefix_tree.utils.inputs import MOST, parse_json
 
 PREFIX = "--prefix-tree"
 
@@ -54,9 +54,9 @@ class Flag:
     def option(self) -> str:
         """Return the argument as it is typed; it turns off a setting that is on by default."""
         if self.setting.default is not True:
-            return option_of(self.dest)
+            return spell_option(self.dest)
         last = self.key.rpartition(".")[2]
-        return option_of(f"{self.dest.removesuffix(last)}no_{last}")
+        return spell_option(f"{self.dest.removesuffix(last)}no_{last}")
 
 
 # How micro-batches are folded and computed, for every script.
@@ -130,14 +130,14 @@ MEGATRON = {
 }
 
 
-def option_of(name: str) -> str:
+def spell_option(name: str) -> str:
     """Return the option of an argument's name."""
     return f"--{name.replace('_', '-')}"
 
 
 def _spellings() -> Iterator[tuple[str, str]]:
     for key, name in MEGATRON.items():
-        yield key, option_of(name)
+        yield key, spell_option(name)
     for flag in FLAGS:
         yield flag.key, flag.option
         if flag.setting.hint is bool:
@@ -236,7 +236,7 @@ def read_whole_number(word: str) -> int:
 def read_json_object(word: str) -> dict[str, Any]:
     """Return the object that a word is in JSON; raises the error that ``argparse`` reports."""
     try:
-        found = json_of(word)
+        found = parse_json(word)
     except json.JSONDecodeError:
         found = None
     except ValueError as error:

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from mcore_prefix_tree.arguments.flags import option_of
+from mcore_prefix_tree.arguments.flags import spell_option
 from mcore_prefix_tree.arguments.read_recipe import list_score_options, read_data, read_objective, read_score
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data.write import check_rows_output
-from mcore_prefix_tree.settings.bind_objective import check_teachers_named, settings_of
+from mcore_prefix_tree.settings.bind_objective import check_teachers_named, make_settings
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 from mcore_prefix_tree.utils.errors import Mistakes
 from mcore_prefix_tree.utils.inputs import TRACKER
@@ -161,13 +161,13 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     """
     given = vars(args)
     found = [
-        f"{option_of(name)}: {why}"
+        f"{spell_option(name)}: {why}"
         for names, why in _UNSUPPORTED
         for name in names.split()
         if given.get(name) and name not in allowed
     ]
     found += [
-        f"{option_of(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value
+        f"{spell_option(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value
     ]
     found += [sentence.format_map(given) for holds, sentence in (*_AT_ODDS, *at_odds) if holds(args)]
     if found:
@@ -193,7 +193,7 @@ def _check_data(args: argparse.Namespace) -> None:
     given = vars(args)
     missing = [name for name in ("prefix_tree_data_path", "prefix_tree_max_tokens") if given[name] is None]
     if missing:
-        raise ArgumentError(f"--prefix-tree needs {' and '.join(map(option_of, missing))}")
+        raise ArgumentError(f"--prefix-tree needs {' and '.join(map(spell_option, missing))}")
     if "-" in args.prefix_tree_data_path:
         raise ArgumentError("--prefix-tree-data-path -: every rank reads the data itself; write it to a file")
     read_data(args)
@@ -201,12 +201,12 @@ def _check_data(args: argparse.Namespace) -> None:
 
 def _check_objective(args: argparse.Namespace) -> None:
     section = read_objective(args)
-    objective = settings_of(section)
+    objective = make_settings(section)
     check_teachers_named(objective, section, fused_head=args.prefix_tree_fused_head)
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if objective.grouped_by is not None and getattr(args, name, None) is not None:
             raise ArgumentError(
-                f"{option_of(name)} with objective.name={section.name}, whose steps take complete "
+                f"{spell_option(name)} with objective.name={section.name}, whose steps take complete "
                 f"{objective.grouped_by}s and would cut some; remove it"
             )
     if getattr(args, "pipeline_model_parallel_size", 1) > 1 and section.options.get("scaling") == "dynamic":
@@ -249,7 +249,9 @@ def check_score(args: argparse.Namespace) -> None:
             raise ArgumentError(f"{', '.join(options)} needs --prefix-tree-score FILE")
         return
     given = vars(args)
-    found = [f"{option_of(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)]
+    found = [
+        f"{spell_option(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)
+    ]
     if found:
         raise ArgumentError("--prefix-tree-score does not take " + "; nor ".join(found))
     objective = read_objective(args)

@@ -53,9 +53,9 @@ class Case:
         device = query.device
         capability = None
         if device.type == "cuda":
-            from mcore_prefix_tree.attention.backend_options import capability_of
+            from mcore_prefix_tree.attention.capability import get_capability
 
-            capability = capability_of(device)
+            capability = get_capability(device)
         return cls(
             device=device,
             capability=capability,
@@ -67,9 +67,3 @@ class Case:
             needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)),
             options=options,
         )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability, for example ``(9, 0)``."""
-    return torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
 """Tree attention through FlashAttention-4 (``flash-attn-4`` on PyPI): a mask over the interval, and our block lists.
 
 Its block-sparse kernels visit the tiles that the lists name, full ones without a mask. The lists have to be made for
-the sizes of its tiles, which :func:`tiles_of` repeats from ``flash_attn/cute/interface.py`` (4.0.0b36); that file
+the sizes of its tiles, which :func:`choose_tiles` repeats from ``flash_attn/cute/interface.py`` (4.0.0b36); that file
 rejects other sizes by an exception. It is compared with the reference before its first use, because its block-sparse
 backward has been silently wrong (flash-attention issue 2623).
 
@@ -49,7 +49,7 @@ class TilePair(NamedTuple):
     backward: Block
 
 
-def tiles_of(capability: tuple[int, int], head_dim: int, value_dim: int) -> TilePair:
+def choose_tiles(capability: tuple[int, int], head_dim: int, value_dim: int) -> TilePair:
     """Return the tiles of its block-sparse kernels on a Hopper or Blackwell GPU."""
     if capability[0] == BLACKWELL:
         # Two query tiles of 128 a block; from a head_dim of 192 on, two blocks share a backward tile of keys.
@@ -184,7 +184,7 @@ def plan(metadata: TreeMetadata, case: Case) -> Mask:
 def _mask(
     metadata: TreeMetadata, capability: tuple[int, int], head_dim: int, value_dim: int, options: AttentionOptions
 ) -> Mask:
-    tiles, window = tiles_of(capability, head_dim, value_dim), options.window
+    tiles, window = choose_tiles(capability, head_dim, value_dim), options.window
     ordered = options.deterministic and capability[0] == BLACKWELL
     return metadata.derived(
         f"fa4 {tiles.forward} {tiles.backward} window {window} ordered {ordered}",

@@ -99,7 +99,7 @@ def _check(name: str, attention: Attention, question: Question) -> None:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ParityError(f"attention backend {name!r} does not run on this machine: {reason}; {way_out}") from error
     for what, size in errors.items():
-        limit = limit_of(what, question.dtype)
+        limit = error_limit(what, question.dtype)
         if not size <= limit:  # NaN is not
             raise ParityError(
                 f"attention backend {name!r} is wrong on this machine: {what} is off by {size:.1e} of a row, where "
@@ -108,7 +108,7 @@ def _check(name: str, attention: Attention, question: Question) -> None:
             )
 
 
-def limit_of(what: str, dtype: torch.dtype) -> float:
+def error_limit(what: str, dtype: torch.dtype) -> float:
     """Return the largest error of a row that is still rounding, for one of the names of :func:`worst_rows`."""
     return (EPSILONS_OF_SCORES if what in _OF_SCORES else EPSILONS) * torch.finfo(dtype).eps
 

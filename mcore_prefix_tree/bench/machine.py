@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_prefix_tree.utils.versions import version_of
+from mcore_prefix_tree.utils.versions import installed_version_of
 
 # Packages whose version can move a figure.
 _PACKAGES = (
@@ -30,7 +30,9 @@ def describe_machine() -> dict[str, object]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
     }
-    return found | {package: installed for package in _PACKAGES if (installed := version_of(package)) is not None}
+    return found | {
+        package: installed for package in _PACKAGES if (installed := installed_version_of(package)) is not None
+    }
 
 
 def name_in_files(machine: dict[str, object]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mcore_prefix_tree.cli import numbers
-from mcore_prefix_tree.cli.samples import Samples, order_of
+from mcore_prefix_tree.cli.samples import Samples, make_order
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +78,7 @@ def _expanded(samples: Samples, source: Source, remark: str) -> Iterator[Alterna
     turns = samples.turns
     if source.grouped_by is not None or len(turns) <= len(samples.all) or sum(turns) > _MOST_TOKENS:
         return
-    lines = [[turn for sample in line for turn in turns_of(sample)] for line in samples.lines]
+    lines = [[turn for sample in line for turn in expand_sample(sample)] for line in samples.lines]
     yield Alternative(
         option="--expand-turns",
         setting="data.expand_turns=true",
@@ -87,7 +87,7 @@ def _expanded(samples: Samples, source: Source, remark: str) -> Iterator[Alterna
     )
 
 
-def turns_of(sample: Sample) -> list[Sample]:
+def expand_sample(sample: Sample) -> list[Sample]:
     """Return a sample for every unbroken run of scored tokens, with all tokens up to its end."""
     import numpy as np
 
@@ -108,7 +108,7 @@ def turns_of(sample: Sample) -> list[Sample]:
 def _ratio(samples: Samples, source: Source, lines: Sequence[Sequence[Sample]]) -> float:
     from mcore_prefix_tree.plan import report_steps
 
-    return report_steps(order_of(source, lines).first_epoch(), sharing=samples.options.sharing).fold_ratio.mean
+    return report_steps(make_order(source, lines).first_epoch(), sharing=samples.options.sharing).fold_ratio.mean
 
 
 def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from mcore_prefix_tree.utils.errors import USER_ERROR, leave, readable_errors
+from mcore_prefix_tree.utils.errors import USER_ERROR, exit_with, readable_errors
 from mcore_prefix_tree.utils.stdout import lost_output
 
 # In narrower terminals, tables and help are cut down to nothing.
@@ -102,4 +102,4 @@ def _one_sentence() -> Iterator[None]:
             raise SystemExit(USER_ERROR) from None
         # An option of the program itself fails before there is a context.
         program = "mcore-prefix-tree" if context is None else context.command_path
-        leave(USER_ERROR, f"{message.rstrip('.')}; see {program} --help")
+        exit_with(USER_ERROR, f"{message.rstrip('.')}; see {program} --help")

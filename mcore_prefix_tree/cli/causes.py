@@ -31,7 +31,7 @@ _TITLES: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 
-def causes_of(samples: Samples) -> Causes:
+def find_causes_in_samples(samples: Samples) -> Causes:
     """Find the causes in samples that were read; texts are compared if their tokenizer is known."""
     from mcore_prefix_tree.data.causes import find_causes
 

@@ -16,7 +16,7 @@ from mcore_prefix_tree.cli.alternatives import (
     steps_rows,
     ways_to_more,
 )
-from mcore_prefix_tree.cli.causes import causes_json, causes_lines, causes_of
+from mcore_prefix_tree.cli.causes import causes_json, causes_lines, find_causes_in_samples
 from mcore_prefix_tree.cli.options import takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_forest
 from mcore_prefix_tree.cli.samples import SampleOptions
@@ -53,7 +53,7 @@ def inspect(
             cut = partial(plan_step, max_tokens=limit, sharing=options.sharing)
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
-    better, causes = alternatives(samples, steps), causes_of(samples)
+    better, causes = alternatives(samples, steps), find_causes_in_samples(samples)
     if plot is not None:
         draw_forest(layout, plot)
     if as_json:

@@ -16,7 +16,7 @@ from mcore_prefix_tree.cli.recipes import recipes
 from mcore_prefix_tree.cli.score import score
 from mcore_prefix_tree.cli.train import train
 from mcore_prefix_tree.cli.verify import verify
-from mcore_prefix_tree.utils.versions import version_of
+from mcore_prefix_tree.utils.versions import installed_version_of
 
 app = typer.Typer(
     cls=Commands,
@@ -29,7 +29,7 @@ app = typer.Typer(
 def _show_versions(wanted: bool) -> None:
     if wanted:
         for package in ("mcore-prefix-tree", "megatron-core", "torch"):
-            typer.echo(f"{package} {version_of(package) or '(not installed)'}")
+            typer.echo(f"{package} {installed_version_of(package) or '(not installed)'}")
         raise typer.Exit
 
 

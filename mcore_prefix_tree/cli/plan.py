@@ -83,8 +83,8 @@ def plan(
     samples = options.read({"batch.max_tokens": max_tokens})
     if recipe is not None:
         calibration = calibration or recipe.batch.calibration
-    cost_model, unit = _cost_of(samples.work, calibration)
-    padding = _padding_of(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
+    cost_model, unit = _make_cost_model(samples.work, calibration)
+    padding = _make_padding(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
     bubble = 0.0 if recipe is None else recipe.parallel.bubble
     settled = partial(
         plan_step,
@@ -131,7 +131,7 @@ def plan(
         _print(report, steps, samples, unit, max_tokens)
 
 
-def _cost_of(work: ModelWork | None, calibration: str | None) -> tuple[CostModel, str]:
+def _make_cost_model(work: ModelWork | None, calibration: str | None) -> tuple[CostModel, str]:
     """Return the cost model and its unit."""
     from mcore_prefix_tree.plan import CostModel, read_measured
 
@@ -143,7 +143,7 @@ def _cost_of(work: ModelWork | None, calibration: str | None) -> tuple[CostModel
     return cost_model, unit
 
 
-def _padding_of(padding: Padding, length_buckets: str | None, max_tokens: int) -> Padding:
+def _make_padding(padding: Padding, length_buckets: str | None, max_tokens: int) -> Padding:
     from mcore_prefix_tree.layout import Padding
 
     name = "batch.length_buckets" if length_buckets is None else "--length-buckets"

@@ -14,7 +14,7 @@ from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS, local, local_data
 from mcore_prefix_tree.utils.choices import OnError, Order, Share
 from mcore_prefix_tree.utils.errors import naming_memory, spell
-from mcore_prefix_tree.utils.inputs import MOST, json_of
+from mcore_prefix_tree.utils.inputs import MOST, parse_json
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
@@ -66,10 +66,10 @@ class TokenizerOnDemand:
         return self.load().vocabulary()
 
 
-def object_of(given: str | None, option: str = "--chat-template-kwargs") -> dict[str, Any] | None:
+def parse_json_object(given: str | None, option: str = "--chat-template-kwargs") -> dict[str, Any] | None:
     """Return the value of an option; raises ValueError if it is not a JSON object."""
     try:
-        found = None if given is None else json_of(given)
+        found = None if given is None else parse_json(given)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{option}: {given!r:.60} is not JSON ({error})") from None
     except ValueError as error:
@@ -181,7 +181,7 @@ class SampleOptions:
 
         given = {
             "tokenizer": self.tokenizer,
-            "chat_template_kwargs": object_of(self.chat_template_kwargs),
+            "chat_template_kwargs": parse_json_object(self.chat_template_kwargs),
             "expand_turns": self.expand_turns or None,
             "fields": self._fields,
             "on_error": self.on_error,
@@ -195,7 +195,7 @@ class SampleOptions:
     def _fields(self) -> dict[str, Any] | None:
         from mcore_prefix_tree.data.fields import check_names
 
-        given = object_of(self.fields, "--fields")
+        given = parse_json_object(self.fields, "--fields")
         try:
             check_names(given or {})
         except ValueError as error:
@@ -283,7 +283,7 @@ class SampleOptions:
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)
 
 
-def order_of(source: Source, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
+def make_order(source: Source, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
     """Return a source's order, with steps no larger than all samples; raises as :meth:`Source.of_lines`."""
     if source.grouped_by is None:
         source = replace(source, step=min(source.step, sum(map(len, lines))))
@@ -332,22 +332,22 @@ class Samples:
         """Return the recipe's objective; None without a recipe."""
         if self.options.recipe is None:
             return None
-        from mcore_prefix_tree.settings.bind_objective import objective_of
+        from mcore_prefix_tree.settings.bind_objective import make_bound_objective
 
-        return objective_of(self.options.recipe)
+        return make_bound_objective(self.options.recipe)
 
     @cached_property
     def source(self) -> Source | None:
-        """Return the source of training's samples, None for an unknown step size; raises as ``source_of``."""
+        """Return the source of training's samples, None for an unknown step size; raises as ``make_source``."""
         from mcore_prefix_tree.data import LineOptions, Ranks
         from mcore_prefix_tree.data.source import Source
         from mcore_prefix_tree.settings import Recipe
-        from mcore_prefix_tree.settings.sample_source import check_units, source_of
+        from mcore_prefix_tree.settings.sample_source import check_units, make_source
 
         options = self.options
         if options.recipe is not None and self.objective is not None:
             check_units(self.objective, options.recipe.batch, options.recipe.objective)
-            return source_of(options.recipe, self.objective, ranks=Ranks(), options=LineOptions())
+            return make_source(options.recipe, self.objective, ranks=Ranks(), options=LineOptions())
         if options.global_batch_size is None:
             return None
         return Source(
@@ -367,7 +367,7 @@ class Samples:
         Raises:
             SampleError, RecipeError: training with the recipe rejects the groups or their number.
         """
-        return None if self.source is None else order_of(self.source, self.lines)
+        return None if self.source is None else make_order(self.source, self.lines)
 
     @property
     def turns(self) -> list[int]:

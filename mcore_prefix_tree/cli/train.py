@@ -9,7 +9,7 @@ import typer
 
 from mcore_prefix_tree.cli.options import HuggingFace, load_job
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
-from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, FAILED, leave
+from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, FAILED, exit_with
 from mcore_prefix_tree.utils.os_signals import ended_at_once
 from mcore_prefix_tree.utils.stdout import outlive_output
 
@@ -60,7 +60,7 @@ def _train(
     try:
         run_train(loaded, reporter, resume=resume, new_data=new_data)
     except VerificationError as error:
-        leave(FAILED, str(error))
+        exit_with(FAILED, str(error))
     except EndedError as error:
         raise SystemExit(ENDED_BY_SIGNAL + error.signal) from None
     finally:

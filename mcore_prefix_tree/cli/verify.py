@@ -11,7 +11,7 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import HuggingFace, load_job
-from mcore_prefix_tree.utils.errors import FAILED, leave
+from mcore_prefix_tree.utils.errors import FAILED, exit_with
 
 
 def verify(
@@ -41,7 +41,7 @@ def verify(
         from mcore_prefix_tree.cli.verify import show_installed
 
         if not show_installed(megatron_lm_path, as_json=as_json):
-            leave(FAILED)
+            exit_with(FAILED)
         return
     if megatron_lm_path is not None:
         raise ValueError("--megatron-lm-path goes with no RECIPE: mcore-prefix-tree verify --megatron-lm-path DIR")
@@ -65,7 +65,7 @@ def verify(
     elif is_main:
         print_verified(Console(), report)
     if not report.passed:
-        leave(FAILED)
+        exit_with(FAILED)
 
 
 def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 from dataclasses import dataclass
 
 from mcore_prefix_tree.cli.options import local
-from mcore_prefix_tree.cli.samples import object_of
+from mcore_prefix_tree.cli.samples import parse_json_object
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatTokenizer
@@ -52,7 +52,7 @@ class Tokenizers:
         from mcore_prefix_tree.data import load_tokenizer
 
         student, teacher = (
-            load_tokenizer(name, object_of(given, option))
+            load_tokenizer(name, parse_json_object(given, option))
             for name, given, option in (
                 (self.student, self.student_chat_template_kwargs, "--student-chat-template-kwargs"),
                 (self.teacher, self.teacher_chat_template_kwargs, "--teacher-chat-template-kwargs"),

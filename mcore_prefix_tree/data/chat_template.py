@@ -45,12 +45,12 @@ class ChatTemplates:
     def __init__(self, tokenizer: Any, folder: str, given: Mapping[str, Any]) -> None:
         """Check the templates of a tokenizer, their variables and that output is constant; raise ValueError if not."""
         variables = dict(given)
-        templates = _templates_of(tokenizer, folder)
+        templates = _read_templates(tokenizer, folder)
         _refuse_unsteady(templates, folder, has_date=bool({_CLOCK, "date_string"} & variables.keys()))
         known = inspect.signature(tokenizer.apply_chat_template).parameters
         for name in variables.keys() & known.keys():
             raise ValueError(f"chat_template_kwargs has '{name}', which is not a template variable; remove it")
-        shown = _date_of(variables.pop(_CLOCK, None))
+        shown = _parse_date(variables.pop(_CLOCK, None))
         tokenizer.chat_template = {name: _with_clock(template, shown) for name, template in templates.items()}
         self._tokenizer = tokenizer
         self._folder = folder
@@ -95,7 +95,7 @@ class ChatTemplates:
         return self._compiled[text]
 
 
-def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:
+def _read_templates(tokenizer: Any, folder: str) -> dict[str, str]:
     """Return the chat templates of a tokenizer by name."""
     found = tokenizer.chat_template
     if not found:
@@ -108,7 +108,7 @@ def _templates_of(tokenizer: Any, folder: str) -> dict[str, str]:
     return templates
 
 
-def _date_of(given: object) -> date | None:
+def _parse_date(given: object) -> date | None:
     try:
         return None if given is None else date.fromisoformat(str(given))
     except ValueError:

@@ -61,7 +61,7 @@ def check_same_samples(groups: Sequence[Sequence[Sample]], paths: Sequence[str],
     """
     if ranks.size == 1:
         return
-    crc = _crc_of(chain.from_iterable(groups), crc32(np.array([len(group) for group in groups]).data))
+    crc = _update_crc(chain.from_iterable(groups), crc32(np.array([len(group) for group in groups]).data))
     samples, tokens = sum(map(len, groups)), sum(map(len, chain.from_iterable(groups)))
     what = f"{_count(samples, 'sample')} of {_count(tokens, 'token')} in {_count(len(groups), 'record')}"
     _check_same(what, crc, paths, ranks)
@@ -74,9 +74,9 @@ def check_same_files(records: int, paths: Sequence[str], read: Callable[[int], S
     """
     if ranks.size == 1:
         return
-    crc = crc32(repr([_bytes_of(path) for path in paths]).encode())
-    for record in _some_of(records):
-        crc = _crc_of(_read(read, record), crc)
+    crc = crc32(repr([_file_size(path) for path in paths]).encode())
+    for record in _sample_records(records):
+        crc = _update_crc(_read(read, record), crc)
     _check_same(_count(records, "record"), crc, paths, ranks)
 
 
@@ -85,17 +85,19 @@ def checksum(groups: Sequence[Sequence[Sample]], sizes: npt.NDArray[np.int64], *
 
     ``sizes``, int64 ``[n]``, counts the samples of each record. Reads all groups, or four unless ``all_of_them``.
     """
-    some = groups if all_of_them else [groups[index] for index in _some_of(len(groups))]
-    return _crc_of(chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False)
+    some = groups if all_of_them else [groups[index] for index in _sample_records(len(groups))]
+    return _update_crc(
+        chain.from_iterable(some), crc32(np.ascontiguousarray(sizes, dtype=np.int64).data), signals=False
+    )
 
 
-def is_other(before: Mapping[str, int], now: Mapping[str, int]) -> bool | None:
+def fingerprints_differ(before: Mapping[str, int], now: Mapping[str, int]) -> bool | None:
     """Return whether two runs' checksums, by the way of reading, differ; None if they have no way in common."""
     ways = before.keys() & now.keys()
     return any(before[way] != now[way] for way in ways) if ways else None
 
 
-def _some_of(number: int) -> list[int]:
+def _sample_records(number: int) -> list[int]:
     """Return the first, the last and two between them."""
     return sorted(set(np.linspace(0, number - 1, 4).astype(int).tolist())) if number else []
 
@@ -122,7 +124,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _check_same(what: str, crc: int, paths: Sequence[str], ranks: Ranks) -> None:
-    files = {path: _bytes_of(path) for path in paths}
+    files = {path: _file_size(path) for path in paths}
     digests: list[Digest] = ranks.gather(Digest(host=socket.gethostname(), what=what, crc=crc, files=files))
     first = digests[0]
     odd = next((one for one in digests if (one.what, one.crc) != (first.what, first.crc)), None)
@@ -169,14 +171,14 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def _bytes_of(path: str) -> int:
+def _file_size(path: str) -> int:
     try:
         return os.path.getsize(path)
     except OSError:
         return 0
 
 
-def _crc_of(samples: Iterable[Sample], crc: int, *, signals: bool = True) -> int:
+def _update_crc(samples: Iterable[Sample], crc: int, *, signals: bool = True) -> int:
     rest = iter(samples)
     while some := list(islice(rest, _AT_ONCE)):  # many are short, and a checksum's call takes its time
         crc = crc32(np.array([len(sample) for sample in some]).data, crc)
@@ -188,7 +190,7 @@ def _crc_of(samples: Iterable[Sample], crc: int, *, signals: bool = True) -> int
             if signals and sample.signals is not NO_SIGNALS:
                 crc = _crc_of_signals(sample, crc)
             if signals and sample.renderings:
-                crc = _crc_of(sample.renderings, crc)
+                crc = _update_crc(sample.renderings, crc)
     return crc
 
 
@@ -223,11 +225,11 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     :data:`CHECKSUMS` if as many other samples are read; None if nothing differs.
     """
     for name, value in now.items():
-        if is_other(before[name], value) if name == CHECKSUMS else before[name] != value:
+        if fingerprints_differ(before[name], value) if name == CHECKSUMS else before[name] != value:
             return name
     return None
 
 
 def are_new_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether a job that declares its data new begins them, and is not started again on the same data."""
-    return difference(before, now) is not None or is_other(before[CHECKSUMS], now[CHECKSUMS]) is None
+    return difference(before, now) is not None or fingerprints_differ(before[CHECKSUMS], now[CHECKSUMS]) is None

@@ -41,7 +41,7 @@ _HARMLESS = frozenset({"special_tokens_mask", "prompt_logprobs"})
 
 
 @lru_cache(maxsize=4096)
-def meaning_of(name: str) -> str | None:
+def guess_field(name: str) -> str | None:
     """Return the field of ours that a field of this name seems to be; None if its name does not say."""
     if name in _HARMLESS or name in _ASIDE:
         return None
@@ -56,14 +56,14 @@ def meaning_of(name: str) -> str | None:
 
 def is_telling(name: str) -> bool:
     """Return whether a field of this name changes what is trained on, though it is not read."""
-    return name in _ASIDE or meaning_of(name) is not None
+    return name in _ASIDE or guess_field(name) is not None
 
 
-def mapping_of(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
+def suggest_fields(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
     """Return how ``names`` of a record without a mark could be given in ``data.fields``; empty if none is an id."""
     found: dict[str, str] = {}
     for name in names:
-        meant = None if name in known else meaning_of(name)
+        meant = None if name in known else guess_field(name)
         if meant is not None:
             found.setdefault(meant, name)
     if found.get("response_tokens") == "token_ids" and not found.keys() & {"tokens", "prompt_tokens"}:
@@ -79,8 +79,8 @@ def mapping_of(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
 
 
 def mapping_beside(mark: str, names: Iterable[str], known: Collection[str]) -> dict[str, str | None]:
-    """Return ``mapping_of`` a record whose field of completions holds ids of the response."""
-    mapping: dict[str, str | None] = {**mapping_of([*names, _RESPONSES[0]], known)}
+    """Return ``suggest_fields`` a record whose field of completions holds ids of the response."""
+    mapping: dict[str, str | None] = {**suggest_fields([*names, _RESPONSES[0]], known)}
     if "response_tokens" in mapping:
         return mapping | {"response_tokens": mark}
     return mapping | {mark: None}
@@ -98,7 +98,7 @@ def fault_of_unread(row: Mapping[str, Any], read: Collection[str], given: Mappin
         fault = _fault_aside(name, row, given, has_mask=has_mask) if name in _ASIDE else None
         if fault is not None:
             return fault
-        meant = None if name in read else meaning_of(name)
+        meant = None if name in read else guess_field(name)
         if meant is None or meant in given or meant in row:
             continue
         if name in _IDS or name in _LENGTHS:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from mcore_prefix_tree.data.foreign_names import mapping_beside, mapping_of, shown
+from mcore_prefix_tree.data.foreign_names import mapping_beside, shown, suggest_fields
 from mcore_prefix_tree.data.json_fields import ChatError, check_once
 from mcore_prefix_tree.data.stopping import STOP_ALIASES, STOP_KEYS, STOP_LISTS, was_cut, were_cut
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
@@ -124,7 +124,7 @@ def _from_sharegpt(entry: Any, name: str) -> Any:
 
 
 def _completion(row: Row, source: str) -> list[Example]:
-    return [Example(content=_continued(_prompt_of(row), row["completion"], "completion", row, cut=was_cut(row)))]
+    return [Example(content=_continued(_read_prompt(row), row["completion"], "completion", row, cut=was_cut(row)))]
 
 
 def _completions(name: str) -> Callable[[Row, str], list[Example]]:
@@ -136,7 +136,7 @@ def _completions(name: str) -> Callable[[Row, str], list[Example]]:
             raise ChatError("fields 'reward' and 'rewards' are both given; give one of them")
         if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
             raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
-        prompt, group = _prompt_of(row), row.get("group", source)
+        prompt, group = _read_prompt(row), row.get("group", source)
         cut = were_cut(row, len(many), name)
         return [
             Example(
@@ -193,7 +193,7 @@ def _is_said(text: str, messages: Sequence[Any]) -> bool:
     return any(isinstance(message, dict) and message.get("content") == text for message in messages)
 
 
-def _prompt_of(row: Row) -> Any:
+def _read_prompt(row: Row) -> Any:
     if "prompt" not in row:
         raise ChatError("field 'prompt' is missing")
     return row["prompt"]
@@ -274,7 +274,7 @@ KNOWN = frozenset((*FIELDS, *STOP_ALIASES, *_REFUSED, *SWITCHES))
 JSON_FIELDS = KNOWN - _OF_TOKENS | {"chosen", "exclude"}
 
 
-def examples_of(row: Row, source: str, mark: str) -> list[Example]:
+def make_examples(row: Row, source: str, mark: str) -> list[Example]:
     """Return the examples of a record of a mark's format; raises SampleError for a malformed one."""
     try:
         if mark not in TOKEN_MARKS and "loss_mask" in row:
@@ -290,7 +290,7 @@ def examples_of(row: Row, source: str, mark: str) -> list[Example]:
         raise SampleError(f"{source}: {error}") from error
 
 
-def excluded_of(row: Row, source: str, mark: str | None = None) -> bool | list[bool]:
+def read_excluded(row: Row, source: str, mark: str | None = None) -> bool | list[bool]:
     """Return whether a record is excluded, or a list with an entry per completion; raise SampleError for other values.
 
     ``mark`` is None if the record's format is not known yet; a list is then not examined.
@@ -318,7 +318,7 @@ PROMPT_ALONE = (
 )
 
 
-def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
+def find_mark(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     """Return the one mark that a record has; raise SampleError, with the file's ``names``, for none or several."""
     found = [mark for mark in FORMATS if mark in row]
     if len(found) == 1:
@@ -336,7 +336,7 @@ def mark_of(row: Row, source: str, names: Mapping[str, str | None]) -> str:
     if missing:
         mark, theirs = missing[0]
         raise SampleError(f"{source}: does not have the field '{theirs}', which data.fields reads as '{mark}'")
-    mapping = mapping_of(row, FIELDS)
+    mapping = suggest_fields(row, FIELDS)
     if "prompt" in row and not mapping:
         raise SampleError(f"{source}: {PROMPT_ALONE}")
     yours = f"yours in data.fields: {shown(mapping)}" if mapping else "yours in data.fields"

@@ -221,30 +221,3 @@ def _number(source: str) -> int:
 
 def _are_equal(one: Sample, other: Sample) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.loss_mask, other.loss_mask)
-
-
-Turn = tuple[Hashable, int]
-
-
-def turn_of(sample: Sample) -> Turn | None:
-    """Return the rollout and the turn of a sample; None unless it names both."""
-    rollout, turn = sample.signals.unit("rollout"), sample.signals.turn
-    return None if rollout is None or turn is None else (rollout, turn)
-
-
-def goes_on(before: Turn | None, turn: Turn | None) -> bool:
-    """Return whether a turn is a later one of the rollout that the turn before it belongs to."""
-    return before is not None and turn is not None and before[0] == turn[0] and before[1] < turn[1]
-
-
-def with_later_turns(lines: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-    """Join neighbouring lines that hold successive turns of a rollout, for example from ``score``."""
-    joined: list[list[Sample]] = []
-    last = None
-    for line in lines:
-        if line and joined and goes_on(last, turn_of(line[0])):
-            joined[-1] += line
-        else:
-            joined.append(list(line))
-        last = turn_of(line[-1]) if line else last
-    return joined

@@ -18,11 +18,11 @@ from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continua
 from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.stopping import with_end
-from mcore_prefix_tree.data.tokenizer_probe import check_encodes_text, check_ids, code_of
+from mcore_prefix_tree.data.tokenizer_probe import check_encodes_text, check_ids, describe_code
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.data.vocabulary import DummySpace, Spelling, Vocabulary
-from mcore_prefix_tree.utils.inputs import check_files_of, is_utf8
+from mcore_prefix_tree.utils.inputs import check_folder_files, is_utf8
 
 
 class HuggingFaceChatTokenizer:
@@ -164,13 +164,13 @@ class HuggingFaceChatTokenizer:
         unknown = {self._tokenizer.unk_token_id} - {None}
         return Vocabulary(
             pieces=pieces,
-            spelling=_spelling_of(self._tokenizer, self._folder),
+            spelling=_detect_spelling(self._tokenizer, self._folder),
             special=self._special_ids | unknown,
             verbatim=frozenset(added) - self._special_ids,
             dummy_space=self._dummy_space(),
             bos=self._tokenizer.bos_token_id,
             eos=self._tokenizer.eos_token_id,
-            merges=_merges_of(self._tokenizer),
+            merges=_read_merges(self._tokenizer),
         )
 
     def _dummy_space(self) -> DummySpace:
@@ -246,13 +246,13 @@ def _loaded(folder: str) -> Any:
         raise ValueError(f"tokenizer '{folder}': transformers opens no path that is not UTF-8; rename the folder")
     for opened in (folder, os.path.join(folder, "additional_chat_templates")):
         if os.path.isdir(opened):
-            check_files_of(opened)
+            check_folder_files(opened)
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes transformers and tokenizers raise nearly anything
-        own = code_of(folder)
+        own = describe_code(folder)
         if own is not None:
             raise ValueError(
                 f"tokenizer '{folder}': {own}, which is never run, and without it transformers cannot load the folder; "
@@ -260,7 +260,7 @@ def _loaded(folder: str) -> Any:
             ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"tokenizer '{folder}': transformers cannot load this folder: {reason}") from error
-    own = code_of(folder)
+    own = describe_code(folder)
     if own is not None:
         warnings.warn(
             f"tokenizer '{folder}': {own}, which is not run; it is loaded as {type(loaded).__name__}, and its tokens "
@@ -272,7 +272,7 @@ def _loaded(folder: str) -> Any:
     return loaded
 
 
-def _spelling_of(tokenizer: Any, folder: str) -> Spelling:
+def _detect_spelling(tokenizer: Any, folder: str) -> Spelling:
     """Return how a tokenizer spells its tokens, which its decoder undoes."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     parts = [] if decoder is None else [json.loads(decoder.__getstate__())]
@@ -291,7 +291,7 @@ def _spelling_of(tokenizer: Any, folder: str) -> Spelling:
     )
 
 
-def _merges_of(tokenizer: Any) -> list[str]:
+def _read_merges(tokenizer: Any) -> list[str]:
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     merges = [] if model is None else json.loads(model.__getstate__()).get("merges", [])
     # Pairs are lists or, in older files, joined by a space.

@@ -71,7 +71,7 @@ def check_json_depth(text: str, field: str) -> None:
             return
 
 
-def text_of(value: object, field: str, expected: str = "a string") -> str:
+def read_text_value(value: object, field: str, expected: str = "a string") -> str:
     """Return a value that must be text; raises ChatError."""
     if not isinstance(value, str):
         raise ChatError(f"field '{field}' must be {expected}, not {json_kind(value)}")
@@ -92,16 +92,16 @@ def check_escapes(arguments: str, field: str) -> None:
         decoded = json.loads(arguments)
     except ValueError:
         return  # it stays text
-    json_text_of(decoded, field)
+    format_json(decoded, field)
 
 
-def json_text_of(value: object, field: str) -> str:
+def format_json(value: object, field: str) -> str:
     """Return the JSON text of a value."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except TypeError as error:  # from a table: bytes, dates
         raise ChatError(f"field '{field}' cannot be written as JSON: {error}") from None
-    return text_of(text, field)
+    return read_text_value(text, field)
 
 
 def json_kind(value: object) -> str:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ROLES, ChatMessage, ToolCall
-from mcore_prefix_tree.data.json_fields import ChatError, check_once, json_kind, text_of
+from mcore_prefix_tree.data.json_fields import ChatError, check_once, json_kind, read_text_value
 from mcore_prefix_tree.data.stopping import was_cut
 from mcore_prefix_tree.data.tools import parse_tool_calls
-from mcore_prefix_tree.data.turns import INTERPRETED, check_part, check_refused_keys, thinking_of, weight_of
+from mcore_prefix_tree.data.turns import INTERPRETED, check_part, check_refused_keys, read_thinking, read_weight
 
 
 def parse_messages(value: object, names: Sequence[str] | None = None) -> list[ChatMessage]:
@@ -72,8 +72,8 @@ def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
         tool_calls=tool_calls,
         tool_call_id=_optional_text(entry, "tool_call_id", field) if is_result else None,
         name=_optional_text(entry, "name", field) if is_result else None,
-        thinking=thinking_of(entry, role, field),
-        weight=weight_of(entry, role, field),
+        thinking=read_thinking(entry, role, field),
+        weight=read_weight(entry, role, field),
         is_cut=role == "assistant" and was_cut(entry, f"{field}."),
         others={key: one for key, one in entry.items() if key not in INTERPRETED and one is not None},
     )
@@ -81,7 +81,7 @@ def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
 
 def _optional_text(entry: dict[str, Any], name: str, field: str) -> str | None:
     value = entry.get(name)
-    return None if value is None else text_of(value, f"{field}.{name}")
+    return None if value is None else read_text_value(value, f"{field}.{name}")
 
 
 def _answers_text(before: Sequence[ChatMessage]) -> bool:
@@ -93,7 +93,7 @@ def _answers_text(before: Sequence[ChatMessage]) -> bool:
 def _content(value: object, field: str) -> str:
     """Return the text of a message; its parts, if it has some, are joined as chat templates write them."""
     if not isinstance(value, list):
-        return text_of(value, field)
+        return read_text_value(value, field)
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -101,7 +101,7 @@ def _content(value: object, field: str) -> str:
             found = f"of type {json.dumps(kind)}" if isinstance(kind, str) else json_kind(part)
             raise ChatError(f"field '{field}[{index}]' is {found}; only parts of type \"text\" can be trained on")
         check_part(part, f"{field}[{index}]")
-        texts.append(text_of(part.get("text"), f"{field}[{index}].text"))
+        texts.append(read_text_value(part.get("text"), f"{field}[{index}].text"))
     return "".join(texts)
 
 

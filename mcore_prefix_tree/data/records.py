@@ -21,9 +21,9 @@ from mcore_prefix_tree.data.formats import (
     Conversation,
     Text,
     TokenIds,
-    examples_of,
-    excluded_of,
-    mark_of,
+    find_mark,
+    make_examples,
+    read_excluded,
 )
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.messages import parse_messages
@@ -125,17 +125,17 @@ def _parse(
     source, names = record.source, options.names
     seen.update(_list_renamed(row, names))
     left_out = Skipped() if left_out is None else left_out
-    if excluded_of(row, source) is True and not names.keeps_others:
+    if read_excluded(row, source) is True and not names.keeps_others:
         left_out.excluded += 1
         return []  # nothing else of it is looked into: it may be a rollout that has crashed
-    mark = mark_of(row, source, names.given)
+    mark = find_mark(row, source, names.given)
     _check_readable(row, mark, source, options)
-    examples = examples_of(row, source, mark)
+    examples = make_examples(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
     notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)
     carried = record.others({names.theirs(name) for name in READ[mark]}) if names.keeps_others else {}
     common = {name: row[name] for name in SIGNALS if name in row}
-    excluded = excluded_of(row, source, mark)
+    excluded = read_excluded(row, source, mark)
     samples = []
     for place, example in enumerate(examples):
         is_excluded = excluded[place] if isinstance(excluded, list) else excluded

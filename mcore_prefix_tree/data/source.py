@@ -11,12 +11,13 @@ from itertools import chain
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_samples
-from mcore_prefix_tree.data.grouping import EqualPairs, streamed_whole_groups, turn_of, whole_groups, with_later_turns
+from mcore_prefix_tree.data.grouping import EqualPairs, streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
+from mcore_prefix_tree.data.turn_order import read_turn, with_later_turns
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.choices import OnError, Order
@@ -88,7 +89,7 @@ class Source:
             )
             with _naming_what_was_left_out(skipped):
                 groups = (
-                    stream(turn_of=turn_of if self._joins_turns else None)
+                    stream(turn_of=read_turn if self._joins_turns else None)
                     if self.grouped_by is None
                     else streamed_whole_groups(
                         stream,

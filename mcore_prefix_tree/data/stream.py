@@ -18,9 +18,9 @@ import numpy.typing as npt
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, resolve_paths
 from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_files
-from mcore_prefix_tree.data.grouping import Turn, goes_on
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
+from mcore_prefix_tree.data.turn_order import Turn, goes_on
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.choices import OnError
 
@@ -78,7 +78,7 @@ class StreamedGroups(Sequence[list[Sample]]):
     from any number of processes.
 
     Args:
-        paths: as for :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
+        paths: files, with the rules of :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
         skipped: counter of skipped samples, the same on every rank.
         ranks: ranks that share the first pass.
         progress: function called with the bytes done and all bytes of this rank's part.
@@ -210,13 +210,13 @@ class StreamedGroups(Sequence[list[Sample]]):
         own: tuple[int, str] | None = None
         if check is not None:
             for group in groups[ranks.rank :: ranks.size].tolist():
-                fault = self._fault_of(group, check)
+                fault = self._find_fault(group, check)
                 if fault:
                     own = group, fault
                     break
         return min((one for one in ranks.gather(own) if one is not None), default=(0, ""))[1]
 
-    def _fault_of(self, group: int, check: Callable[[list[Sample]], None]) -> str:
+    def _find_fault(self, group: int, check: Callable[[list[Sample]], None]) -> str:
         try:
             samples = self[group]
         except SampleError as error:
@@ -315,7 +315,7 @@ def _go_through(
             if turn_of is not None:
                 found.add_turns(place, turn_of(samples[0]), turn_of(samples[-1]))
             found.is_scored = found.is_scored or any(sample.is_scored for sample in samples)
-            digest = None if key is None else _digest(_key_of(samples, key), record)
+            digest = None if key is None else _digest(_read_key(samples, key), record)
             if digest is not None:
                 found.digests[place] = np.frombuffer(digest, dtype=np.uint64)
             groups.add(samples, digest, record)
@@ -343,7 +343,7 @@ def _raise_failure(
         skipped.merge(left_out)
 
 
-def _key_of(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> Hashable:
+def _read_key(samples: Sequence[Sample], key: Callable[[Sample], Hashable]) -> Hashable:
     """Return the key of a record; raises SampleError if it holds parts of several groups, which are read together."""
     keys = {key(sample) for sample in samples}
     if len(keys) > 1 or (None in keys and len(samples) > 1):

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames, notice_unread
-from mcore_prefix_tree.data.foreign_names import mapping_of, shown
+from mcore_prefix_tree.data.foreign_names import shown, suggest_fields
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.sample import SampleError
@@ -74,18 +74,18 @@ def _value_of(scalar: Any) -> Any:
     if types.is_struct(kind):
         return {name: value for name, inner in scalar.items() if (value := _value_of(inner)) is not None}
     if _is_list(kind):
-        return _list_of(scalar.values)
+        return _to_array(scalar.values)
     return scalar.as_py()
 
 
-def _list_of(values: Any) -> Any:
+def _to_array(values: Any) -> Any:
     """Return an array if one holds the list without loss: numbers, or as many numbers in each entry."""
     kind = values.type
     if types.is_floating(kind) or (_is_plain(kind) and not values.null_count):
         return values.to_numpy(zero_copy_only=False)
     if _is_list(kind) and len(values) and not values.null_count:
         lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
-        inner = _list_of(values.flatten())
+        inner = _to_array(values.flatten())
         if isinstance(inner, np.ndarray) and (lengths == lengths[0]).all():
             return inner.reshape(len(lengths), int(lengths[0]), *inner.shape[1:])
     return [_value_of(scalar) for scalar in values]
@@ -122,7 +122,7 @@ def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
     try:
         with closing(_open(path, names)) as table:
             for batch in table.batches():
-                columns = _columns_of(batch)
+                columns = _to_columns(batch)
                 for at in range(batch.num_rows):
                     yield Row(f"{path} row {number}", columns, at)
                     number += 1
@@ -208,10 +208,10 @@ class RowIndex:
             )
         if batch is None or batch.num_rows != last - first:
             raise self._file.error()
-        return _columns_of(batch), size
+        return _to_columns(batch), size
 
 
-def _columns_of(batch: Any) -> Columns:
+def _to_columns(batch: Any) -> Columns:
     return dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
@@ -245,7 +245,7 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     known = names.of_file(schema.names)
     notice_unread((name for name in schema.names if name not in known), FIELDS, path)
     if not FORMATS.keys() & set(known.values()):
-        mapping = mapping_of(schema.names, FIELDS)
+        mapping = suggest_fields(schema.names, FIELDS)
         if "prompt" in known.values() and not mapping:
             raise SampleError(f"{path}: {PROMPT_ALONE}")
         way_out = "name the one that holds the samples in data.fields"

@@ -14,7 +14,7 @@ _TEXT = "the 0 la не 的 の 이 ال"
 _TOKENS = 1000
 
 
-def code_of(folder: str) -> str | None:
+def describe_code(folder: str) -> str | None:
     """Return a sentence about the code that a folder brings for its tokenizer, which is never run; None without any."""
     for name in ("tokenizer_config.json", "config.json"):
         found = _content(folder, name).get("auto_map")

@@ -11,9 +11,9 @@ from mcore_prefix_tree.data.json_fields import (
     check_depths,
     check_escapes,
     check_json_depth,
+    format_json,
     json_kind,
-    json_text_of,
-    text_of,
+    read_text_value,
 )
 
 
@@ -52,15 +52,15 @@ def _tool(entry: object, field: str) -> Tool:
     if not in_shell and shell.get("type", "function") != "function":
         raise ChatError(f"field '{field}.type' must be \"function\"; other kinds of tools are not supported")
     shell, inner = (shell, f"{field}.function") if in_shell else ({"type": "function"}, field)
-    text_of(function.get("name"), f"{inner}.name")
+    read_text_value(function.get("name"), f"{inner}.name")
     if function.get("description") is not None:
-        text_of(function["description"], f"{inner}.description")
+        read_text_value(function["description"], f"{inner}.description")
     if function.get("parameters") is not None:
         function = function | {"parameters": _schema(function["parameters"], f"{inner}.parameters")}
     check_depths({name: one for name, one in shell.items() if name != "function"}, field)
     check_depths(function, inner)
     definition = shell | {"function": function}
-    json_text_of(definition, field)
+    format_json(definition, field)
     return Tool(definition=definition)
 
 
@@ -87,17 +87,19 @@ def parse_tool_calls(value: object, field: str, calls_seen: int) -> tuple[ToolCa
         function = entry.get("function", entry) if isinstance(entry, dict) else None
         if not isinstance(function, dict):
             raise ChatError(f"field '{field}[{index}]' must be an object with 'name' and 'arguments'")
-        name = text_of(function.get("name"), f"{field}[{index}].name")
+        name = read_text_value(function.get("name"), f"{field}[{index}].name")
         arguments = function.get("arguments")
         if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
             arguments = {}  # as engines read a call without arguments
         if isinstance(arguments, dict):
             check_depth(arguments, f"{field}[{index}].arguments")
-            arguments = json_text_of(arguments, f"{field}[{index}].arguments")
-        arguments = text_of(arguments, f"{field}[{index}].arguments", expected="an object or its JSON text")
+            arguments = format_json(arguments, f"{field}[{index}].arguments")
+        arguments = read_text_value(arguments, f"{field}[{index}].arguments", expected="an object or its JSON text")
         check_json_depth(arguments, f"{field}[{index}].arguments")
         check_escapes(arguments, f"{field}[{index}].arguments")
         call_id = entry.get("id")
-        call_id = f"call{calls_seen + index + 1:05d}" if call_id is None else text_of(call_id, f"{field}[{index}].id")
+        call_id = (
+            f"call{calls_seen + index + 1:05d}" if call_id is None else read_text_value(call_id, f"{field}[{index}].id")
+        )
         calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
     return tuple(calls)

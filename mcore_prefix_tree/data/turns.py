@@ -129,7 +129,7 @@ def _seems_switch(name: str, value: object) -> bool:
     return bool(words & _SWITCH_WORDS) or (value is True and bool(words & _LEAVING_OUT))
 
 
-def weight_of(message: Mapping[str, Any], role: str, field: str) -> float:
+def read_weight(message: Mapping[str, Any], role: str, field: str) -> float:
     """Return the weight of an assistant message's tokens: 0 if a switch turns it off, 1 without a switch.
 
     Raises ChatError for a malformed or contradictory switch, or one that trains a message that is not the assistant's.
@@ -171,7 +171,7 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int) else json_kind(value)
 
 
-def thinking_of(message: Mapping[str, Any], role: str, field: str) -> str:
+def read_thinking(message: Mapping[str, Any], role: str, field: str) -> str:
     """Return the thinking that a message keeps apart, or ""; raise ChatError for other types, names or roles."""
     given = {}
     for name in THINKING:

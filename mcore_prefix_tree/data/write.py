@@ -39,7 +39,7 @@ class RowWriter(Protocol):
         """Write more rows; raise SampleError, with a ``source``, for mixed types in a column, OSError without room."""
 
 
-def row_of(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
+def make_row(sample: Sample, names: FieldNames = OUR_NAMES) -> dict[str, Any]:
     """Return all fields of a sample, by the file's names, and those that it carries; a carried ``source`` is kept."""
     key = sample.merge_key
     row: dict[str, Any] = {"tokens": sample.tokens, "loss_mask": sample.loss_mask}
@@ -75,13 +75,13 @@ def check_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
         raise ValueError(f"{path}: exists and is not a regular file; name another")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{path}: its folder cannot be written to; name another")
-    if Path(path).exists() and any(is_same_file(path, one) for given in inputs for one in _files_of(str(given))):
+    if Path(path).exists() and any(is_same_file(path, one) for given in inputs for one in _list_files(str(given))):
         raise ValueError(f"{path}: is read by this command, which would replace it; name another file")
     if is_table(str(path)):
         require_pyarrow(str(path))
 
 
-def _files_of(given: str) -> Iterator[str]:
+def _list_files(given: str) -> Iterator[str]:
     """Yield the files that an input names; a folder's own."""
     for one in (given, *glob.glob(given, recursive=True)):
         if not os.path.isdir(one):

@@ -60,11 +60,11 @@ class TableSpool:
         values = [_decoded(value) for value in values]
         for value, row in zip(values, rows, strict=True):
             if value is not None:
-                kind, first = self._kinds.setdefault(name, (_kind_of(value), _source_of(row)))
-                if kind != _kind_of(value):
+                kind, first = self._kinds.setdefault(name, (_json_kind(value), _describe_source(row)))
+                if kind != _json_kind(value):
                     raise SampleError(
-                        f"{_source_of(row)}: field '{name}' is {_kind_of(value)} and that of {first} is {kind}, but a "
-                        "column of a table holds one kind; write JSON Lines (a name that ends in .jsonl)"
+                        f"{_describe_source(row)}: field '{name}' is {_json_kind(value)} and that of {first} is {kind}"
+                        ", but a column of a table holds one kind; write JSON Lines (a name that ends in .jsonl)"
                     )
         try:
             return _array(values)
@@ -118,11 +118,11 @@ def _decoded(value: Any) -> Any:
     return value.to_pylist()[0] if isinstance(value, pa.Array) else value
 
 
-def _source_of(row: Mapping[str, Any]) -> str:
+def _describe_source(row: Mapping[str, Any]) -> str:
     return str(_decoded(row["source"]))
 
 
-def _kind_of(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     if isinstance(value, (np.ndarray, list)):
         return "a list"
     if isinstance(value, (Teacher, dict)):
@@ -150,7 +150,7 @@ def _structs(teachers: Sequence[Teacher | None]) -> Any:
     for name, part in ((name, part) for one in teachers if one for name, part in one.arrays().items()):
         parts.setdefault(name, []).append(part)
     rows = [None if one is None else {name: _plain(part) for name, part in one.parts().items()} for one in teachers]
-    return pa.array(rows, type=pa.struct([(name, _type_of(own)) for name, own in parts.items()]))
+    return pa.array(rows, type=pa.struct([(name, _infer_type(own)) for name, own in parts.items()]))
 
 
 def _plain(value: Any) -> Any:
@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _type_of(values: Sequence[Any]) -> Any:
+def _infer_type(values: Sequence[Any]) -> Any:
     """Return the Arrow type of texts, or of arrays of one number of dimensions."""
     if not isinstance(values[0], np.ndarray):
         return pa.string()

@@ -231,11 +231,11 @@ def _temperature(
     samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
 ) -> npt.NDArray[np.float64] | None:
     """Return each token's temperature, float64 ``[P]``, or None; samples that share a token agree on it."""
-    of_sample = np.fromiter((sample.temperature for sample in samples), dtype=np.float64, count=len(samples))
-    if (of_sample == 1).all():
+    sample_scores = np.fromiter((sample.temperature for sample in samples), dtype=np.float64, count=len(samples))
+    if (sample_scores == 1).all():
         return None
     temperature = np.ones(padded_size, dtype=np.float64)
-    temperature[: trie.num_tokens] = np.repeat(of_sample[trie.order], lengths[trie.order] - trie.shared)
+    temperature[: trie.num_tokens] = np.repeat(sample_scores[trie.order], lengths[trie.order] - trie.shared)
     return temperature
 
 

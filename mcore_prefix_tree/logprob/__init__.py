@@ -12,7 +12,7 @@ from mcore_prefix_tree.logprob.head_losses import (
     head_weighted_sum,
 )
 from mcore_prefix_tree.logprob.restore import restore
-from mcore_prefix_tree.logprob.top_tokens import top_logprobs
+from mcore_prefix_tree.logprob.top_k import top_logprobs
 
 __all__ = [
     "BlockLoss",

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, import_upstream, missing_of
+from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing, import_upstream
 
 OLDEST = "0.16.1"
 # Releases that scripts/versions tests, and the commit of Megatron-LM's main, which calls itself 0.20.0.
@@ -348,7 +348,7 @@ def has_hybrid_model() -> bool:
 
 def check(table: Iterable[Uses]) -> None:
     """Raise MegatronCoreError if megatron-core lacks names of a table; it lists them and the supported versions."""
-    found = [sentence for uses in table for sentence in missing_of(uses)]
+    found = [sentence for uses in table for sentence in find_missing(uses)]
     if found:
         raise MegatronCoreError(
             f"megatron-core {installed_version()} lacks names that this package uses: {'; '.join(found)}; {SUPPORTED}"
@@ -367,7 +367,7 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
         with suppress(ImportError):  # train_rl.py came with core_v0.19, and imports packages that others do not need
             import_upstream("megatron.rl.rl_utils")
             tables["train_rl.py"] = MEGATRON_LM_RL
-    return {room: [one for uses in table for one in missing_of(uses)] for room, table in tables.items()}
+    return {room: [one for uses in table for one in find_missing(uses)] for room, table in tables.items()}
 
 
 def check_version() -> None:

@@ -43,7 +43,7 @@ def import_upstream(name: str) -> Any:
         raise MegatronCoreError(f"{name} needs the package {error.name}, which is not installed") from error
 
 
-def missing_of(uses: Uses) -> Iterator[str]:
+def find_missing(uses: Uses) -> Iterator[str]:
     """Describe the missing parts of one entry."""
     module_name, _, qualified_name = uses.name.partition(":")
     shown = uses.name.replace(":", ".")
@@ -64,12 +64,12 @@ def missing_of(uses: Uses) -> Iterator[str]:
     if uses.attributes and not isinstance(target, type):
         yield f"{shown} (which is not a class)"
     elif uses.attributes:
-        there = attributes_of(target)
+        there = list_attributes(target)
         yield from (f"{shown}.{name}" for name in uses.attributes.split() if there is not None and name not in there)
 
 
 @cache
-def attributes_of(kind: type) -> frozenset[str] | None:
+def list_attributes(kind: type) -> frozenset[str] | None:
     """Return the names that a class or an ancestor defines, or sets on ``self`` in its source; None without source."""
     # To build an instance and ask it would take process groups.
     found = set(dir(kind))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from mcore_prefix_tree.objectives.option_checks import one_of
+from mcore_prefix_tree.objectives.option_checks import known_name
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.signals import GroupedBy, SampleError
 
@@ -118,7 +118,7 @@ ADVANTAGES = {
     # From rewards and values (Schulman et al., 2016, arXiv:1506.02438).
     "gae": AdvantageEstimator(reads="values"),
 }
-Advantage = Annotated[str, one_of(ADVANTAGES)]
+Advantage = Annotated[str, known_name(ADVANTAGES)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -44,7 +44,7 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
 from mcore_prefix_tree.utils.choices import Aligner
 from mcore_prefix_tree.utils.lazy_torch import torch
 from mcore_prefix_tree.utils.upload import upload
-from mcore_prefix_tree.xtoken.exported import Labelled, rows_of
+from mcore_prefix_tree.xtoken.exported import Labelled, make_teacher_rows
 from mcore_prefix_tree.xtoken.fold import fold_chunks
 from mcore_prefix_tree.xtoken.modes import MODES, LossSettings, Mode
 from mcore_prefix_tree.xtoken.pairs import Pair
@@ -235,7 +235,7 @@ class BoundCrossTokenizer(Objective):
         table = self.sides[0].pairing.teacher
         sizes: dict[int, str] = {}
         for pair in pairs:
-            rows = rows_of(pair, table)
+            rows = make_teacher_rows(pair, table)
             if rows is not None:
                 sizes.setdefault(rows.token_ids.shape[1], pair.student.source)
         if len(sizes) > 1:
@@ -278,7 +278,7 @@ class BoundCrossTokenizer(Objective):
         device: torch.device | str,
     ) -> TaughtChunks:
         from mcore_prefix_tree.logprob import Edges
-        from mcore_prefix_tree.xtoken.losses import KnownRows, blocks_of, ordered
+        from mcore_prefix_tree.xtoken.losses import KnownRows, cut_blocks, ordered
 
         side = self.sides[number]
         pairs = [targets.paired[number][index] for index in indices]
@@ -295,7 +295,7 @@ class BoundCrossTokenizer(Objective):
                 token_ids=upload(exported.token_ids[row].astype(np.int64), device),
                 logprobs=upload(exported.logprobs[row], device),
             )
-        blocks = blocks_of(
+        blocks = cut_blocks(
             chunks,
             student_rows=edges.host_row,
             teacher_rows=asked.host_row,

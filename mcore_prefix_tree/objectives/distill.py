@@ -32,7 +32,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Output, SecondModels, TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
@@ -189,7 +189,7 @@ class Distillation(TokenObjective):
         """Return the loss from divergences ``[R]``."""
         return LossOutput(
             loss=torch.dot(of_row, rows.weight.to(of_row.dtype)),
-            metrics={self.divergence: mean_of(of_row, rows.multiplicity)},
+            metrics={self.divergence: weighted_mean(of_row, rows.multiplicity)},
             bad_sample=first_bad_sample(of_row, rows.first_sample),
         )
 

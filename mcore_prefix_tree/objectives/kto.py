@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
@@ -116,8 +116,8 @@ class KTO(TokenObjective):
         return LossOutput(
             loss=loss.sum(),
             metrics={
-                "reward_chosen": mean_of(self.beta * reward, label > 0),
-                "reward_rejected": mean_of(self.beta * reward, label < 0),
+                "reward_chosen": weighted_mean(self.beta * reward, label > 0),
+                "reward_rejected": weighted_mean(self.beta * reward, label < 0),
             },
             bad_sample=first_bad_sample(scored, rows.sample),
         )

@@ -33,7 +33,7 @@ class LossOutput:
     bad_sample: torch.Tensor | None = None
 
 
-def mean_of(values: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
+def weighted_mean(values: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
     """Return ``[2]``: the weighted sum of values, of any shape, and the sum of the weights or of one number."""
     values = values.detach().double()
     # A number that was copied from the host would wait for the device.

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-def one_of(known: Iterable[str]) -> AfterValidator:
+def known_name(known: Iterable[str]) -> AfterValidator:
     """Accept only known names, and reject others in pydantic's words for a ``Literal``."""
     names = tuple(known)
     *but_last, last = map(repr, names)

@@ -49,7 +49,7 @@ from mcore_prefix_tree.objectives.kl import (
     is_far_off_policy,
     kl_estimate,
 )
-from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
@@ -286,26 +286,26 @@ class PolicyGradient(TokenObjective):
                 cap=self.tis_cap,
             )
             per_token = per_token * weight
-            metrics |= {"tis_weight": mean_of(weight), "tis_outside": mean_of(outside)}
+            metrics |= {"tis_weight": weighted_mean(weight), "tis_outside": weighted_mean(outside)}
         if self.off_policy_mask is not None:
             is_far = is_far_off_policy(
                 scored, column["rollout_logprobs"], column["advantage"], rows, self.off_policy_mask
             )
             per_token = per_token.masked_fill(is_far, 0.0)
-            metrics["off_policy_masked"] = mean_of(is_far)
+            metrics["off_policy_masked"] = weighted_mean(is_far)
         if "ref_logprobs" in column:
             divergence = kl_estimate(scored, column["ref_logprobs"], self.estimator)
             if self.kl_importance == "token":
                 divergence = divergence * log_ratio(scored, old, rows, "token").exp()
             elif self.kl_importance == "sequence":
                 # Not the ratio of the surrogate: this one spreads its gradient evenly over the sequence, as TRL's does.
-                of_sample = rows.mean_per_sample(scored - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-                divergence = divergence * of_sample[rows.sample]
+                sample_scores = rows.mean_per_sample(scored - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+                divergence = divergence * sample_scores[rows.sample]
             per_token = per_token + self.kl_coef * divergence
-            metrics["kl"] = mean_of(kl_estimate(scored, column["ref_logprobs"], "k3"))
+            metrics["kl"] = weighted_mean(kl_estimate(scored, column["ref_logprobs"], "k3"))
         if entropy is not None:
             of_token = entropy[rows.predictor].to(dtype)
-            metrics["entropy"] = mean_of(of_token)
+            metrics["entropy"] = weighted_mean(of_token)
             if self.entropy_coef:
                 per_token = per_token - self.entropy_coef * of_token
         elif self.entropy_coef:
@@ -332,11 +332,11 @@ class PolicyGradient(TokenObjective):
             weight = ratio.detach().clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
             loss, clipped = -weight * advantage * logprob, weight != ratio
         return loss, {
-            "ratio": mean_of(ratio),
-            "clip_fraction": mean_of(clipped),
+            "ratio": weighted_mean(ratio),
+            "clip_fraction": weighted_mean(clipped),
             # k3 of KL(old || pi), from tokens drawn from old: how far the policy has moved. Per token, also if the
             # ratio is per sequence: there the tokens' moves cancel.
-            "kl_old": mean_of(torch.expm1(of_token) - of_token),
+            "kl_old": weighted_mean(torch.expm1(of_token) - of_token),
         }
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
@@ -37,7 +37,7 @@ from mcore_prefix_tree.signals import GroupedBy, SampleError
 from mcore_prefix_tree.utils.lazy_torch import F, torch
 
 
-def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
+def find_pairs(samples: Sequence[Sample], setting: str) -> Int64Array:
     """Return int64 ``[Q, 2]``: the chosen and the rejected sample per pair, in the order in which pairs first appear.
 
     Raises:
@@ -69,7 +69,7 @@ def pairs_of(samples: Sequence[Sample], setting: str) -> Int64Array:
 def pair_targets(samples: Sequence[Sample], setting: str, reference: bool) -> Targets:
     """Make the targets of a step of pairs: every pair counts 1 towards the divisor, with its chosen sample."""
     scored = ScoredTokens.of(samples)
-    pairs = pairs_of(samples, setting)
+    pairs = find_pairs(samples, setting)
     for index in np.flatnonzero(scored.lens == 0).tolist():
         raise SampleError(f"{samples[index].source}: no token is scored, and {setting} compares completions")
     count = np.zeros(len(samples), dtype=np.int64)
@@ -110,7 +110,7 @@ class Preference(TokenObjective):
         refuse_unused(self, [("gamma", is_sigmoid, "link=sigmoid"), ("label_smoothing", is_sigmoid, "link=sigmoid")])
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Compute pairs and columns of a step, on the host; raises SampleError as :func:`pairs_of` does."""
+        """Compute pairs and columns of a step, on the host; raises SampleError as :func:`find_pairs` does."""
         return pair_targets(samples, "a preference objective", self.reference)
 
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
@@ -129,7 +129,7 @@ class Preference(TokenObjective):
             loss = loss + self.nll_coef * mean_nll
         return LossOutput(
             loss=loss.sum(),
-            metrics=reward_means(self.beta * chosen, self.beta * rejected) | {"chosen_nll": mean_of(mean_nll)},
+            metrics=reward_means(self.beta * chosen, self.beta * rejected) | {"chosen_nll": weighted_mean(mean_nll)},
             bad_sample=first_bad_sample(scored, rows.sample),
         )
 
@@ -151,10 +151,10 @@ class Preference(TokenObjective):
 def reward_means(chosen: torch.Tensor, rejected: torch.Tensor) -> Means:
     """Return the metrics of pairs, from ``[Q]`` rewards of each side."""
     return {
-        "reward_chosen": mean_of(chosen),
-        "reward_rejected": mean_of(rejected),
-        "accuracy": mean_of(chosen > rejected),
-        "margin": mean_of(chosen - rejected),
+        "reward_chosen": weighted_mean(chosen),
+        "reward_rejected": weighted_mean(rejected),
+        "accuracy": weighted_mean(chosen > rejected),
+        "margin": weighted_mean(chosen - rejected),
     }
 
 

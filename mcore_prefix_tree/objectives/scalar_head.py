@@ -14,11 +14,11 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.advantages import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
-from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
-from mcore_prefix_tree.objectives.preference import pairs_of, reward_means
+from mcore_prefix_tree.objectives.preference import find_pairs, reward_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
 from mcore_prefix_tree.sample import Sample
@@ -89,11 +89,15 @@ class Critic(TokenObjective):
         dtype = predicted.dtype
         returns = rows.columns["returns"].to(dtype)
         loss = (predicted - returns).square()
-        metrics: Means = {"value": mean_of(predicted), "return": mean_of(returns), "value_error": mean_of(loss)}
+        metrics: Means = {
+            "value": weighted_mean(predicted),
+            "return": weighted_mean(returns),
+            "value_error": weighted_mean(loss),
+        }
         if self.clip_eps is not None:
             old = rows.columns["values"].to(dtype)
             clipped = (predicted.clamp(old - self.clip_eps, old + self.clip_eps) - returns).square()
-            metrics["clip_fraction"] = mean_of(clipped > loss)
+            metrics["clip_fraction"] = weighted_mean(clipped > loss)
             loss = torch.maximum(loss, clipped)
         return LossOutput(
             loss=torch.dot(loss, rows.weight.to(dtype)) / 2,
@@ -119,8 +123,8 @@ class RewardModel(TokenObjective):
     grouped_by: ClassVar[GroupedBy | None] = "pair"
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
-        """Compute the pairs of a step, on the host; raises SampleError as :func:`pairs_of` does."""
-        pairs = pairs_of(samples, "a reward model")
+        """Compute the pairs of a step, on the host; raises SampleError as :func:`find_pairs` does."""
+        pairs = find_pairs(samples, "a reward model")
         count = np.zeros(len(samples), dtype=np.int64)
         count[pairs[:, 0]] = 1
         scored = ScoredTokens.of(samples)
@@ -133,7 +137,7 @@ class RewardModel(TokenObjective):
         loss = -F.logsigmoid(chosen - rejected)
         if self.center_coef:
             loss = loss + self.center_coef * (chosen + rejected).square()
-        of_sample = torch.arange(rows.num_samples, device=score.device)
+        sample_scores = torch.arange(rows.num_samples, device=score.device)
         return LossOutput(
-            loss=loss.sum(), metrics=reward_means(chosen, rejected), bad_sample=first_bad_sample(score, of_sample)
+            loss=loss.sum(), metrics=reward_means(chosen, rejected), bad_sample=first_bad_sample(score, sample_scores)
         )

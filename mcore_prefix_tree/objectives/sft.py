@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, mean_of
+from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Output, TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
@@ -68,9 +68,9 @@ class SupervisedFineTuning(TokenObjective):
     def loss(self, logprob: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> LossOutput:
         """Return the weighted sum over a micro-batch; ``logprob`` and ``entropy`` are ``[P]``."""
         scored = logprob[rows.token]
-        metrics = {"nll": mean_of(-scored)}
+        metrics = {"nll": weighted_mean(-scored)}
         if entropy is not None:
-            metrics["entropy"] = mean_of(entropy[rows.predictor])
+            metrics["entropy"] = weighted_mean(entropy[rows.predictor])
         return LossOutput(
             loss=-torch.dot(scored, rows.weight.to(scored.dtype)),
             metrics=metrics,

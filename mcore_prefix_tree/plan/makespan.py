@@ -46,9 +46,9 @@ def least_makespan(
     parent = trie.node_parent.tolist()
     scoring, most_scoring = np.zeros(trie.num_nodes, dtype=np.int64), np.zeros(trie.num_nodes, dtype=np.int64)
     if scored is not None:
-        of_sample = cost_model.units_of_scored(scored)
-        np.add.at(scoring, trie.sample_node, of_sample)
-        np.maximum.at(most_scoring, trie.sample_node, of_sample)
+        sample_scores = cost_model.units_of_scored(scored)
+        np.add.at(scoring, trie.sample_node, sample_scores)
+        np.maximum.at(most_scoring, trie.sample_node, sample_scores)
 
     times = [1] * trie.num_nodes
     if max_tokens is not None:

@@ -73,10 +73,10 @@ class PlanReport:
 
     @property
     def rank_costs(self) -> list[float]:
-        return [_cost_of(rank, self.bubble) for rank in self.ranks]
+        return [_rank_seconds(rank, self.bubble) for rank in self.ranks]
 
 
-def _cost_of(rank: Sequence[MicroBatchReport], bubble: float) -> float:
+def _rank_seconds(rank: Sequence[MicroBatchReport], bubble: float) -> float:
     costs = [batch.cost for batch in rank]
     return sum(costs) + bubble * max(costs)
 
@@ -112,7 +112,7 @@ def report_plan(
         )
 
     ranks = tuple(tuple(count(indices) for indices in rank) for rank in plan.micro_batches)
-    costs = [_cost_of(rank, bubble) for rank in ranks]
+    costs = [_rank_seconds(rank, bubble) for rank in ranks]
     least = least_makespan(
         trie_from_order(np.arange(len(samples)), shared, lengths),
         cost_model,

@@ -15,7 +15,7 @@ from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeE
 BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe], Objective]] = {CrossTokenizer: bind}
 
 
-def settings_of(given: ObjectiveConfig) -> Objective:
+def make_settings(given: ObjectiveConfig) -> Objective:
     """Return the objective of a section's name and options; raises RecipeError if one is unknown or out of range."""
     name, options = given.name, given.options
     try:
@@ -62,8 +62,8 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
         raise RecipeError("; ".join(faults))
 
 
-def objective_of(recipe: Recipe) -> Objective:
+def make_bound_objective(recipe: Recipe) -> Objective:
     """Return a recipe's objective; raises RecipeError if a tokenizer, projection or teacher's recipe does not fit."""
-    objective = settings_of(recipe.objective)
+    objective = make_settings(recipe.objective)
     bind_settings = BINDINGS.get(type(objective))
     return objective if bind_settings is None else bind_settings(objective, recipe)

@@ -45,7 +45,7 @@ def bind(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
         raise RecipeError(f"objective.options: {error}") from None
 
 
-def pairing_of(
+def make_pairing(
     settings: CrossTokenizer, data: DataConfig, path: str, teacher_data: DataConfig, teacher_model: ModelConfig
 ) -> Pairing:
     """Return the pairing of a recipe's samples with one teacher's.

@@ -17,7 +17,7 @@ from typing import Any
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.tokenizers import check_tokenizer_named
 from mcore_prefix_tree.data.write import check_output
-from mcore_prefix_tree.settings.bind_objective import settings_of
+from mcore_prefix_tree.settings.bind_objective import make_settings
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.load import load_recipe
 from mcore_prefix_tree.settings.sample_source import check_units
@@ -42,7 +42,7 @@ class Task(Enum):
 _SAMPLES: tuple[Callable[[Any], object], ...] = (
     lambda recipe: parallel_of_teachers(recipe.objective, recipe.parallel),
     lambda recipe: recipe.padding,
-    lambda recipe: check_units(settings_of(recipe.objective), recipe.batch, recipe.objective),
+    lambda recipe: check_units(make_settings(recipe.objective), recipe.batch, recipe.objective),
     lambda recipe: _refuse(
         recipe.data.tokenizer is None and bool(recipe.data.chat_template_kwargs),
         "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none",
@@ -116,7 +116,7 @@ def check_new(path: str | Path | None, setting: str) -> None:
 
 
 def _check_teachers(section: ObjectiveConfig, *, across_tokenizers: bool) -> None:
-    needed = settings_of(section).second_models
+    needed = make_settings(section).second_models
     if needed is None or needed.same_vocabulary == across_tokenizers:
         return
     faults = collect_faults(partial(_check_teacher, path) for path in section.teacher_recipes)

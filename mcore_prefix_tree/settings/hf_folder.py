@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_prefix_tree.settings.section import collect_faults
-from mcore_prefix_tree.utils.inputs import check_files_of, local_path, open_regular, read_text
+from mcore_prefix_tree.utils.inputs import check_folder_files, local_path, open_regular, read_text
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -162,7 +162,7 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
         raise ValueError(
             f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
         )
-    check_files_of(folder)
+    check_folder_files(folder)
     config, has_chat_template = _read_configs(folder)
     placed = _placed_weights(folder)
     headers = {file: tensors_in(folder / file) for file in sorted({SINGLE} if placed is None else set(placed.values()))}

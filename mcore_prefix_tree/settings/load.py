@@ -22,7 +22,7 @@ from yaml import YAMLError
 from mcore_prefix_tree.settings.adapter_folder import AdapterFolder, layers_with, with_adapter
 from mcore_prefix_tree.settings.hf_folder import SIZES, HuggingFaceFolder, with_folder
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.section import AT_ODDS, Check, broken_rules, collect_faults, instead_of, keep_valid
+from mcore_prefix_tree.settings.section import AT_ODDS, Check, broken_rules, collect_faults, keep_valid, suggest_key
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.value_types import NOT_LOCAL
 from mcore_prefix_tree.utils.inputs import local_path, read_text
@@ -95,7 +95,7 @@ def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]
                 continue
             value = "" if fault["type"] in ("missing", NOT_LOCAL) else f" (given {_short(_repr(fault['input']))})"
             if fault["type"] == "unexpected_keyword_argument":
-                sentences.append(f"{key}: there is no such key{value}, {instead_of(key, Recipe)}")
+                sentences.append(f"{key}: there is no such key{value}, {suggest_key(key, Recipe)}")
             else:
                 sentences.append(f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]}{value}")
         recipe = keep_valid(Recipe, content)
@@ -146,7 +146,7 @@ def _read_file(path: str) -> DictConfig:
         way_out = "check the path, or copy the shipped recipes with mcore-prefix-tree recipes"
         raise RecipeError(f"recipe {path} does not exist; {way_out}") from None
     except _UNREADABLE as error:
-        raise RecipeError(f"recipe {path} {_fault_of(str(path), error)}") from error
+        raise RecipeError(f"recipe {path} {_describe_fault(str(path), error)}") from error
     if not isinstance(content, DictConfig):
         raise RecipeError(f"recipe {path} is a list; it must map keys to values")
     return content
@@ -244,7 +244,7 @@ def _repr(value: object) -> str:
         return "a huge integer"
 
 
-def _fault_of(path: str, error: Exception) -> str:
+def _describe_fault(path: str, error: Exception) -> str:
     """Return why a file or folder is no recipe, and the way out."""
     if isinstance(error, IsADirectoryError):
         is_model = os.path.isfile(os.path.join(path, "config.json"))

@@ -11,7 +11,7 @@ from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import BatchConfig, ObjectiveConfig, Recipe, RecipeError
 
 
-def source_of(
+def make_source(
     recipe: Recipe,
     objective: Objective | None,
     *,

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from mcore_prefix_tree.utils.errors import sentence_of
+from mcore_prefix_tree.utils.errors import format_error
 
 # The type of an error about several keys together, each of which has a valid value.
 AT_ODDS = "at_odds"
@@ -48,7 +48,7 @@ def _find_fault(check: Check) -> str | None:
     except InvalidKeyError:
         return None
     except (ValueError, OSError, ImportError) as error:
-        return sentence_of(error)
+        return format_error(error)
     return None
 
 
@@ -96,7 +96,7 @@ def _read_valid(section: Any, name: str) -> Any:
     return object.__getattribute__(section, name)
 
 
-def instead_of(key: str, recipe: type) -> str:
+def suggest_key(key: str, recipe: type) -> str:
     """Return the end of a sentence: a similar key, a key of this name elsewhere, or all keys of the section."""
     known = [one.rpartition(".") for one in _keys(recipe)]
     section, _, name = key.rpartition(".")

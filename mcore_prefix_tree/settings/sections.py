@@ -325,9 +325,9 @@ class Recipe(Section):
         check_setting(self.attention_backend)
 
     def _check_objective(self) -> None:
-        from mcore_prefix_tree.settings.bind_objective import check_teachers_named, settings_of  # they read sections
+        from mcore_prefix_tree.settings.bind_objective import check_teachers_named, make_settings  # they read sections
 
-        check_teachers_named(settings_of(self.objective), self.objective, fused_head=self.fused_head)
+        check_teachers_named(make_settings(self.objective), self.objective, fused_head=self.fused_head)
 
     def _check_export(self) -> None:
         if self.checkpoint.export_hf is not None and self.model.hf is None:

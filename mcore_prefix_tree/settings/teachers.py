@@ -33,7 +33,7 @@ def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
             path,
             replace(
                 student,
-                model=_model_of(path, student.model),
+                model=_teacher_model_config(path, student.model),
                 data=replace(student.data, tokenizer=path),
                 objective=ObjectiveConfig(),
                 checkpoint=CheckpointConfig(),
@@ -58,7 +58,7 @@ def list_inputs(recipe: Recipe) -> list[str]:
     return inputs
 
 
-def _model_of(path: str, student: ModelConfig) -> ModelConfig:
+def _teacher_model_config(path: str, student: ModelConfig) -> ModelConfig:
     try:
         folder = HuggingFaceFolder.read(path)
         sizes: dict[str, Any] = folder.sizes

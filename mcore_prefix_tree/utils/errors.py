@@ -55,7 +55,7 @@ def readable_errors(is_users: Callable[[BaseException], bool] = lambda error: Tr
         is_known = isinstance(error, USER_ERRORS) or is_out_of_memory(error) or _NO_FILES in str(error)
         if not (is_known and is_users(error)):
             raise
-        leave(USER_ERROR, sentence_of(error))
+        exit_with(USER_ERROR, format_error(error))
 
 
 class Mistakes:
@@ -82,7 +82,7 @@ class Mistakes:
 
     def report(self) -> None:
         """Raise the collected error, or ValueError with several in one sentence."""
-        sentences = list(dict.fromkeys(sentence_of(error) for error in self._errors))
+        sentences = list(dict.fromkeys(format_error(error) for error in self._errors))
         if len(sentences) == 1:
             raise self._errors[0]
         if sentences:
@@ -151,13 +151,13 @@ def is_of_this_package(error: BaseException) -> bool:
     return package.partition(".")[0] == "mcore_prefix_tree"
 
 
-def leave(code: int, sentence: str | None = None) -> NoReturn:
-    """Exit, and :func:`tell` why."""
-    tell(sentence)
+def exit_with(code: int, sentence: str | None = None) -> NoReturn:
+    """Exit, and :func:`print_error` why."""
+    print_error(sentence)
     raise SystemExit(code)
 
 
-def sentence_of(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an error of :data:`USER_ERRORS` in one line."""
     if _NO_FILES in str(error):  # gloo and torch raise a RuntimeError
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -180,7 +180,7 @@ def _may_not_grow(error: OSError) -> bool:
     return is_limited and (error.errno == errno.EFBIG or (limit < _TRIED and _NO_FOLDER in str(error)))
 
 
-def tell(sentence: str | None) -> None:
+def print_error(sentence: str | None) -> None:
     """Report why this process is about to exit, unless ``sentence`` is None: under torchrun, one rank per machine does.
 
     torchrun ends every rank as soon as one exits, so the others wait for that. A rank that is not ended had another

@@ -92,7 +92,7 @@ def read_regular(path: PathLike) -> bytes:
         return stream.read()
 
 
-def check_files_of(folder: PathLike) -> None:
+def check_folder_files(folder: PathLike) -> None:
     """Raise OSError, with the name, if a folder has entries that are neither files nor folders, or is unreadable."""
     for entry in os.scandir(folder):
         if not (entry.is_file() or entry.is_dir() or _leads_nowhere(entry)):
@@ -116,7 +116,7 @@ def read_text(path: PathLike) -> str:
     return content.decode("utf-8-sig")
 
 
-def json_of(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Return the value of an option in JSON; raises ValueError too if an object has a key twice."""
     return json.loads(text, object_pairs_hook=_object)
 

@@ -21,7 +21,7 @@ _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 _is_ending = threading.Lock()
 
 
-def heeded() -> list[int]:
+def handled_signals() -> list[int]:
     """Return the ending signals that this process does not ignore; ``nohup`` has it ignore SIGHUP."""
     return [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -44,7 +44,7 @@ def ended_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = heeded()
+    numbers = handled_signals()
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     threading.Thread(target=_receive, args=(read_end,), name="mcore-prefix-tree signals", daemon=True).start()

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 
-def version_of(package: str) -> str | None:
+def installed_version_of(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed, or is read from a path."""
     try:
         return version(package)
@@ -14,7 +14,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def requirements_of(extra: str) -> list[str]:
+def list_requirements(extra: str) -> list[str]:
     """Return an extra's requirements, for example ``pyarrow>=16``; PackageNotFoundError or KeyError if unknown."""
     found = []
     for text in requires("mcore-prefix-tree") or ():
@@ -29,7 +29,7 @@ def requirements_of(extra: str) -> list[str]:
 def install_command(extra: str) -> str:
     """Return the command that installs an extra's requirements by name: this package is not on a package index."""
     try:
-        wanted = requirements_of(extra)
+        wanted = list_requirements(extra)
     except PackageNotFoundError:
         wanted = [f"{Path(__file__).parents[2]}[{extra}]"]  # the clone that this is read from
     return "pip install " + " ".join(f"'{one}'" for one in wanted)

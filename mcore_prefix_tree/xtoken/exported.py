@@ -25,7 +25,7 @@ from mcore_prefix_tree.xtoken.token_bytes import Int64Array, TokenBytes
 EXPORT = "`mcore-prefix-tree xtoken export-teacher` writes them"
 
 
-def rows_of(pair: Pair, table: TokenBytes) -> Teacher | None:
+def make_teacher_rows(pair: Pair, table: TokenBytes) -> Teacher | None:
     """Return a sample's rows, None for a sample without chunks; ``table`` has the bytes of the teacher's vocabulary.
 
     Raises:
@@ -93,7 +93,7 @@ class Labelled:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> Labelled:
-        """Label the samples of some pairs, whose rows :func:`rows_of` has checked; all have the same k."""
+        """Label the samples of some pairs, whose rows :func:`make_teacher_rows` has checked; all have the same k."""
         known: dict[tuple[bytes, bytes], tuple[int, Teacher, int]] = {}
         tokens, realised, following = [], [], []
         for pair in pairs:

@@ -149,7 +149,7 @@ def token_bytes(tokenizer: ChatTokenizer) -> TokenBytes:
         ValueError: the tokenizer does not give its bytes; the message names the first token without them.
     """
     vocabulary = tokenizer.vocabulary()
-    spelled = [_bytes_of(vocabulary, token, tokenizer.name) for token in range(len(vocabulary.pieces))]
+    spelled = [_read_token_bytes(vocabulary, token, tokenizer.name) for token in range(len(vocabulary.pieces))]
     is_special = np.array([one is None for one in spelled], dtype=np.bool_)
     lengths = np.array([len(one or b"") for one in spelled], dtype=np.int64)
     names = {
@@ -168,7 +168,7 @@ def token_bytes(tokenizer: ChatTokenizer) -> TokenBytes:
     )
 
 
-def _bytes_of(vocabulary: Vocabulary, token: int, name: str) -> bytes | None:
+def _read_token_bytes(vocabulary: Vocabulary, token: int, name: str) -> bytes | None:
     piece = vocabulary.pieces[token]
     if token in vocabulary.special or piece is None:
         return None

@@ -15,7 +15,7 @@ from gpu_check_parts.using import gpu_case, packages_of, sources_of, unchecked
 from mcore_prefix_tree.attention import Case, parity, triton_tree
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
-from mcore_prefix_tree.attention.parity import Attention, limit_of, worst_rows
+from mcore_prefix_tree.attention.parity import Attention, error_limit, worst_rows
 
 # heads, key heads, head_dim, value_dim
 PLAIN, SMALL, LATENT = (16, 2, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)
@@ -93,9 +93,9 @@ def run(context: Context) -> None:
 def _compared(attention: Attention, case: Case) -> dict[str, Any]:
     errors = worst_rows(attention, parity.Question.of(case))
     wrong = [
-        f"{what} is off by {error:.1e} of a row, and {limit_of(what, case.dtype):.1e} is rounding"
+        f"{what} is off by {error:.1e} of a row, and {error_limit(what, case.dtype):.1e} is rounding"
         for what, error in errors.items()
-        if not error <= limit_of(what, case.dtype)  # NaN is not
+        if not error <= error_limit(what, case.dtype)  # NaN is not
     ]
     shown = ", ".join(f"{what} {error:.0e}" for what, error in errors.items())
     # JSON has no NaN.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from english import CEILINGS, FLOOR, TEXTS, rate_of_examples, rates
 from pages import PAGES, ROOT, name_of, prose_of
 
 PACKAGE = ROOT / "mcore_prefix_tree"
@@ -81,3 +82,17 @@ def test_pages_avoid_the_worst_phrases(page: Path) -> None:
 )
 def test_the_worst_phrases_are_found(text: str) -> None:
     assert PHRASES.search(text)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_no_word_is_overused(kind: str) -> None:
+    text = TEXTS[kind]()
+    found = {name: round(rate, 1) for name, rate in rates(text).items() if rate > CEILINGS[name]}
+    assert not found, f"per 10,000 words of the {kind}; ceilings: {CEILINGS}"
+    assert rate_of_examples(text) >= FLOOR
+
+
+def test_overused_words_are_counted() -> None:
+    found = rates("The rank alone goes on, where it has a whole row of its own; what is left out stands beside it.")
+    assert set(found) == set(CEILINGS)
+    assert min(found.values()) > 400

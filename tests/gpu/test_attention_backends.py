@@ -18,7 +18,7 @@ from mcore_prefix_tree.attention import reference
 from mcore_prefix_tree.attention.api import BACKENDS, load_backend
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
-from mcore_prefix_tree.attention.parity import Question, limit_of, worst_rows
+from mcore_prefix_tree.attention.parity import Question, error_limit, worst_rows
 
 # heads, key heads, D, W
 DIMS = [
@@ -112,7 +112,7 @@ def test_every_row_and_every_option(name, dims, options):
     case = gpu_case(dims, torch.bfloat16, **options)
     attention = method(name, case)
     for what, error in worst_rows(attention, Question.of(case)).items():
-        assert error <= limit_of(what, case.dtype), what
+        assert error <= error_limit(what, case.dtype), what
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 128, 129, 300])

@@ -26,7 +26,7 @@ from mcore_prefix_tree.xtoken.losses import (
     Part,
     Vocabularies,
     block_loss,
-    blocks_of,
+    cut_blocks,
     largest_logits,
     make_loss,
     ordered,
@@ -218,7 +218,7 @@ def product_terms(
     )
     rows = [np.arange(len(side[0])) for side in (task.student, task.teacher)]
     order = ordered(chunks_of(task.chunks, torch.arange(len(task.chunks), dtype=torch.float64))).weight.astype(np.int64)
-    blocks = blocks_of(
+    blocks = cut_blocks(
         ordered(chunks_of(task.chunks, task.weight)),
         student_rows=rows[0],
         teacher_rows=rows[1],

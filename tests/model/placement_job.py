@@ -36,7 +36,7 @@ from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import head_chunks
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
-from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum, readout_of
+from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum, make_readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
 from mcore_prefix_tree.objectives import make_objective, sft_loss
@@ -193,7 +193,7 @@ def main() -> None:
         samples, informed = branching_samples(), informed_samples()
         for name in sys.argv[1:]:
             objective = make_objective(name, OPTIONS.get(name))
-            readout = readout_of(objective, fused_head=True)
+            readout = make_readout(objective, fused_head=True)
             # The attention that is cheapest on fake tensors; the readouts below go with path.
             outcomes[f"objective {name}"] = outcome(
                 forward_backward,

@@ -16,7 +16,7 @@ from train_jobs import batch_of, command, write_job
 from mcore_prefix_tree.mcore.engine import comparison as module
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.stand_ins import plain
-from mcore_prefix_tree.mcore.engine.step_parts import EventClock, HostClock, clocks_of, marked
+from mcore_prefix_tree.mcore.engine.step_parts import EventClock, HostClock, make_clocks, marked
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
 from mcore_prefix_tree.mcore.loop.jobs import run_once
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
@@ -135,7 +135,7 @@ def test_cpu_clocks_measure_known_amounts_of_work(kind: str) -> None:
     model = Model(spend)
     with marked([model], config) as marks:
         started = time.process_time()
-        marks.clocks = clocks_of(torch.device("cpu"))
+        marks.clocks = make_clocks(torch.device("cpu"))
         run_made(model, config, spend, 1)
         wall, cpu = (clock.parts() for clock in marks.clocks)
         took = time.process_time() - started
@@ -227,7 +227,7 @@ def test_the_parts_of_megatrons_step(changes: tuple[str, ...], attends_backward:
         order = Sequence()
         with marked(chunks, job.config) as marks:
             started = time.process_time()
-            _, cpu = clocks_of(torch.device("cpu"))
+            _, cpu = make_clocks(torch.device("cpu"))
             marks.clocks = [order, cpu]
             run_schedule(chunks, fold_step(samples, job).micro_batches, job.forward_step)
             return order.begun, cpu.parts(), time.process_time() - started

@@ -17,7 +17,7 @@ import pytest
 
 from mcore_prefix_tree.cli.verify import show_installed
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, missing_of
+from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 FOLDER = Path(compat.__file__).parent
@@ -55,7 +55,7 @@ def without(target: Any, missing: str) -> Any:
 
 @pytest.mark.parametrize("uses", INSTALLED, ids=names_of(INSTALLED))
 def test_installed_megatron_core_has_all_required_names(uses: Uses) -> None:
-    assert list(missing_of(uses)) == []
+    assert list(find_missing(uses)) == []
 
 
 @pytest.mark.parametrize("uses", WITH_PARAMETERS, ids=names_of(WITH_PARAMETERS))
@@ -82,7 +82,7 @@ def test_a_missing_name_is_named(uses: Uses, monkeypatch: pytest.MonkeyPatch) ->
     first = qualified.partition(".")[0]
     assert hasattr(importlib.import_module(module), first)
     monkeypatch.setitem(sys.modules, module, SimpleNamespace())
-    assert list(missing_of(uses)) == [f"{module}.{qualified}"]
+    assert list(find_missing(uses)) == [f"{module}.{qualified}"]
 
 
 def test_all_moved_names_are_reported_at_once() -> None:
@@ -107,7 +107,7 @@ def upstream(query: Any, key: Any, *, scale: Any = 1, **others: Any) -> None: ..
 )
 def test_positions_and_names(positional: str, keywords: str, problems: list[str]) -> None:
     uses = Uses(f"{__name__}:upstream", positional, keywords)
-    assert [problem.removeprefix(f"{__name__}.upstream") for problem in missing_of(uses)] == problems
+    assert [problem.removeprefix(f"{__name__}.upstream") for problem in find_missing(uses)] == problems
 
 
 @pytest.mark.parametrize("uses", WITH_ATTRIBUTES, ids=names_of(WITH_ATTRIBUTES))
@@ -120,9 +120,9 @@ def test_a_missing_attribute_is_named(uses: Uses) -> None:
 
 def test_attributes_are_found_in_every_place_that_sets_them() -> None:
     there = "of_class annotated method set_in_init registered inherited"
-    assert list(missing_of(Uses(f"{__name__}:Layer", attributes=there))) == []
+    assert list(find_missing(Uses(f"{__name__}:Layer", attributes=there))) == []
     elsewhere = Uses(f"{__name__}:Layer", attributes="of_another local")
-    assert list(missing_of(elsewhere)) == [f"{__name__}.Layer.of_another", f"{__name__}.Layer.local"]
+    assert list(find_missing(elsewhere)) == [f"{__name__}.Layer.of_another", f"{__name__}.Layer.local"]
 
 
 class Base:
@@ -161,8 +161,8 @@ def test_missing_upstream_names_are_listed(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_self_is_not_counted_as_a_parameter() -> None:
-    assert list(missing_of(Uses(f"{__name__}:Upstream.forward", "query", "mask"))) == []
-    assert list(missing_of(Uses(f"{__name__}:Upstream", "config"))) == []
+    assert list(find_missing(Uses(f"{__name__}:Upstream.forward", "query", "mask"))) == []
+    assert list(find_missing(Uses(f"{__name__}:Upstream", "config"))) == []
 
 
 class Upstream:

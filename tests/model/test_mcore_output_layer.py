@@ -31,7 +31,7 @@ from mcore_prefix_tree.mcore.outputs import (
     TopLogprobs,
     ValueLoss,
     WeightedSum,
-    readout_of,
+    make_readout,
 )
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
@@ -225,10 +225,10 @@ def test_each_output_that_objectives_name_has_a_readout() -> None:
         "distill": EdgeLoss,
         "xtoken": ChunkLosses,
     }
-    assert {name: type(readout_of(make_objective(name), fused_head=True)) for name in readouts} == readouts
+    assert {name: type(make_readout(make_objective(name), fused_head=True)) for name in readouts} == readouts
     asking = make_objective("distill", {"teacher": "full"})
-    assert type(readout_of(asking, fused_head=True)) is DivergenceLoss
-    assert type(readout_of(make_objective("sft", {"normalise": "sample"}), fused_head=True)) is EdgeLoss
+    assert type(make_readout(asking, fused_head=True)) is DivergenceLoss
+    assert type(make_readout(make_objective("sft", {"normalise": "sample"}), fused_head=True)) is EdgeLoss
     assert {asking.output, make_objective("xtoken").output} == set(HOOKS)
 
 
@@ -241,14 +241,14 @@ def test_objectives_form_their_gradients_in_forward(
     monkeypatch.setattr(head_chunks, "_CPU", (1, chunk))
     objective: Any = make_objective(name, options)
     assert objective.terms == terms
-    assert readout_of(objective, fused_head=True) == EdgeLoss(objective=objective)
+    assert make_readout(objective, fused_head=True) == EdgeLoss(objective=objective)
     samples = informed(SCORED if terms == "pair" or name == "kto" else SAMPLES)
     targets = objective.targets(samples)
     found = []
     for fused_head in (True, False):
         _, tree = twins(tiny_config())
         batch = with_rows(batch_of(samples), objective, targets, range(len(samples)))
-        step = partial(forward_step, readout=readout_of(objective, fused_head=fused_head))
+        step = partial(forward_step, readout=make_readout(objective, fused_head=fused_head))
         scores, loss_of = step(iter([batch]), with_edge_head(tree))
         loss, count, reported = loss_of(scores)
         loss.backward()

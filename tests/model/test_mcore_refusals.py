@@ -28,7 +28,7 @@ from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, 
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of
+from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import _refusals, check_config, check_model, check_positions
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
@@ -250,10 +250,10 @@ def test_attention_is_deterministic_by_default():
 
 def test_only_params_with_a_tree_are_a_tree():
     params = batch().packed_seq_params
-    assert tree_params_of(params) is params
-    assert tree_params_of(None) is None
-    assert tree_params_of(PackedSeqParams(qkv_format="sbhd")) is None
-    assert tree_params_of(TreePackedSeqParams()) is None
+    assert get_tree_params(params) is params
+    assert get_tree_params(None) is None
+    assert get_tree_params(PackedSeqParams(qkv_format="sbhd")) is None
+    assert get_tree_params(TreePackedSeqParams()) is None
     assert params.qkv_format == "sbhd"
     assert params.max_seqlen_q == params.max_seqlen_kv == 8  # of 6, so that few tables are kept
     assert isinstance(params, PackedSeqParams)

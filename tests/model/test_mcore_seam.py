@@ -22,7 +22,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import path
 from mcore_prefix_tree.attention.api import check_case, supporting
 from mcore_prefix_tree.logprob import restore
-from mcore_prefix_tree.mcore.engine.backend import case_of
+from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
@@ -245,7 +245,7 @@ def test_the_forward_step_that_megatron_calls(name):
 
 
 # Those that can be held to the tolerance of fp64.
-EXACT = supporting(case_of(tiny_config(), device=torch.device("cpu")))
+EXACT = supporting(attention_case(tiny_config(), device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("backend", EXACT)
@@ -304,7 +304,7 @@ def test_backend_without_options_names_one_with_them(name):
     with pytest.raises(ValueError, match=r"'path' does not support (window=4|sinks) .*backends that do: .*reference"):
         tree_forward(tree, folded_batch("path"))
     with pytest.raises(ValueError, match=r"'path' does not support (window=4|sinks) .*backends that do: .*reference"):
-        check_case("path", case_of(config, device=torch.device("cpu")))
+        check_case("path", attention_case(config, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import FieldNames, read_samples
-from mcore_prefix_tree.data.write import row_of, rows_file
+from mcore_prefix_tree.data.write import make_row, rows_file
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.loop import score_recipe
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
@@ -125,7 +125,7 @@ def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path
         assert repr(without) == repr(old.signals)
     again = tmp_path / "again.jsonl"
     with rows_file(again) as writer:
-        writer.add([row_of(sample) for sample in after])
+        writer.add([make_row(sample) for sample in after])
     assert [repr(sample.signals) for sample in read_samples(again)] == [repr(sample.signals) for sample in after]
 
 

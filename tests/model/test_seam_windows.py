@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.mcore.seam.core_attention import rows_by_position, window_of
+from mcore_prefix_tree.mcore.seam.core_attention import layer_window, rows_by_position
 from mcore_prefix_tree.metadata import TreeMetadata
 
 GEMMA = SimpleNamespace(window_size=4, interleaved_attn_pattern=(5, 1))
@@ -19,7 +19,7 @@ PAIR = SimpleNamespace(window_size=(3, 0), window_attn_skip_freq=[1, 0])
     ("config", "windows"), [(GEMMA, [4] * 5 + [None] + [4] * 5 + [None]), (PAIR, [4, None])], ids=["number", "pair"]
 )
 def test_windows_of_layers(config: SimpleNamespace, windows: list[int | None]) -> None:
-    assert [window_of(config, layer) for layer in range(1, len(windows) + 1)] == windows
+    assert [layer_window(config, layer) for layer in range(1, len(windows) + 1)] == windows
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -12,7 +12,7 @@ from test_train_objectives import rows as signal_rows
 from train_jobs import FLOAT64, command, train, write_job, write_rows
 
 from mcore_prefix_tree.data import load_tokenizer, read_samples
-from mcore_prefix_tree.data.write import row_of
+from mcore_prefix_tree.data.write import make_row
 
 SAMPLES_BY_GROUP = "batch.global_batch_size=null"
 STEPS = ("train_iters=2", "batch.max_tokens=400", "batch.global_batch_size=4", *FLOAT64)
@@ -28,7 +28,7 @@ def test_trl_preferences_train_as_their_tokens_do(tmp_path: Path) -> None:
         {"chosen": "2 + 3 = five", "rejected": "2 + 3 = six"},
     ]
     recipe = write_job(tmp_path, given)
-    tokens = [row_of(one) for one in read_samples(tmp_path / "data.jsonl", tokenizer=load_tokenizer())]
+    tokens = [make_row(one) for one in read_samples(tmp_path / "data.jsonl", tokenizer=load_tokenizer())]
     assert [len({row["pair"] for row in tokens}), len(tokens)] == [4, 8]
     path = write_rows(tmp_path / "tokens.jsonl", [json.loads(json.dumps(row, default=list_of)) for row in tokens])
     preferring = (*STEPS, "objective.name=orpo", "model.vocab_size=32768", "data.order=file")

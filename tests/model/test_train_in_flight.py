@@ -100,12 +100,12 @@ def test_windows_of_some_layers_are_planned_too(tmp_path: Path, monkeypatch: pyt
     """FlexAttention has no backward on a CPU; its lists are made for both kinds of layers before it is asked."""
     from train_jobs import world_of_one
 
-    from mcore_prefix_tree.mcore.engine.backend import cases_of
+    from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model
     from mcore_prefix_tree.settings import load_recipe
 
     windows = ("model.transformer.window_size=[3, 0]", "model.transformer.window_attn_skip_freq=2")
     with world_of_one(load_recipe(write_job(tmp_path), windows)) as place:
-        cases = cases_of(place.config, device=place.device, deterministic=True)
+        cases = attention_cases_of_model(place.config, device=place.device, deterministic=True)
     assert sorted(str(case.options.window) for case in cases) == ["4", "None"]
     metadata = TreeMetadata.from_layout(fold([Sample(tokens=[1, 2, 3])]))
     for case in cases:

@@ -31,7 +31,7 @@ from train_jobs import (
 )
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.checkpoints.lock import claimed
+from mcore_prefix_tree.mcore.checkpoints.lock import exclusive_save
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 
@@ -180,7 +180,7 @@ def test_folder_is_locked_by_one_run_at_a_time(job: Path, tmp_path: Path) -> Non
     saved = tmp_path / "saved"
     with world_of_one(load_recipe(job)):
         checkpoint.make_folder(saved)
-        claim = claimed(saved)
+        claim = exclusive_save(saved)
         claim.__enter__()
     result = command("train", job, *saving(saved))
     assert result.exit_code == 2

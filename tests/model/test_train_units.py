@@ -20,7 +20,7 @@ from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
 from mcore_prefix_tree.objectives.advantages import ADVANTAGES
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, load_recipe
-from mcore_prefix_tree.settings.bind_objective import objective_of
+from mcore_prefix_tree.settings.bind_objective import make_bound_objective
 
 # Turns of each rollout of each group: 6 groups, 16 rollouts, 28 turns.
 SHAPE = ((1, 3, 2), (2, 2), (1, 4, 1, 2), (3, 1), (1,), (2, 1, 1, 1))
@@ -107,7 +107,7 @@ def read(job: Path, place: Any, section: ObjectiveConfig, *overrides: str) -> tu
     """The data as a run reads them, in steps of complete units if the objective has any, and the size of a step."""
     for size in (UNITS, SAMPLES):
         recipe = replace(loaded(job, *size, *overrides), objective=section)
-        objective = objective_of(recipe)
+        objective = make_bound_objective(recipe)
         if recipe.batch.groups_per_step is None or objective.grouped_by is not None:
             return read_data(replace(place, recipe=recipe), objective, checked=True), recipe.batch.per_step
     raise AssertionError

@@ -163,9 +163,9 @@ def world_of_one(recipe: Recipe) -> Iterator[Any]:
 def resolved(recipe: Recipe, place: Any) -> Any:
     """The job as ``train`` resolves it."""
     from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data, resolve
-    from mcore_prefix_tree.settings.bind_objective import objective_of
+    from mcore_prefix_tree.settings.bind_objective import make_bound_objective
 
-    objective = objective_of(recipe)
+    objective = make_bound_objective(recipe)
     joined = replace(place, recipe=recipe)  # a test may change it after it was joined
     return resolve(joined, objective, read_data(joined, objective))
 

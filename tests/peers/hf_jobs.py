@@ -21,7 +21,7 @@ from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
 from mcore_prefix_tree.mcore.loop.jobs import run_once
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
-from mcore_prefix_tree.mcore.models.bridge import bridge_of
+from mcore_prefix_tree.mcore.models.bridge import load_bridge
 from mcore_prefix_tree.settings import load_recipe
 
 PROGRAM = (str(Path(__file__).with_name("bridge_command.py")),)
@@ -102,7 +102,9 @@ def gradients(run: Resolved) -> dict[str, torch.Tensor]:
     for parameter in chunks[0].parameters():
         parameter.data = parameter.grad
     assert run.recipe.model.hf is not None
-    return {name: weight.clone() for name, weight in bridge_of(run.recipe.model.hf).export_hf_weights(chunks, cpu=True)}
+    return {
+        name: weight.clone() for name, weight in load_bridge(run.recipe.model.hf).export_hf_weights(chunks, cpu=True)
+    }
 
 
 def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 from bridge_models import auto_bridge
 
 from mcore_prefix_tree.mcore.loop.export_folder import export
-from mcore_prefix_tree.mcore.models.bridge import load_folder, provider_of
+from mcore_prefix_tree.mcore.models.bridge import load_folder, make_provider
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
@@ -22,7 +22,7 @@ def export_again(source: str, target: str, layers: Any, ep: int) -> int:
     """
     auto_bridge()
     model = ModelConfig(hf=source, transformer_impl=layers, **HuggingFaceFolder.read(source).sizes)
-    provider = provider_of(model, ParallelConfig(), on_gpu=False)
+    provider = make_provider(model, ParallelConfig(), on_gpu=False)
     provider.apply_overrides_and_finalize(
         overrides={"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
     )

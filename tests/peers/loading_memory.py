@@ -10,7 +10,7 @@ import torch
 from bridge_models import auto_bridge
 
 from mcore_prefix_tree.cpu.launcher import single_process
-from mcore_prefix_tree.mcore.models.bridge import bridge_of, load_folder, provider_of
+from mcore_prefix_tree.mcore.models.bridge import load_bridge, load_folder, make_provider
 from mcore_prefix_tree.mcore.models.bridge_weights import check_shapes
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig
@@ -31,13 +31,13 @@ def main(folder: str) -> None:
     auto_bridge()
     with single_process():
         model = ModelConfig(hf=folder, **HuggingFaceFolder.read(folder).sizes)
-        provider = provider_of(model, ParallelConfig(), on_gpu=False)
+        provider = make_provider(model, ParallelConfig(), on_gpu=False)
         assert model.vocab_size is not None
         chunks = build_chunks(model, provider, vocab_size=model.vocab_size, device=torch.device("cpu"))
         for parameter in chunks[0].parameters():
             parameter.data.fill_(0)  # pages that nothing has touched are no memory yet
         # Modules imported on the way are no weights.
-        check_shapes(HuggingFaceFolder.read(folder), bridge_of(folder).hf_pretrained.config)
+        check_shapes(HuggingFaceFolder.read(folder), load_bridge(folder).hf_pretrained.config)
         before, seen, done = own_memory(), [0.0], threading.Event()
 
         def watch() -> None:

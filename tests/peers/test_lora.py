@@ -28,7 +28,7 @@ from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
 from mcore_prefix_tree.mcore.loop.jobs import run_once
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
-from mcore_prefix_tree.mcore.models.bridge import bridge_of
+from mcore_prefix_tree.mcore.models.bridge import load_bridge
 from mcore_prefix_tree.settings import load_recipe
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
@@ -62,7 +62,7 @@ def gradients(run: Resolved) -> dict[str, torch.Tensor]:
         parameter.data = parameter.grad.detach()
         parameter.requires_grad_(False)
     assert run.recipe.model.hf is not None
-    bridge = bridge_of(run.recipe.model.hf)
+    bridge = load_bridge(run.recipe.model.hf)
     return {name: weight.clone() for name, weight in bridge.export_adapter_weights(chunks, cpu=True)}
 
 

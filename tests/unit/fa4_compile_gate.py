@@ -44,7 +44,7 @@ def main() -> None:
     option = sys.argv[2] if len(sys.argv) > 2 else ""
     metadata = metadata_of(*random_forest(1, nodes=14, node_lens=(1, 60, 130, 200)), padding=3)
     capability = divmod(int(os.environ["FLASH_ATTENTION_ARCH"].removeprefix("sm_")), 10)
-    tiles = fa4.tiles_of(capability, head_dim, value_dim)
+    tiles = fa4.choose_tiles(capability, head_dim, value_dim)
     if option == "wrong-tiles":
         tiles = fa4.TilePair(fa4.Block(96, 48), fa4.Block(96, 48))
     mask = fa4.build_mask(metadata, tiles, 70 if option == "window" else None, ordered=option == "ordered")

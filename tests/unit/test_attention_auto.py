@@ -16,7 +16,7 @@ from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, impo
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, choose, cost_table
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
-from mcore_prefix_tree.mcore.engine.backend import case_of as case_of_config
+from mcore_prefix_tree.mcore.engine.backend import attention_case as case_of_config
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend
 
 SHARED = TreeShape(tokens=1000, segments=10, pairs=100_000, depth=1)

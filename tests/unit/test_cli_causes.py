@@ -10,7 +10,7 @@ import pytest
 from test_data_huggingface import CHATML, THINKING, make_folder
 from typer.testing import CliRunner
 
-from mcore_prefix_tree.cli.alternatives import turns_of
+from mcore_prefix_tree.cli.alternatives import expand_sample
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.sample import Sample
@@ -264,7 +264,7 @@ def test_expanded_turns_are_named_with_the_ratio_of_their_steps(tmp_path):
 
 def test_turns_of_a_sample_score_one_turn_each():
     sample = Sample(tokens=[1, 2, 3, 4, 5, 6], loss_mask=[0, 1, 1, 0, 2, 0], merge_key="a")
-    turns = turns_of(sample)
+    turns = expand_sample(sample)
     assert [turn.tokens.tolist() for turn in turns] == [[1, 2, 3], [1, 2, 3, 4, 5]]
     assert [turn.loss_mask.tolist() for turn in turns] == [[0, 1, 1], [0, 0, 0, 0, 2]]
     assert {turn.merge_key for turn in turns} == {"a"}

@@ -17,7 +17,7 @@ from test_data_stream_groups import streamed, told
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.grouping import whole_groups
-from mcore_prefix_tree.data.write import row_of
+from mcore_prefix_tree.data.write import make_row
 from mcore_prefix_tree.objectives import make_objective
 
 WAY_OUT = (
@@ -150,8 +150,8 @@ def test_writer_keeps_excluded_records_and_reports_them(tmp_path):
     names = FieldNames(given={"exclude": "bad"}, keeps_others=True)
     rows = [{"tokens": [1, 2], "bad": 1}, {"tokens": [1, 3], "bad": 0, "other": 5}]
     (one, other) = read_samples(write(tmp_path / "a.jsonl", rows), names=names)
-    assert row_of(one, names)["bad"] is True
-    assert "bad" not in row_of(other, names)
+    assert make_row(one, names)["bad"] is True
+    assert "bad" not in make_row(other, names)
 
 
 @pytest.mark.parametrize(

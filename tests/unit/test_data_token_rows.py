@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import FieldNames, LineOptions, StreamedGroups, read_samples
-from mcore_prefix_tree.data.foreign_names import meaning_of
+from mcore_prefix_tree.data.foreign_names import guess_field
 from mcore_prefix_tree.sample import SampleError
 
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns", "advantage")
@@ -347,7 +347,7 @@ def test_names_of_other_formats_are_ignored(tmp_path):
     ],
 )  # fmt: skip
 def test_meanings_of_field_names(name, meant):
-    assert meaning_of(name) == meant
+    assert guess_field(name) == meant
 
 
 @st.composite

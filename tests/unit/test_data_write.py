@@ -16,10 +16,10 @@ import pytest
 
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.data import EncodedTurn, FieldNames, read_samples, write_tables
-from mcore_prefix_tree.data.write import check_output, check_rows_output, row_of, rows_file
+from mcore_prefix_tree.data.write import check_output, check_rows_output, make_row, rows_file
 from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
-from mcore_prefix_tree.utils.errors import sentence_of
+from mcore_prefix_tree.utils.errors import format_error
 
 NAN = float("nan")
 KINDS = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.feather", "rows.txt"]
@@ -57,7 +57,7 @@ SAMPLES = [
     ),
     Sample(tokens=[1, 2], source="f:4", signals=Signals(ref_logprobs=np.array([0, -1], dtype=np.float32), rollout=0)),
 ]
-ROWS = [row_of(sample) for sample in SAMPLES]
+ROWS = [make_row(sample) for sample in SAMPLES]
 
 
 def write(path, rows, at_once):
@@ -174,7 +174,7 @@ def test_non_finite_values_are_null_in_lines(tmp_path):
     """For unscored tokens: the reader rejects it for others."""
     signals = Signals(rollout_logprobs=[float("-inf"), float("nan"), -1.0])
     sample = Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 1], signals=signals)
-    (line,) = write(tmp_path / "rows.jsonl", [row_of(sample)], 1).read_text().splitlines()
+    (line,) = write(tmp_path / "rows.jsonl", [make_row(sample)], 1).read_text().splitlines()
     assert json.loads(line)["rollout_logprobs"] == [None, None, -1.0]
 
 
@@ -213,7 +213,7 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, name):
             writer.add(rows)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sentence_of(error.value) == f"{tmp_path / name}: cannot be written: File too large"
+    assert format_error(error.value) == f"{tmp_path / name}: cannot be written: File too large"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,7 +263,7 @@ def test_lines_keep_unread_fields_byte_for_byte(tmp_path, known):
     (tmp_path / "in.jsonl").write_text(f'{{{known},{UNKNOWN}, "reward": 2}}\n', encoding="utf-8")
     names = FieldNames(keeps_others=True)
     samples = read_samples(tmp_path / "in.jsonl", names=names, tokenizer=Letter())
-    write(tmp_path / "out.jsonl", [row_of(sample) for sample in samples], 1)
+    write(tmp_path / "out.jsonl", [make_row(sample) for sample in samples], 1)
     text = (tmp_path / "out.jsonl").read_text(encoding="utf-8")
     given = read_samples(tmp_path / "in.jsonl", names=names, tokenizer=Letter())[0].carried
     assert list(given) == ["note", "empty", "nul", "n", "big", "e", "deep", "nan", "é", "source", "prompt"]
@@ -295,7 +295,7 @@ def test_tables_keep_unread_columns_and_their_types(tmp_path, name, at_once):
     pq.write_table(table, tmp_path / "in.parquet")
     names = FieldNames(given={"tokens": "ids"}, keeps_others=True)
     samples = read_samples(tmp_path / "in.parquet", names=names)
-    path = write(tmp_path / name, [row_of(sample, names) for sample in samples], at_once)
+    path = write(tmp_path / name, [make_row(sample, names) for sample in samples], at_once)
     back = pq.read_table(path) if name.endswith(".parquet") else pa.ipc.open_file(path).read_all()
     assert set(back.column_names) == {*table.column_names, "loss_mask"}
     for column in table.column_names:
@@ -311,16 +311,16 @@ def test_from_lines_to_a_table_and_back(tmp_path):
     (tmp_path / "in.jsonl").write_text(
         '{"tokens": [1], "info": {"a": [1.5]}}\n{"tokens": [2], "info": null, "b": "c"}\n'
     )
-    rows = [row_of(sample) for sample in read_samples(tmp_path / "in.jsonl", names=names)]
+    rows = [make_row(sample) for sample in read_samples(tmp_path / "in.jsonl", names=names)]
     path = write(tmp_path / "rows.parquet", rows, 1)
     assert pq.read_table(path)["info"].to_pylist() == [{"a": [1.5]}, None]
-    back = write(tmp_path / "back.jsonl", [row_of(sample) for sample in read_samples(path, names=names)], 1)
+    back = write(tmp_path / "back.jsonl", [make_row(sample) for sample in read_samples(path, names=names)], 1)
     assert [json.loads(line)["info"] for line in back.read_text().splitlines()] == [{"a": [1.5]}, None]
 
 
 def test_lines_cannot_hold_all_that_tables_can(tmp_path):
     pq.write_table(pa.table({"tokens": [[1]], "when": ODD["when"][:1]}), tmp_path / "in.parquet")
-    rows = [row_of(one) for one in read_samples(tmp_path / "in.parquet", names=FieldNames(keeps_others=True))]
+    rows = [make_row(one) for one in read_samples(tmp_path / "in.parquet", names=FieldNames(keeps_others=True))]
     with pytest.raises(SampleError, match=r"in.parquet row 0: field 'when' is timestamp.*, which JSON Lines"):
         write(tmp_path / "out.jsonl", rows, 1)
     assert not (tmp_path / "out.jsonl").exists()

@@ -104,10 +104,10 @@ def test_a_folder_with_something_else_than_files_is_not_opened(tmp_path: Path) -
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
-    inputs.check_files_of(tmp_path)
+    inputs.check_folder_files(tmp_path)
     os.mkfifo(path := tmp_path / "pipe")
     with pytest.raises(OSError, match="is not a regular file; put the file itself there"):
-        inputs.check_files_of(tmp_path)
+        inputs.check_folder_files(tmp_path)
     with pytest.raises(OSError, match="is not a regular file") as refused:
         inputs.read_regular(path)
     assert refused.value.filename == str(path)
@@ -119,7 +119,7 @@ def test_a_folder_with_something_else_than_files_is_not_opened(tmp_path: Path) -
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"b": {"a": 1, "c": 2, "a": 3}}', '[{"a": 1, "a": 2}]'])
 def test_json_with_a_key_twice_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the key 'a' is there twice; remove one"):
-        inputs.json_of(text)
+        inputs.parse_json(text)
 
 
 def test_tokenizer_folders_are_not_waited_for(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles import worst
 
-from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, top_logprobs, top_tokens
+from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, top_k, top_logprobs
 
 P, R, K, V, H = 9, 5, 4, 23, 6
 
@@ -58,7 +58,7 @@ def test_candidates_have_no_place_in_the_layout() -> None:
 @pytest.mark.parametrize("k", [1, K, V])
 @pytest.mark.parametrize("block", [2, 256])
 def test_the_likeliest_tokens(k: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top_tokens, "ROWS", block)
+    monkeypatch.setattr(top_k, "ROWS", block)
     edges, _, hidden, weight, temperature = problem()
     logits = hidden @ weight.T
     every = torch.log_softmax(logits / temperature[:, None], dim=1)[edges.row]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_prefix_tree.utils import versions
-from mcore_prefix_tree.utils.versions import install_command, requirements_of
+from mcore_prefix_tree.utils.versions import install_command, list_requirements
 
 METADATA = [
     "torch>=2.6",
@@ -23,7 +23,7 @@ def test_command_lists_the_extras_requirements(monkeypatch: pytest.MonkeyPatch) 
     assert install_command("hf") == "pip install 'transformers<5.24,>=4.56'"
     assert install_command("hub") == "pip install 'pyarrow>=16' 'datasets>=3.0'"
     with pytest.raises(KeyError, match="none"):
-        requirements_of("none")
+        list_requirements("none")
 
 
 def test_clone_on_the_path_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from xtoken_texts import chunks_of_pair, samples, texts
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.trie import build_trie
 from mcore_prefix_tree.xtoken.fold import fold_chunks
-from mcore_prefix_tree.xtoken.losses import Part, Vocabularies, blocks_of, make_loss, ordered
+from mcore_prefix_tree.xtoken.losses import Part, Vocabularies, cut_blocks, make_loss, ordered
 
 HIDDEN = 8
 NAMES = ("student's hidden states", "student's weight", "teacher's hidden states", "teacher's weight")
@@ -43,7 +43,7 @@ def test_gradients_of_both_models_equal_unfolded_samples(name):
         device=torch.device("cpu"),
     )
     rows = [np.arange(layout.padded_size) for layout in layouts]
-    blocks = blocks_of(
+    blocks = cut_blocks(
         chunks, student_rows=rows[0], teacher_rows=rows[1], student_limit=9, teacher_limit=9, endings=side.endings
     )
     loss = make_loss(settings, vocabularies)

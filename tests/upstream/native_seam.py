@@ -40,7 +40,7 @@ from mcore_prefix_tree.mcore import TreePackedSeqParams, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.seam import native_backends
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, metadata_of
+from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, convert_metadata
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -127,7 +127,7 @@ def test_megatron_core_attends_by_itself(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_back_end_is_registered() -> None:
     for name in BACKENDS:
-        assert get_tree_attention(name) is native_backends.attention_of(name)
+        assert get_tree_attention(name) is native_backends.native_attention(name)
     with pytest.raises(ValueError, match=r"was registered as 'nobody'.* path, "):
         get_tree_attention("nobody")
 
@@ -139,8 +139,8 @@ def test_both_classes_describe_a_tree_equally(padded_size: int | None) -> None:
     assert isinstance(ours, CoreTreeMetadata)
     size = ours.padded_size if padded_size is None else ours.padded_size + padded_size
     core = CoreTreeMetadata.from_nodes(ours.cu_node_lens, ours.node_parent, padded_size=size)
-    again = metadata_of(core)
-    assert metadata_of(core) is again
+    again = convert_metadata(core)
+    assert convert_metadata(core) is again
     for field in dataclasses.fields(CoreTreeMetadata):
         if field.name not in ("cache", "attention_backend", "deterministic"):
             np.testing.assert_array_equal(getattr(again, field.name), getattr(core, field.name), err_msg=field.name)

@@ -30,7 +30,7 @@ CUDA_KERNELS: tuple[VarlenKernel, ...] = (FlashAttention3(), TransformerEngine()
 CPU_KERNELS: tuple[VarlenKernel, ...] = (CpuFlash(),)
 
 
-def kernels_of(device: torch.device) -> tuple[VarlenKernel, ...]:
+def list_kernels(device: torch.device) -> tuple[VarlenKernel, ...]:
     """The kernels for a device, fastest first, installed or not."""
     return CPU_KERNELS if device.type == "cpu" else CUDA_KERNELS
 
@@ -43,7 +43,7 @@ def choose_kernel(case: Case) -> VarlenKernel | None:
     """
     for needs_grad in (True, case.needs_grad):
         asked = replace(case, needs_grad=needs_grad)
-        for kernel in kernels_of(case.device):
+        for kernel in list_kernels(case.device):
             if kernel.refusal(asked) is None:
                 return kernel
     return None
@@ -54,7 +54,7 @@ def refusal(case: Case) -> str | None:
     window = _window_refusal(case)
     if window is not None or choose_kernel(case) is not None:
         return window
-    *others, always_there = kernels_of(case.device)
+    *others, always_there = list_kernels(case.device)
     reasons = [f"{kernel.name}: {kernel.refusal(case)}" for kernel in others]
     return f"{always_there.refusal(case)} with the varlen kernel of {always_there.name} ({'; '.join(reasons)})"
 
@@ -167,7 +167,7 @@ class _CascadeAttention(torch.autograd.Function):
         assert lse.shape == (query.shape[1], query.shape[0]), f"{kernel.name} returned statistics {tuple(lse.shape)}"
         out = part.to(exact(part.dtype)) if plan.levels or sinks is not None else part
         for level in plan.levels:
-            part, part_lse = _forward(kernel, _rows_of(level, qkv), level.sequences, options)
+            part, part_lse = _forward(kernel, _select_level(level, qkv), level.sequences, options)
             merged, rows = _take(out, level.queries), _take(lse, level.queries, dim=1)
             both = torch.logaddexp(rows, part_lse)
             merged = _weighted(merged, rows - both) + _weighted(part, part_lse - both)
@@ -195,7 +195,7 @@ class _CascadeAttention(torch.autograd.Function):
             grad_query = grad_query.to(exact(query.dtype))
         for level in plan.levels:
             result = Result(_take(out, level.queries), _take(lse, level.queries, dim=1).contiguous())
-            rows = _rows_of(level, qkv)
+            rows = _select_level(level, qkv)
             parts = _backward(ctx.kernel, _take(grad_out, level.queries), rows, result, level.sequences, ctx.options)
             totals = (grad_query, level.queries), (grad_key, level.keys), (grad_value, level.keys)
             for (total, places), part in zip(totals, parts, strict=True):
@@ -227,7 +227,7 @@ def _backward(
         return kernel.backward(grad_out, qkv, result, sequences, options)
 
 
-def _rows_of(level: Level, qkv: QKV) -> QKV:
+def _select_level(level: Level, qkv: QKV) -> QKV:
     return QKV(_take(qkv.query, level.queries), _take(qkv.key, level.keys), _take(qkv.value, level.keys))
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from mcore_prefix_tree.data.causes.words import Words
 
 Tokens = npt.NDArray[np.int32]
 # Text of tokens, for people; None if the tokens are of another vocabulary.
@@ -65,7 +62,7 @@ def meeting_at_end(left: Tokens, right: Tokens) -> tuple[int, int] | None:
     return None
 
 
-def text_of(decode: Decode, tokens: Tokens, start: int, end: int) -> str | None:
+def decode_span(decode: Decode, tokens: Tokens, start: int, end: int) -> str | None:
     """Return the text that ``tokens[start:end]`` adds to the text before it; None if it cannot be decoded."""
     before = max(0, start - _CONTEXT)
     both, head = decode(tokens[before:end].tolist()), decode(tokens[before:start].tolist())
@@ -80,15 +77,15 @@ def end_of_text(decode: Decode, tokens: Tokens, start: int, text: str) -> int | 
     most = min(len(tokens) - start, len(text.encode()) + 1)
 
     def length(count: int) -> int:
-        return len((text_of(decode, tokens, start, start + count) or "").rstrip("\ufffd"))
+        return len((decode_span(decode, tokens, start, start + count) or "").rstrip("\ufffd"))
 
-    first = (text_of(decode, tokens, start, min(start + _CONTEXT, len(tokens))) or "").rstrip("\ufffd")
+    first = (decode_span(decode, tokens, start, min(start + _CONTEXT, len(tokens))) or "").rstrip("\ufffd")
     if not (text.startswith(first) or first.startswith(text)):
         return None
     high = 1
     while high < most and length(high) < len(text):
         high = min(2 * high, most)
-    found = text_of(decode, tokens, start, start + high) if most > 0 else None
+    found = decode_span(decode, tokens, start, start + high) if most > 0 else None
     if found is None or not found.startswith(text):
         return None
     low = high // 2
@@ -99,31 +96,3 @@ def end_of_text(decode: Decode, tokens: Tokens, start: int, text: str) -> int | 
         else:
             low = middle + 1
     return start + high
-
-
-# Tokens of two sequences: the place where each differs, and the place where they meet again.
-Span = tuple[int, int, int, int]
-CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
-
-
-class Difference(NamedTuple):
-    """Tokens ``start:end`` of a sample that a fix would replace; no meeting was seen after ``end`` if ``is_bound``."""
-
-    start: int
-    end: int
-    tokens: Tokens
-    cause: CauseName
-    detail: str = ""
-    words: Words | None = None
-    is_bound: bool = False
-
-
-def retokenised(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference | None:
-    """Return the difference if both sides, int32 ``[n]`` and ``[m]``, of a span have the same text."""
-    start, end, other_start, other_end = span
-    if decode is None or min(end - start, other_end - other_start) == 0:
-        return None
-    text = text_of(decode, one, start, end)
-    if not text or text != text_of(decode, other, other_start, other_end):
-        return None
-    return Difference(other_start, other_end, one[start:end], "retokenised", words=Words(text, text, "words"))

@@ -20,18 +20,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align_texts import (
-    RUN,
-    Decode,
+from mcore_prefix_tree.data.causes.align_texts import RUN, Decode, Tokens, meeting, near_meeting
+from mcore_prefix_tree.data.causes.resend import last_answer, resend, same_text, unmet
+from mcore_prefix_tree.data.causes.words import (
     Difference,
+    Region,
     Span,
-    Tokens,
-    meeting,
-    near_meeting,
+    Words,
+    differing_words,
+    find_region,
+    has_time,
     retokenised,
 )
-from mcore_prefix_tree.data.causes.resend import last_answer, resend, same_text, unmet
-from mcore_prefix_tree.data.causes.words import Region, Words, differing_words, has_time, region_of
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import common_prefix_length, sort_samples
 
@@ -62,10 +62,10 @@ def judged(
         return None
     if words.kind == "call id":
         return here("call ids", words=words)
-    return None if is_scored else _of_prompt(here, words, region_of(decode, one, start), longest, run)
+    return None if is_scored else _compare_prompts(here, words, find_region(decode, one, start), longest, run)
 
 
-def _of_prompt(
+def _compare_prompts(
     here: Callable[..., Difference], words: Words, region: Region, longest: int, run: int
 ) -> Difference | None:
     prompt = partial(here, "prompt", words=words)
@@ -139,7 +139,9 @@ def find_mismatches(samples: Sequence[Sample], decode: Decode | None = None) -> 
     branches, is_complete = _costliest(samples)
     for branch in branches:
         _compare_branches(search, branch)
-    return [one for of_sample in search.found.values() for one in of_sample], is_complete and search.tokens_left > 0
+    return [
+        one for sample_scores in search.found.values() for one in sample_scores
+    ], is_complete and search.tokens_left > 0
 
 
 def _follow_rollouts(search: _Search) -> None:
@@ -242,10 +244,10 @@ def _compare_branches(search: _Search, branch: _Branch) -> None:
     heaviest = max(others, key=len)
     for child in others:
         if child is not heaviest:
-            _compare_alike(search, child, _first_of(search, heaviest), depth)
+            _compare_alike(search, child, _choose_first(search, heaviest), depth)
 
 
-def _first_of(search: _Search, child: Sequence[int]) -> int:
+def _choose_first(search: _Search, child: Sequence[int]) -> int:
     """Return the sample of a child that others are made alike: the first that nothing was found about."""
     return next((index for index in child if index not in search.found), child[0])
 

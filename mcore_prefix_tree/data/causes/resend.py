@@ -6,18 +6,17 @@ from functools import partial
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align_texts import (
-    Decode,
+from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens, decode_span, end_of_text, meeting, meeting_at_end
+from mcore_prefix_tree.data.causes.words import (
+    THINKING,
     Difference,
     Span,
-    Tokens,
-    end_of_text,
-    meeting,
-    meeting_at_end,
+    Words,
+    differing_words,
+    find_region,
+    has_thinking,
     retokenised,
-    text_of,
 )
-from mcore_prefix_tree.data.causes.words import THINKING, Words, differing_words, has_thinking, region_of
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import common_prefix_length
 
@@ -55,7 +54,7 @@ def same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode)
     """Return the difference if all of ``one``, ``[n]``, or all but thinking is in ``other``, ``[m]``, as text."""
     if len(one) - left > _LONGEST or not _may_repeat(one, left, other, right, decode):
         return None
-    text = text_of(decode, one, left, len(one))
+    text = decode_span(decode, one, left, len(one))
     if not text:
         return None
     end = end_of_text(decode, other, right, text)
@@ -74,8 +73,8 @@ def same_text(one: Tokens, left: int, other: Tokens, right: int, decode: Decode)
 def _may_repeat(one: Tokens, left: int, other: Tokens, right: int, decode: Decode) -> bool:
     """Return whether the next few tokens, ``[n]`` and ``[m]``, look like the same text or like thinking."""
     texts = (
-        text_of(decode, one, left, min(left + _FEW, len(one))) or "",
-        text_of(decode, other, right, min(right + _FEW, len(other))) or "",
+        decode_span(decode, one, left, min(left + _FEW, len(one))) or "",
+        decode_span(decode, other, right, min(right + _FEW, len(other))) or "",
     )
     starts = [text.rstrip("\ufffd") for text in texts]
     return starts[0].startswith(starts[1]) or starts[1].startswith(starts[0]) or has_thinking(starts[0])
@@ -90,16 +89,16 @@ def _resent(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Di
     same = retokenised(one, other, span, decode)
     if same is not None:
         return same
-    text, other_text = text_of(decode, one, start, end), text_of(decode, other, other_start, other_end)
+    text, other_text = decode_span(decode, one, start, end), decode_span(decode, other, other_start, other_end)
     words = differing_words(decode, one, other, span)
     if text is None or other_text is None or words is None:
         return here("unknown")
-    before = text_of(decode, one, max(0, start - _FEW), start)
+    before = decode_span(decode, one, max(0, start - _FEW), start)
     if has_thinking(text) or (len(text) > len(other_text) and has_thinking(before or "")):
         return here("thinking", words=Words(text, other_text, "words"))
     if words.kind == "call id":
         return here("call ids", words=words)
-    region = region_of(decode, one, start)
+    region = find_region(decode, one, start)
     if words.kind in ("date", "id") or region in ("system", "tools"):
         is_tools = region == "tools" and words.kind == "words"
         return here("prompt", detail="tools" if is_tools else words.kind, words=words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from mcore_prefix_tree.data.causes.align_texts import RUN, Decode, Tokens, text_of
+from mcore_prefix_tree.data.causes.align_texts import RUN, Decode, Tokens, decode_span
 from mcore_prefix_tree.trie import common_prefix_length
 
 Kind = Literal["call id", "date", "id", "number", "words"]
@@ -81,8 +81,8 @@ def differing_words(decode: Decode, left: Tokens, right: Tokens, span: tuple[int
     if before < RUN:  # within a word that they share a part of
         before = min(_AROUND, start, other_start)
     after = common_prefix_length(left[end : end + _AROUND], right[other_end : other_end + _AROUND])
-    one = text_of(decode, left, start - before, end + after)
-    other = text_of(decode, right, other_start - before, other_end + after)
+    one = decode_span(decode, left, start - before, end + after)
+    other = decode_span(decode, right, other_start - before, other_end + after)
     if one is None or other is None:
         return None
     least = min(len(one), len(other))
@@ -138,7 +138,7 @@ def has_thinking(text: str) -> bool:
     return _THINKING_MARK.search(text) is not None
 
 
-def region_of(decode: Decode, tokens: Tokens, at: int) -> Region:
+def find_region(decode: Decode, tokens: Tokens, at: int) -> Region:
     """Return the part of a conversation, int32 ``[n]``, that a place is in, by the last role named before it."""
     for window in _ROLE_TOKENS:
         text = decode(tokens[max(0, at - window) : at].tolist()) or ""
@@ -154,3 +154,31 @@ def region_of(decode: Decode, tokens: Tokens, at: int) -> Region:
         if window >= at:
             break
     return "conversation" if roles else "unknown"
+
+
+# Tokens of two sequences: the place where each differs, and the place where they meet again.
+Span = tuple[int, int, int, int]
+CauseName = Literal["retokenised", "thinking", "call ids", "prompt", "rewritten", "unknown"]
+
+
+class Difference(NamedTuple):
+    """Tokens ``start:end`` of a sample that a fix would replace; no meeting was seen after ``end`` if ``is_bound``."""
+
+    start: int
+    end: int
+    tokens: Tokens
+    cause: CauseName
+    detail: str = ""
+    words: Words | None = None
+    is_bound: bool = False
+
+
+def retokenised(one: Tokens, other: Tokens, span: Span, decode: Decode | None) -> Difference | None:
+    """Return the difference if both sides, int32 ``[n]`` and ``[m]``, of a span have the same text."""
+    start, end, other_start, other_end = span
+    if decode is None or min(end - start, other_end - other_start) == 0:
+        return None
+    text = decode_span(decode, one, start, end)
+    if not text or text != decode_span(decode, other, other_start, other_end):
+        return None
+    return Difference(other_start, other_end, one[start:end], "retokenised", words=Words(text, text, "words"))

@@ -43,7 +43,7 @@ from mcore_prefix_tree.mcore.models.lora import load_frozen
 from mcore_prefix_tree.mcore.ranks import everyone, is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, start_new_head
 from mcore_prefix_tree.settings import ModelConfig, RecipeError
-from mcore_prefix_tree.utils.inputs import TRACKER, check_files_of, read_regular
+from mcore_prefix_tree.utils.inputs import TRACKER, check_folder_files, read_regular
 
 RELEASE = "release"
 # How long a rank looks for a file that another machine has written, and how often.
@@ -292,7 +292,7 @@ def _existing(folder: str | Path, iteration: int | str) -> Path:
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
-    on_main_rank(partial(check_files_of, source))
+    on_main_rank(partial(check_folder_files, source))
     with _reading(source):
         on_main_rank(partial(check_metadata, source))
         on_main_rank(partial(check_holds_only_data, source))

@@ -28,7 +28,7 @@ def hold(descriptor: int) -> bool:
 
 
 @contextmanager
-def claimed(folder: str | Path) -> Iterator[None]:
+def exclusive_save(folder: str | Path) -> Iterator[None]:
     """Lock a folder for the length of a ``with`` block; if another run has it, every rank raises SaveError."""
     held: list[int] = []
 

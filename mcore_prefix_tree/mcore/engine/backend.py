@@ -14,7 +14,7 @@ from mcore_prefix_tree.attention.api import AUTO, check_case
 from mcore_prefix_tree.attention.auto import Choice, TreeShape, choose
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.ranks import all_ranks
-from mcore_prefix_tree.mcore.seam.core_attention import window_of
+from mcore_prefix_tree.mcore.seam.core_attention import layer_window
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 
@@ -28,7 +28,7 @@ def head_dims(config: Any) -> tuple[int, int]:
     return config.kv_channels, config.kv_channels
 
 
-def case_of(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
+def attention_case(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
     """Return the attention calls of a model's layers on one tensor-parallel rank, from a ``TransformerConfig``."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     latent = config.multi_latent_attention  # each head has its own keys and values
@@ -46,22 +46,22 @@ def case_of(config: Any, *, device: torch.device, deterministic: bool = True) ->
         options=AttentionOptions(
             softmax_scale=config.softmax_scale or head_dim**-0.5,
             # Of the layers that have a window; the others have less to be refused.
-            window=next((window for window in windows_of(config) if window is not None), None),
+            window=next((window for window in list_windows(config) if window is not None), None),
             sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),
             deterministic=deterministic,
         ),
     )
 
 
-def cases_of(config: Any, *, device: torch.device, deterministic: bool) -> tuple[Case, ...]:
-    """Return the different attention calls of a model's layers (:func:`case_of`): with and without a window."""
-    case = case_of(config, device=device, deterministic=deterministic)
-    return tuple(replace(case, options=replace(case.options, window=window)) for window in windows_of(config))
+def attention_cases_of_model(config: Any, *, device: torch.device, deterministic: bool) -> tuple[Case, ...]:
+    """Return the different attention calls of a model's layers (:func:`attention_case`): with and without a window."""
+    case = attention_case(config, device=device, deterministic=deterministic)
+    return tuple(replace(case, options=replace(case.options, window=window)) for window in list_windows(config))
 
 
-def windows_of(config: Any) -> list[int | None]:
+def list_windows(config: Any) -> list[int | None]:
     """Return the different windows of a model's layers; None stands for a layer without one."""
-    return list(dict.fromkeys(window_of(config, layer) for layer in range(1, config.num_layers + 1)))
+    return list(dict.fromkeys(layer_window(config, layer) for layer in range(1, config.num_layers + 1)))
 
 
 def resolve_backend(
@@ -89,7 +89,7 @@ def resolve_backend(
         raise ValueError(
             "deterministic_attention=false contradicts deterministic_mode=True of the model; remove one of them"
         )
-    case = case_of(config, device=device, deterministic=deterministic)
+    case = attention_case(config, device=device, deterministic=deterministic)
     if setting != AUTO:
         check_case(setting, case)
         return setting

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
-from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of
-from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, targets_of
+from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain
+from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, make_targets
 from mcore_prefix_tree.plan import CostModel, Measured
 from mcore_prefix_tree.sample import Sample
 
@@ -59,12 +59,12 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
     job, samples = plain(job, samples)
     folding = job.folding
     cut = _choose(samples, folding)
-    scored_alone = job.fused_head and stand_in_of(job).skips_unscored
+    scored_alone = job.fused_head and make_stand_in(job).skips_unscored
     if scored_alone:
         for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
             cut.append([*range(len(samples), len(samples) + len(indices))])
             samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
-    batches = fold_micro_batches(samples, cut, job, targets_of(job, samples))
+    batches = fold_micro_batches(samples, cut, job, make_targets(job, samples))
     # The end of a step belongs to no micro-batch.
     finalize, job.config.finalize_model_grads_func = job.config.finalize_model_grads_func, None
     try:

@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
-from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of, stock_forward_step
-from mcore_prefix_tree.mcore.engine.step_parts import clocks_of, marked
+from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain, stock_forward_step
+from mcore_prefix_tree.mcore.engine.step_parts import make_clocks, marked
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import plan_unfolded, why_stock_does_not_fit
 from mcore_prefix_tree.mcore.ranks import everyone
@@ -276,7 +276,7 @@ def _ways(samples: Sequence[Sample], job: Job) -> tuple[dict[str, _Way], str | N
             name="unfolded, stock",
             tokens=logical,
             make=lambda: plan_unfolded(samples, job).micro_batches,
-            step=partial(stock_forward_step, stand_in=stand_in_of(job)),
+            step=partial(stock_forward_step, stand_in=make_stand_in(job)),
         )
     return ways, stock_missing
 
@@ -299,7 +299,7 @@ def _timed(way: _Way, chunks: Sequence[Any], job: Job) -> list[Parts]:
         if job.folding.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
-        marks.clocks = clocks_of(job.folding.device)
+        marks.clocks = make_clocks(job.folding.device)
         run_schedule(chunks, way.make(), way.step)
         mine = [clock.parts() for clock in marks.clocks]
     for chunk in chunks:

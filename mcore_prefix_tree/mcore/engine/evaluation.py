@@ -12,7 +12,7 @@ import torch
 from mcore_prefix_tree.data.folded_order import trie_order
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
-from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, targets_of
+from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, make_targets
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
 from mcore_prefix_tree.sample import Sample
 
@@ -63,7 +63,7 @@ class HeldOut:
         if in_trie_order:
             groups = [groups[unit] for unit in trie_order(groups).tolist()]
         self._samples = list(chain.from_iterable(groups))
-        self._targets = targets_of(job, self._samples)
+        self._targets = make_targets(job, self._samples)
         self._totals = Totals(job)
         # Of each part this rank's micro-batches, as indices into all samples.
         self._parts = []

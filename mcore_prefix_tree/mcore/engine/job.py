@@ -13,7 +13,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, forward_step
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
-from mcore_prefix_tree.mcore.outputs import Readout, readout_of
+from mcore_prefix_tree.mcore.outputs import Readout, make_readout
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.plan import ModelWork
 
@@ -46,7 +46,7 @@ class Job:
     forward_step: ForwardStep = field(init=False)
 
     def __post_init__(self) -> None:
-        readout = readout_of(self.objective, fused_head=self.fused_head)
+        readout = make_readout(self.objective, fused_head=self.fused_head)
         object.__setattr__(self, "readout", readout)
         object.__setattr__(self, "forward_step", partial(forward_step, readout=readout))
 

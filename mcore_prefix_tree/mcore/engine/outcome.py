@@ -40,18 +40,18 @@ def compare_outcomes(run: Outcome, reference: Outcome) -> tuple[dict[str, float]
     return errors, f"{name} (rank {worst})", sum(count for _, count in of_all)
 
 
-def rounding_of(run: Outcome, reference: Outcome, samples: Sequence[Sample]) -> dict[str, float]:
+def measure_rounding(run: Outcome, reference: Outcome, samples: Sequence[Sample]) -> dict[str, float]:
     """Return the errors of an unfolded run in bfloat16 or float32, whose loss is summed in float32, as measures."""
     errors, _, _ = compare_outcomes(run, reference)
     off = [
-        _loss_of(run.rows[index], sample) - _loss_of(reference.rows[index], sample)
+        _sample_loss(run.rows[index], sample) - _sample_loss(reference.rows[index], sample)
         for index, sample in enumerate(samples)
     ]
     of_samples = float(np.abs(off).sum()) / (abs(reference.loss) or 1.0)
     return errors | {"loss_error": of_samples + torch.finfo(torch.float32).eps}
 
 
-def _loss_of(rows: Rows, sample: Sample) -> float:
+def _sample_loss(rows: Rows, sample: Sample) -> float:
     """Return one sample's part of the loss, from its rows."""
     mask = sample.loss_mask[1:].astype(np.float64)
     if "value" in rows:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
+from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.objectives import Objective
@@ -72,7 +72,7 @@ def make_job(
     backend = resolve_backend(
         recipe.attention_backend, config, first_step, device=run.device, deterministic=deterministic, say=say
     )
-    cases = cases_of(config, device=run.device, deterministic=deterministic)
+    cases = attention_cases_of_model(config, device=run.device, deterministic=deterministic)
     return Job(
         objective=objective,
         folding=replace(folding, attention_backend=backend, attention_cases=cases),

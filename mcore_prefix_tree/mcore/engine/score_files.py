@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.data.write import row_of, rows_file
+from mcore_prefix_tree.data.write import make_row, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.scoring import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs, SampleScores, TopLogprobs, Values
@@ -65,7 +65,7 @@ class ScoreReport:
         return [written, f"not scored: {self.skipped}"] if self.skipped else [written]
 
 
-def readouts_of(
+def make_readouts(
     options: ScoreConfig, objective: type[Objective], *, vocab_size: int | None, fused_head: bool
 ) -> dict[str, Scorer[Any]]:
     """Return each model's readout by column, the objective's own first; ``vocab_size`` is the size before padding."""
@@ -131,7 +131,7 @@ def batches(order: SampleOrder, size: int) -> Iterator[list[Sample]]:
 
 
 def _row(sample: Sample, scores: dict[str, SampleScores], names: FieldNames) -> dict[str, Any]:
-    row = row_of(sample, names)
+    row = make_row(sample, names)
     row.pop(_ENTROPY, None)  # of another scoring
     for column, one in scores.items():
         row |= {names.theirs(name): value for name, value in one.columns(column).items()}

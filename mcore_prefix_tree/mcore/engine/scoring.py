@@ -41,7 +41,7 @@ class Scorer(Readout[Any], Protocol[S_co]):
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> Any:
         """Read a micro-batch's output, ``[1, P, ...]``, onto the host."""
 
-    def of_sample(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
+    def sample_scores(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
         """Return a sample's scores from :meth:`flat`; ``tokens`` int32 ``[n]`` are indices, ``scored`` bool ``[n]``."""
 
 
@@ -99,7 +99,7 @@ class ScoringStep:
                 scored = layout.predictor[tokens] >= 0
                 if not self.all_tokens:
                     scored &= self.samples[index].loss_mask != 0
-                own[index] = readout.of_sample(flat, tokens, scored)
+                own[index] = readout.sample_scores(flat, tokens, scored)
         faults = ((index, own[index].fault(self.samples[index])) for index in sorted(own))
         of_each = everyone(next(((index, fault) for index, fault in faults if fault is not None), None))
         first = min((fault for fault in of_each if fault is not None), default=None)

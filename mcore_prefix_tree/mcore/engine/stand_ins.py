@@ -96,14 +96,14 @@ class ValuesStandIn(VocabularyStandIn):
         return torch.dot(output.flatten().square(), batch.loss_mask.to(output.dtype)) / 2
 
 
-def stand_in_of(job: Job) -> VocabularyStandIn:
+def make_stand_in(job: Job) -> VocabularyStandIn:
     """Return the stand-in for a job's objective."""
     return ValuesStandIn() if job.objective.output == "values" else VocabularyStandIn()
 
 
 def plain(job: Job, samples: Sequence[Sample]) -> tuple[Job, list[Sample]]:
     """Return stand-ins for a job and its samples in verification, comparison and calibration."""
-    objective, plain_samples = stand_in_of(job).trained_on(samples)
+    objective, plain_samples = make_stand_in(job).trained_on(samples)
     return replace(job, objective=objective, hook=StepHook()), plain_samples
 
 

@@ -68,7 +68,7 @@ class EventClock:
         return Parts(**found)
 
 
-def clocks_of(device: torch.device) -> list[Clock]:
+def make_clocks(device: torch.device) -> list[Clock]:
     """Return the clocks of a device, now: on a CPU the wall's and the processor's, on a GPU the stream's."""
     if device.type == "cuda":
         return [EventClock()]

@@ -57,7 +57,7 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
             "take fewer samples a step"
         )
     ):
-        targets = targets_of(job, samples)
+        targets = make_targets(job, samples)
         plan = job.folding.plan(samples, micro_batches=micro_batches, together=job.objective.together(samples))
         mine = plan.micro_batches[job.dp_rank]
         return FoldedStep(
@@ -70,7 +70,7 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
         )
 
 
-def targets_of(job: Job, samples: Sequence[Sample]) -> Targets | None:
+def make_targets(job: Job, samples: Sequence[Sample]) -> Targets | None:
     """Return the targets of a step's losses, None for a weighted sum; raise SampleError if a field is missing."""
     return None if job.objective.is_weighted_sum else job.objective.targets(samples)
 

@@ -21,10 +21,10 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.outcome import Outcome, Rows, compare_outcomes, rounding_of
+from mcore_prefix_tree.mcore.engine.outcome import Outcome, Rows, compare_outcomes, measure_rounding
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
-from mcore_prefix_tree.mcore.engine.stand_ins import plain, stand_in_of
+from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
     UnfoldedStep,
@@ -141,7 +141,7 @@ def verify(
         NotImplementedError: the model draws random numbers.
         SampleError: no token of the batch is scored, so there is nothing to compare.
     """
-    stand_in_of(job).check(samples)
+    make_stand_in(job).check(samples)
     companion = COMPANION[job.config.params_dtype] if tolerance is None else None
     obstacle = why_stock_does_not_fit(samples, job, companion=companion)
     if obstacle is not None:
@@ -164,7 +164,7 @@ def _verified(
     step = fold_step(samples, job)
     alone = plan_unfolded(samples, job)
     begun = _Begun(progress, len(step.micro_batches) + (1 if companion is None else 2) * len(alone.micro_batches))
-    rows = _repeated(partial(stand_in_of(job).folded_rows, chunks, samples, job))
+    rows = _repeated(partial(make_stand_in(job).folded_rows, chunks, samples, job))
     folded = replace(_run_folded(chunks, step, job, begun), rows=dict(enumerate(rows)))
     unfolded = _run_unfolded(chunks, alone, job, begun)
     reference, rounding = unfolded, None
@@ -176,9 +176,9 @@ def _verified(
         if dtype is torch.float64:
             # Nothing is wider: the rounding of float32, scaled to the digits of float64.
             scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-            rounding = {name: scale * error for name, error in rounding_of(other, unfolded, samples).items()}
+            rounding = {name: scale * error for name, error in measure_rounding(other, unfolded, samples).items()}
         else:
-            reference, rounding = other, rounding_of(unfolded, other, samples)
+            reference, rounding = other, measure_rounding(unfolded, other, samples)
     errors, worst, count = compare_outcomes(folded, reference)
     return VerifyReport(
         **errors,
@@ -244,7 +244,7 @@ def _repeated(run: Callable[[], list[Rows]]) -> list[Rows]:
 
 
 def _run_unfolded(chunks: Sequence[torch.nn.Module], step: UnfoldedStep, job: Job, begun: _Begun) -> Outcome:
-    score = stand_in_of(job).stock_rows
+    score = make_stand_in(job).stock_rows
     return _run(chunks, step.micro_batches, step.sample_index, stock_forward, score, job, begun)
 
 

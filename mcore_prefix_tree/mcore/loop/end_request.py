@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.utils.os_signals import heeded
+from mcore_prefix_tree.utils.os_signals import handled_signals
 
 _TWICE_S = 1.0
 
@@ -40,7 +40,7 @@ class EndRequest:
 
     def __enter__(self) -> EndRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in heeded()}
+            self._before = {number: signal.signal(number, self._note) for number in handled_signals()}
         return self
 
     def __exit__(

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.loop.end_request import EndRequest
 from mcore_prefix_tree.mcore.loop.session import session
-from mcore_prefix_tree.mcore.models.bridge import bridge_of, is_untrained, without_scalar_head
+from mcore_prefix_tree.mcore.models.bridge import is_untrained, load_bridge, without_scalar_head
 from mcore_prefix_tree.mcore.models.bridge_weights import DTYPES
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
 from mcore_prefix_tree.mcore.models.lora import bridge_lora
@@ -55,7 +55,7 @@ def export_model(model: ModelConfig, chunks: Sequence[torch.nn.Module], target: 
     if model.lora is None:
         export(model.hf, chunks, target)
         return
-    bridge = bridge_of(model.hf)
+    bridge = load_bridge(model.hf)
     weights = bridge.export_adapter_weights(unwrap_model(list(chunks)), cpu=True, show_progress=False)
     _write_folder(target, weights, lambda folder: _AdapterWriter(model, folder))
 
@@ -71,10 +71,10 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -
         RecipeError: Megatron-Bridge gives other weights than the source has.
     """
     with without_scalar_head(chunks) as (models, head):
-        _export(source, models, target, score=_score_of(head))
+        _export(source, models, target, score=_find_score_weight(head))
 
 
-def _score_of(head: torch.nn.Module | None) -> torch.Tensor | None:
+def _find_score_weight(head: torch.nn.Module | None) -> torch.Tensor | None:
     """Return the weight of a scalar head on every rank, None for a language model; the last stage has it."""
     weights = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
     return next((weight for weight in weights if weight is not None), None)
@@ -85,7 +85,7 @@ def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, s
     folder = HuggingFaceFolder.read(source)
     if score is not None:
         folder = folder.with_scalar_head()
-    weights: Iterator[tuple[str, torch.Tensor]] = bridge_of(source).export_hf_weights(
+    weights: Iterator[tuple[str, torch.Tensor]] = load_bridge(source).export_hf_weights(
         models, cpu=True, show_progress=False
     )
     if score is not None:

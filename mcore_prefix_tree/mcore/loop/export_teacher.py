@@ -12,7 +12,7 @@ from typing import cast
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.data.write import check_rows_output, row_of, rows_file
+from mcore_prefix_tree.data.write import check_rows_output, make_row, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, batches
 from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
@@ -20,15 +20,15 @@ from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data
 from mcore_prefix_tree.mcore.loop.session import Session, session
 from mcore_prefix_tree.mcore.outputs import ExportedRows, TopLogprobs
 from mcore_prefix_tree.mcore.ranks import is_main_rank
-from mcore_prefix_tree.mcore.teachers.load_teachers import asked_teachers, load_model, vocabulary_of
+from mcore_prefix_tree.mcore.teachers.load_teachers import asked_teachers, find_teacher_vocab_size, load_model
 from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 from mcore_prefix_tree.objectives import CrossTokenizer
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import refuse_temperatures
 from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.bind_objective import settings_of
-from mcore_prefix_tree.settings.bind_xtoken import pairing_of
+from mcore_prefix_tree.settings.bind_objective import make_settings
+from mcore_prefix_tree.settings.bind_xtoken import make_pairing
 from mcore_prefix_tree.settings.score_section import TEACHER
 from mcore_prefix_tree.settings.teachers import list_inputs
 from mcore_prefix_tree.trie import Sharing
@@ -57,9 +57,9 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         RecipeError: the recipe has no teacher with another tokenizer, or there is no such checkpoint.
         ScoreError: a log-probability is NaN or infinite; nothing is written.
     """
-    settings = _settings_of(recipe.objective)
+    settings = _check_exportable(recipe.objective)
     ((path, teacher),) = asked_teachers(SecondModels(asked=True, same_vocabulary=False), recipe)
-    pairing = pairing_of(settings, recipe.data, path, teacher.data, teacher.model)
+    pairing = make_pairing(settings, recipe.data, path, teacher.data, teacher.model)
     if top_k > pairing.teacher.vocab_size:
         raise RecipeError(f"--top-k {top_k} is more than the {pairing.teacher.vocab_size} tokens of the teacher")
     try:
@@ -67,7 +67,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
     except ValueError as error:
         raise RecipeError(f"--output {error}") from None
     tokens = pairing.teacher.vocab_size
-    padded_vocab_size = teacher.parallel.padded_vocab_size(vocabulary_of(teacher.model, tokens))
+    padded_vocab_size = teacher.parallel.padded_vocab_size(find_teacher_vocab_size(teacher.model, tokens))
     with session(replace(teacher, objective=ObjectiveConfig(), fused_head=True)) as joined:
         read = replace(recipe, data=replace(recipe.data, order="file"))
         data = read_data(replace(joined, recipe=read), None, every_sample=True)
@@ -107,14 +107,14 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
                 ]
                 writer.add(
                     [
-                        row_of(pair.student, names) | {names.theirs(TEACHER): row}
+                        make_row(pair.student, names) | {names.theirs(TEACHER): row}
                         for pair, row in zip(pairs, rows, strict=True)
                     ]
                 )
         return report, is_main_rank()
 
 
-def _settings_of(objective: ObjectiveConfig) -> CrossTokenizer:
+def _check_exportable(objective: ObjectiveConfig) -> CrossTokenizer:
     """Return the settings of an objective whose only teacher can export rows for the student's text."""
     if objective.name != "xtoken":
         raise RecipeError(
@@ -126,7 +126,7 @@ def _settings_of(objective: ObjectiveConfig) -> CrossTokenizer:
             f"objective.teacher_recipe names {len(objective.teacher_recipes)} recipes, but the samples have room for "
             "the rows of one teacher; name one"
         )
-    settings = cast("CrossTokenizer", settings_of(objective))
+    settings = cast("CrossTokenizer", make_settings(objective))
     if settings.rendering == "own":
         raise RecipeError("objective.options.rendering=own: rows are exported for the student's text; remove rendering")
     return settings

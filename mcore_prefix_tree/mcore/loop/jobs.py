@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.checkpoints.lock import claimed
+from mcore_prefix_tree.mcore.checkpoints.lock import exclusive_save
 from mcore_prefix_tree.mcore.checkpoints.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.engine.calibration import Calibration
 from mcore_prefix_tree.mcore.engine.comparison import Comparison
@@ -36,7 +36,7 @@ from mcore_prefix_tree.settings import (
     RecipeError,
     ValidationConfig,
 )
-from mcore_prefix_tree.settings.bind_objective import objective_of
+from mcore_prefix_tree.settings.bind_objective import make_bound_objective
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool 
 
     ``is_trained`` says that ``work`` runs the optimizer.
     """
-    objective = objective_of(recipe)
+    objective = make_bound_objective(recipe)
     if is_trained:
         _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
     with session(recipe) as joined:
@@ -89,7 +89,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.
         RecipeError, SampleError, NotImplementedError: a setting, the data or the model cannot be trained.
     """
-    objective = objective_of(recipe)
+    objective = make_bound_objective(recipe)
     _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
     teachers = asked_teachers(objective.second_models, recipe)
     target = recipe.checkpoint.export_hf
@@ -111,7 +111,7 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         if recipe.checkpoint.save is not None:
             # A folder that cannot be written to is reported now, not after the last step.
             checkpoint.make_folder(recipe.checkpoint.save)
-            until_the_end.enter_context(claimed(recipe.checkpoint.save))
+            until_the_end.enter_context(exclusive_save(recipe.checkpoint.save))
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
         loader = HookLoader(

@@ -232,10 +232,10 @@ class _Board:
             self._writer.flush()
 
     def step(self, report: StepReport) -> None:
-        self._write(_numbers_of(report), report.iteration)
+        self._write(_step_numbers(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
+        self._write(_evaluation_numbers(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
         with _naming(self._setting, "folder"):
@@ -280,10 +280,10 @@ class _Wandb:
         say(f"{self._setting}: run {self._run.id} in {self._run.dir if self._run.offline else self._run.url}")
 
     def step(self, report: StepReport) -> None:
-        self._write(_numbers_of(report), report.iteration)
+        self._write(_step_numbers(report), report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._write(_held_out_numbers_of(evaluation), evaluation.iteration)
+        self._write(_evaluation_numbers(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
         try:
@@ -297,7 +297,7 @@ class _Wandb:
             self._run.finish(exit_code=int(failed))
 
 
-def _numbers_of(report: StepReport) -> dict[str, float]:
+def _step_numbers(report: StepReport) -> dict[str, float]:
     """Return a step's numbers by the names that TensorBoard and W&B show."""
     norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
     return {
@@ -313,7 +313,7 @@ def _numbers_of(report: StepReport) -> dict[str, float]:
     }
 
 
-def _held_out_numbers_of(evaluation: Evaluation) -> dict[str, float]:
+def _evaluation_numbers(evaluation: Evaluation) -> dict[str, float]:
     """Return an evaluation's numbers by the same names."""
     metrics = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
     return {"validation/loss": evaluation.loss, **metrics}

@@ -30,7 +30,7 @@ from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.settings import Recipe, RecipeError
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
-from mcore_prefix_tree.settings.sample_source import source_of
+from mcore_prefix_tree.settings.sample_source import make_source
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def read_data(
     """
     recipe = session.recipe
     names = FieldNames(given=recipe.data.fields, keeps_others=keeps_others)
-    source = source_of(recipe, objective, ranks=all_ranks(), every_sample=every_sample, names=names)
+    source = make_source(recipe, objective, ranks=all_ranks(), every_sample=every_sample, names=names)
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
         order, skipped = source.read(check=check, progress=progress, is_scored=is_scored)

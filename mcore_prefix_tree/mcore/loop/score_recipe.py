@@ -10,14 +10,14 @@ import torch
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import check_rows_output
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, readouts_of, write_scores
+from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, make_readouts, write_scores
 from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data, resolve
 from mcore_prefix_tree.mcore.loop.session import session
 from mcore_prefix_tree.mcore.models.bridge import load_folder
 from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.settings import CheckpointConfig, ModelConfig, ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.bind_objective import objective_of
+from mcore_prefix_tree.settings.bind_objective import make_bound_objective
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.score_section import REFERENCE, ScoreConfig
 from mcore_prefix_tree.settings.teachers import list_inputs
@@ -83,7 +83,7 @@ def run_score(
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
         found = everyone(found)[0]
         names = {column: one.named(found[column]) for column, one in weights.items()}
-        objective = objective_of(recipe)
+        objective = make_bound_objective(recipe)
         # The objective's fields are not checked: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
         data = read_data(joined, grouping, every_sample=True, keeps_others=True, is_scored=options.reads_mask(kind))
@@ -100,7 +100,7 @@ def run_score(
             output,
             data.order,
             models,
-            readouts_of(options, kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
+            make_readouts(options, kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
             report,
             per_step=recipe.batch.per_step,
             folding=run.job.folding,

@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.mcore.models.bridge import described
-from mcore_prefix_tree.mcore.models.build_gpt import size_of, transformer_config
+from mcore_prefix_tree.mcore.models.build_gpt import describe_size, transformer_config
 from mcore_prefix_tree.mcore.ranks import is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.plan import Measured, read_measured
@@ -65,7 +65,7 @@ def session(recipe: Recipe) -> Iterator[Session]:
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
     if recipe.device == "cuda" and not on_gpu:
         raise RecipeError("device=cuda, but torch sees no GPU; set device=auto or device=cpu")
-    model_size = partial(size_of, recipe.model, scalar_head=recipe.objective.has_scalar_head)
+    model_size = partial(describe_size, recipe.model, scalar_head=recipe.objective.has_scalar_head)
     with ExitStack() as stack:
         stack.enter_context(naming_memory(lambda: f"the job does not fit; it has a model of {model_size()}"))
         if not on_gpu:

@@ -51,9 +51,13 @@ from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.mcore.checkpoints.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.megatron_lm.activation_memory import warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import check_same_model
-from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import check_backend, device_of_this_rank, folding_of
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
+    check_backend,
+    device_of_this_rank,
+    make_folding_from_args,
+)
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import check_layers, hybrid_pattern
-from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import objective_of
+from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import make_objective_from_args
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_megatron_lm
 from mcore_prefix_tree.mcore.megatron_lm.step_sizes import check_sizes, megatrons_calculator
 from mcore_prefix_tree.mcore.seam.validation import check_config
@@ -109,8 +113,8 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
     if trains:
         with _megatrons_refusals(), megatrons_calculator(validated):
             check_sizes(validated)
-    folding_of(validated, device=torch.device("cpu"))
-    objective_of(validated)
+    make_folding_from_args(validated, device=torch.device("cpu"))
+    make_objective_from_args(validated)
     if not args.prefix_tree_dry_run:
         check_backend(validated, config)
         if trains:

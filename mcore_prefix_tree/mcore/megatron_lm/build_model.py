@@ -16,7 +16,7 @@ from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import load_weights
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_model
 from mcore_prefix_tree.mcore.megatron_lm.resume import head_starts_new
-from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
+from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
 from mcore_prefix_tree.mcore.seam.layer_specs import is_hybrid_stack, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import start_new_head, with_scalar_head
@@ -78,7 +78,7 @@ def with_head(args: argparse.Namespace, model: Any) -> Any:
         ArgumentError, NotImplementedError: see :func:`head_starts_new`, :func:`with_scalar_head`.
     """
     if not has_scalar_head(args):
-        with_vocab_size(model, vocab_size_of(args))
+        with_vocab_size(model, vocab_size_without_padding(args))
         return with_edge_head(model) if args.prefix_tree_fused_head else model
     with_scalar_head(model)
     source = head_starts_new(args)

@@ -16,9 +16,9 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.megatron_lm.activation_memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs, settle
-from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import folding_of, work_of
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import count_model_work, make_folding_from_args
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
-from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import objective_of
+from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import make_objective_from_args
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.step_sizes import evaluation_size, megatrons_calculator, size_at
 from mcore_prefix_tree.objectives import Objective
@@ -42,7 +42,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         ArgumentError: a step does not fit its micro-batches.
         SampleError: the data is bad.
     """
-    folding, objective = folding_of(args, device=torch.device("cpu")), objective_of(args)
+    folding, objective = make_folding_from_args(args, device=torch.device("cpu")), make_objective_from_args(args)
     order = training_order(args, objective)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
@@ -125,7 +125,9 @@ def _expected(
 ) -> ExpectedSpeedup:
     """Return the speed-up to expect of a step of all ranks, by FLOPs."""
     cuts = [batch for rank in plan.micro_batches for batch in rank]
-    return work_of(args).expected_speedup([folding.layout([samples[index] for index in batch]) for batch in cuts])
+    return count_model_work(args).expected_speedup(
+        [folding.layout([samples[index] for index in batch]) for batch in cuts]
+    )
 
 
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
@@ -179,7 +181,7 @@ def _whole_projections(args: argparse.Namespace) -> float:
 # those of one rank add to a model in the layout of experts.
 def _weights_in_layout(args: argparse.Namespace) -> float:
     if args.num_experts is None:
-        return _weights_of(args)
+        return _count_weight_bytes(args)
     experts, tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     world_size = args.world_size // experts
     layout = {
@@ -188,15 +190,15 @@ def _weights_in_layout(args: argparse.Namespace) -> float:
         "world_size": world_size,
         "data_parallel_size": world_size // (tensor * args.pipeline_model_parallel_size),
     }
-    without = _weights_of(args, num_experts=0, **layout)
+    without = _count_weight_bytes(args, num_experts=0, **layout)
     return (
-        _weights_of(args, num_experts=0)
-        + _weights_of(args, num_experts=args.num_experts // experts, **layout)
+        _count_weight_bytes(args, num_experts=0)
+        + _count_weight_bytes(args, num_experts=args.num_experts // experts, **layout)
         - without
     )
 
 
-def _weights_of(args: argparse.Namespace, **changed: Any) -> float:
+def _count_weight_bytes(args: argparse.Namespace, **changed: Any) -> float:
     if has_scalar_head(args):  # one row, but the estimate would count a vocabulary
         changed["untie_embeddings_and_output_weights"] = False
     # The estimate writes to its arguments.

@@ -15,7 +15,7 @@ from megatron.training import print_rank_0
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError, has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
-from mcore_prefix_tree.mcore.models.bridge import OFF, load_folder, provider_of
+from mcore_prefix_tree.mcore.models.bridge import OFF, load_folder, make_provider
 from mcore_prefix_tree.mcore.models.config_fields import defaults_of_run, settings_of_run
 from mcore_prefix_tree.settings import Dtype, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_folder import SAME_FUNCTION, HuggingFaceFolder
@@ -132,7 +132,7 @@ def _sections(args: argparse.Namespace) -> tuple[ModelConfig, ParallelConfig]:
 
 def _provider(args: argparse.Namespace) -> Any:
     try:
-        provider = provider_of(*_sections(args), on_gpu=torch.cuda.is_available(), only_stock=True)
+        provider = make_provider(*_sections(args), on_gpu=torch.cuda.is_available(), only_stock=True)
     except RecipeError as error:
         raise _as_argument(error) from error
     except (OSError, ValueError) as error:

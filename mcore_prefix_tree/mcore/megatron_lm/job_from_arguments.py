@@ -17,20 +17,22 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.resolve import Run, make_folding, make_job
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
-from mcore_prefix_tree.mcore.seam.hybrid_layers import parts_of
+from mcore_prefix_tree.mcore.seam.hybrid_layers import layer_parts
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.sample import Sample
 
 
-def job_of(args: argparse.Namespace, objective: Objective, first_step: Callable[[], Sequence[Sample]]) -> Job:
+def make_job_from_args(
+    args: argparse.Namespace, objective: Objective, first_step: Callable[[], Sequence[Sample]]
+) -> Job:
     """Return the job that validated arguments describe; see :func:`make_job`."""
     config = core_transformer_config_from_args(args)
     run = describe_run(args, device=device_of_this_rank())
     return make_job(read_recipe(args), run, objective, config, first_step, say=print_rank_0)
 
 
-def folding_of(args: argparse.Namespace, *, device: torch.device) -> Folding:
+def make_folding_from_args(args: argparse.Namespace, *, device: torch.device) -> Folding:
     """Return the folding that validated arguments describe; see :func:`make_folding`."""
     return make_folding(read_recipe(args), describe_run(args, device=device))
 
@@ -43,12 +45,12 @@ def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
     return Run(
         device=device,
         dp_size=args.data_parallel_size,
-        work=work_of(args),
+        work=count_model_work(args),
         micro_batch_multiple=stages if in_stages else 1,
     )
 
 
-def work_of(args: argparse.Namespace) -> ModelWork:
+def count_model_work(args: argparse.Namespace) -> ModelWork:
     """Return the FLOPs of the model that the arguments describe."""
     scalar_head = has_scalar_head(args)
     return ModelWork.from_dimensions(
@@ -62,7 +64,7 @@ def work_of(args: argparse.Namespace) -> ModelWork:
         swiglu=args.swiglu,
         fused_head=args.prefix_tree_fused_head and not scalar_head,
         settings=vars(args),
-        parts=parts_of(hybrid_pattern(args)),
+        parts=layer_parts(hybrid_pattern(args)),
     )
 
 

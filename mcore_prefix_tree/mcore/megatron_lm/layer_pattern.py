@@ -9,7 +9,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
     LAYERS,
     NEEDS_NEWER,
     check_pattern,
-    layers_of,
+    layer_letters,
 )
 
 
@@ -36,6 +36,6 @@ def check_layers(args: argparse.Namespace) -> None:
     if not HAS_HYBRID_MODEL:
         raise ValueError(f"--hybrid-override-pattern: {NEEDS_NEWER}; check out core_v0.19.0")
     check_pattern(pattern)
-    experts = next((letter for letter in layers_of(pattern) if LAYERS[letter].part == "experts"), None)
+    experts = next((letter for letter in layer_letters(pattern) if LAYERS[letter].part == "experts"), None)
     if experts is not None and args.num_experts is None:
         raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts, {experts}, but no --num-experts")

@@ -12,21 +12,21 @@ from mcore_prefix_tree.arguments.read_recipe import read_objective, read_recipe
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_hook import StepHook
-from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
+from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
 from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader, asked_teachers
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.settings.bind_objective import objective_of as objective_of_recipe
-from mcore_prefix_tree.settings.bind_objective import settings_of
+from mcore_prefix_tree.settings.bind_objective import make_bound_objective as objective_of_recipe
+from mcore_prefix_tree.settings.bind_objective import make_settings
 from mcore_prefix_tree.settings.teachers import check_stage, parallel_of_teachers
 
 
-def objective_of(args: argparse.Namespace) -> Objective:
+def make_objective_from_args(args: argparse.Namespace) -> Objective:
     """Return the objective that validated arguments name, with its files read before any model is built.
 
     Raises:
         RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
     """
-    settings = settings_of(read_objective(args))
+    settings = make_settings(read_objective(args))
     if settings.second_models is None:
         return settings
     recipe = read_recipe(args)
@@ -37,7 +37,7 @@ def objective_of(args: argparse.Namespace) -> Objective:
     return objective
 
 
-def hook_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
+def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
     """Return the work of a job's objective before a step, for example by its teachers, loaded; all ranks together.
 
     Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
@@ -49,7 +49,7 @@ def hook_of(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Call
     """
     if job.objective.second_models is None:
         return StepHook()
-    recipe, vocab_size = read_recipe(args), vocab_size_of(args)
+    recipe, vocab_size = read_recipe(args), vocab_size_without_padding(args)
     assert vocab_size is not None, "a dry run loads no teacher"
     loader = HookLoader(
         teachers=asked_teachers(job.objective.second_models, recipe),

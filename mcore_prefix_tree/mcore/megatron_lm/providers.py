@@ -23,16 +23,20 @@ from mcore_prefix_tree.mcore.engine.step_hook import StepHook
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model_provider, with_head
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
-from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, folding_of, job_of
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
+    device_of_this_rank,
+    make_folding_from_args,
+    make_job_from_args,
+)
 from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import tree_forward_step
-from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import hook_of, objective_of
+from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import load_hook, make_objective_from_args
 from mcore_prefix_tree.mcore.megatron_lm.resume import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import StepDealer, StepIterator, check_steps
 from mcore_prefix_tree.mcore.megatron_lm.step_sizes import current_size, evaluation_size, is_constant
-from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
+from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.settings.sample_source import source_of as source_of_recipe
+from mcore_prefix_tree.settings.sample_source import make_source as source_of_recipe
 from mcore_prefix_tree.utils.choices import Order
 from mcore_prefix_tree.utils.errors import spell, spelled
 
@@ -53,7 +57,7 @@ def read_order(
     """
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
     check = None if objective.is_weighted_sum else partial(check_samples, objective)
-    source = source_of(args, paths, order, objective, names=names)
+    source = make_source_from_args(args, paths, order, objective, names=names)
     with spelled({"data.path": "validation.path"} if validates else {}):
         samples, skipped = source.read(check=check, progress=ReadingProgress())
     if skipped:
@@ -61,7 +65,7 @@ def read_order(
     return samples
 
 
-def source_of(
+def make_source_from_args(
     args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective | None, *, names: FieldNames
 ) -> Source:
     """Return the source of the files' samples; without an objective it reads no group, rollout or pair."""
@@ -69,7 +73,7 @@ def source_of(
     recipe = replace(
         recipe,
         data=replace(recipe.data, path=list(paths), order=order),
-        model=replace(recipe.model, vocab_size=vocab_size_of(args)),
+        model=replace(recipe.model, vocab_size=vocab_size_without_padding(args)),
     )
     limits = {"--seq-length": args.seq_length}
     return source_of_recipe(recipe, objective, ranks=all_ranks(), names=names, limits=limits)
@@ -134,8 +138,8 @@ class TreeDatasetsProvider:
         config_in_provider(args)
         device = device_of_this_rank()
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        folding = folding_of(args, device=device)
-        objective = self._objective = self._objective or objective_of(args)
+        folding = make_folding_from_args(args, device=device)
+        objective = self._objective = self._objective or make_objective_from_args(args)
         train = None
         if not args.skip_train:
             if self._training is None:
@@ -167,9 +171,9 @@ class TreeDatasetsProvider:
 
     def _job(self, args: argparse.Namespace, objective: Objective, order: SampleOrder) -> Job:
         """Return a job; training and validation share one hook, with its teachers."""
-        job = job_of(args, objective, lambda: order.take(0, args.global_batch_size))
+        job = make_job_from_args(args, objective, lambda: order.take(0, args.global_batch_size))
         if self._hook is None:
-            self._hook = hook_of(args, job, order, say=print_rank_0)
+            self._hook = load_hook(args, job, order, say=print_rank_0)
         return replace(job, hook=self._hook)
 
     def _training_order(

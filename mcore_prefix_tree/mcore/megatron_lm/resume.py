@@ -56,7 +56,7 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
     }
     consumed = 0
     if args.consumed_train_samples:
-        before = _of_checkpoint(args)
+        before = _read_saved_record(args)
         # A run of stock Megatron, or of an older version of this package, does not say.
         other = None if before is None else difference(before, now)
         if other is not None and before is not None and not args.prefix_tree_new_data:
@@ -80,7 +80,7 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
     return consumed
 
 
-def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
+def _read_saved_record(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the loaded checkpoint's record of its samples, as the first rank reads it."""
     # Megatron reads it once more, into a copy, and says which argument it takes from there.
     with contextlib.redirect_stdout(io.StringIO()):
@@ -109,7 +109,7 @@ def _how_data_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any
     )
 
 
-def checkpoint_of(args: argparse.Namespace, load_arg: str = "load") -> Path | None:
+def find_checkpoint(args: argparse.Namespace, load_arg: str = "load") -> Path | None:
     """Return the folder of the checkpoint that an argument names, None without one; all ranks together."""
     if not checkpoint_exists(getattr(args, load_arg)):
         return None
@@ -126,7 +126,7 @@ def head_starts_new(args: argparse.Namespace) -> Path | None:
     """
     # As load_checkpoint: without a checkpoint in --load, only the weights of the other.
     load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"
-    source = checkpoint_of(args, load_arg)
+    source = find_checkpoint(args, load_arg)
     if source is None or on_main_rank(partial(_has_scalar_head, source)):
         return None
     named = f"--{load_arg.replace('_', '-')} {getattr(args, load_arg)}"

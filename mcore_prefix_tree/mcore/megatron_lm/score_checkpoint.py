@@ -16,15 +16,15 @@ from mcore_prefix_tree.arguments.flags import SPELLINGS
 from mcore_prefix_tree.arguments.read_recipe import read_objective, read_score
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, readouts_of, write_scores
+from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, make_readouts, write_scores
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model_provider
-from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import job_of
-from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import objective_of
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import make_job_from_args
+from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import make_objective_from_args
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_chunks, start
-from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, source_of
-from mcore_prefix_tree.mcore.megatron_lm.resume import checkpoint_of
-from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_of
+from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, make_source_from_args
+from mcore_prefix_tree.mcore.megatron_lm.resume import find_checkpoint
+from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
 from mcore_prefix_tree.settings.score_section import REFERENCE
 from mcore_prefix_tree.utils.errors import spell
 
@@ -46,9 +46,9 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
     assert options is not None, "only --prefix-tree-score starts this"
     names = FieldNames(given=args.prefix_tree_fields, keeps_others=True)
     # The objective's fields are not checked: it may need these very scores.
-    source = source_of(args, args.prefix_tree_data_path, "file", None, names=names)
+    source = make_source_from_args(args, args.prefix_tree_data_path, "file", None, names=names)
     order, skipped = source.read(progress=ReadingProgress(), is_scored=options.reads_mask(kind))
-    job = job_of(args, objective_of(args), lambda: order.take(0, args.global_batch_size))
+    job = make_job_from_args(args, make_objective_from_args(args), lambda: order.take(0, args.global_batch_size))
     models = {options.column(kind): _filled(args, "load")}
     if options.reference is not None:
         models[REFERENCE] = _filled(args, _REFERENCE_ARGUMENT)
@@ -56,7 +56,9 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
         args.prefix_tree_score,
         order,
         models,
-        readouts_of(options, kind, vocab_size=vocab_size_of(args), fused_head=args.prefix_tree_fused_head),
+        make_readouts(
+            options, kind, vocab_size=vocab_size_without_padding(args), fused_head=args.prefix_tree_fused_head
+        ),
         ScoreReport(
             iteration=_named(args, "load") or args.prefix_tree_hf,
             reference_iteration=_named(args, _REFERENCE_ARGUMENT),
@@ -96,7 +98,7 @@ def _first_line(error: BaseException) -> str:
 
 def _named(args: argparse.Namespace, load_arg: str) -> int | str | None:
     """Return the iteration of the checkpoint that an argument names, or ``release``; all ranks together."""
-    source = checkpoint_of(args, load_arg)
+    source = find_checkpoint(args, load_arg)
     if source is None:
         return None
     return int(source.name.removeprefix("iter_")) if source.name.startswith("iter_") else source.name

@@ -7,7 +7,7 @@ import argparse
 from megatron.training import get_tokenizer
 
 
-def vocab_size_of(args: argparse.Namespace) -> int | None:
+def vocab_size_without_padding(args: argparse.Namespace) -> int | None:
     """Return the number of tokens of the model's vocabulary; rows of the embedding from this id on are padding.
 
     Megatron-LM's tokenizer knows it: ``--vocab-size`` may lack the end-of-document token, and most tokenizers ignore

@@ -43,7 +43,7 @@ from mcore_prefix_tree.mcore.seam.core_attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
 from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_folder import LM_HEAD, SCORE, HuggingFaceFolder
-from mcore_prefix_tree.utils.versions import install_command, requirements_of, version_of
+from mcore_prefix_tree.utils.versions import install_command, installed_version_of, list_requirements
 
 _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine"
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
@@ -106,7 +106,7 @@ def auto_bridge() -> Any:
 
 def _not_imported(error: ImportError) -> str:
     """Say why Megatron-Bridge cannot be imported: a transformers that it does not fit, or something that is missing."""
-    installed = version_of("transformers")
+    installed = installed_version_of("transformers")
     wanted = transformers_of_bridge()
     if installed is not None and wanted is not None and not wanted.specifier.contains(installed, prereleases=True):
         return (
@@ -122,13 +122,13 @@ def _not_imported(error: ImportError) -> str:
 def transformers_of_bridge() -> Requirement | None:
     """Return the releases of transformers that Megatron-Bridge imports; None if this package is read from a path."""
     try:
-        found = [Requirement(text) for text in requirements_of("bridge")]
+        found = [Requirement(text) for text in list_requirements("bridge")]
     except PackageNotFoundError:
         return None
     return next(requirement for requirement in found if requirement.name == "transformers")
 
 
-def bridge_of(path: str) -> Any:
+def load_bridge(path: str) -> Any:
     """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
     kind = auto_bridge()
     try:
@@ -147,7 +147,7 @@ def _cannot_build(path: str, error: Exception) -> RecipeError:
     )
 
 
-def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
+def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
     """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
 
     ``only_stock`` rejects architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
@@ -157,7 +157,7 @@ def provider_of(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, o
             or the parallel layout does not fit.
     """
     assert model.hf is not None
-    bridge = bridge_of(model.hf)
+    bridge = load_bridge(model.hf)
     try:
         provider = bridge.to_megatron_provider(load_weights=False)
     except Exception as error:
@@ -319,7 +319,7 @@ def without_scalar_head(
 
 
 def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
-    bridge, folder = bridge_of(path), HuggingFaceFolder.read(path)
+    bridge, folder = load_bridge(path), HuggingFaceFolder.read(path)
     check_shapes(folder, bridge.hf_pretrained.config)
     bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
     read = (replaced | _beyond(folder)).union(*map(_sources, bridge.get_conversion_tasks(models)))
@@ -336,7 +336,7 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
             f"{_and_others(unread)}; its answers would differ from transformers'"
         )
     with torch.no_grad():
-        for _, parameter in _of_folder(models):
+        for _, parameter in _folder_parameters(models):
             parameter.fill_(torch.nan)
     try:
         bridge.load_hf_weights(models)
@@ -345,7 +345,7 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
     failures = [failure for failure in everyone(source.failure) if failure is not None]
     if failures:
         raise RecipeError(f"model.hf={path}: {failures[0]}; download the folder again")
-    left = [name for name, value in _of_folder(models) if bool(value.isnan().any())]
+    left = [name for name, value in _folder_parameters(models) if bool(value.isnan().any())]
     missing = sorted(set(chain.from_iterable(everyone(left))))
     if missing:
         raise RecipeError(
@@ -354,7 +354,7 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
         )
 
 
-def _of_folder(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _folder_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters that are not an adapter's."""
     for name, parameter in chain.from_iterable(one.named_parameters() for one in models):
         if ADAPTER not in name:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from mcore_prefix_tree.mcore.seam.core_attention import window_of
+from mcore_prefix_tree.mcore.seam.core_attention import layer_window
 from mcore_prefix_tree.settings import RecipeError
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
@@ -64,7 +64,7 @@ def settings_of_folder(path: str, provider: Any, *, tensor_parallel: int) -> dic
     fields: dict[str, Any] = {}
     if getattr(provider, "position_embedding_type", None) == "yarn":
         fields |= {name: value for name, value in _YARN.items() if getattr(provider, name) is None}
-    share = _rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = _read_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share is not None and config.get("model_type") in _PARTLY_ROTARY:
         fields["rotary_percent"] = float(share)
     elif share not in (None, 1.0, provider.rotary_percent):
@@ -75,17 +75,17 @@ def settings_of_folder(path: str, provider: Any, *, tensor_parallel: int) -> dic
     return fields
 
 
-def _rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return found
 
 
-def _kind_of(rope: Mapping[str, Any]) -> str:
+def _rope_kind(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
-    rope = _rope_of(config)
+    rope = _read_rope(config)
     supported: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         "default": lambda one: True,
         "llama3": lambda one: (
@@ -104,7 +104,7 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
         factor = getattr(provider, "rope_scaling_factor", None)
         supported["linear"] = lambda one: one is rope.get("full_attention") and one.get("factor") == factor
     for one in each:
-        is_supported = supported.get(_kind_of(one))
+        is_supported = supported.get(_rope_kind(one))
         if is_supported is None or not is_supported(one):
             raise RecipeError(
                 f"model.hf={path}: Megatron-Bridge has no rotary embeddings with these settings for this architecture: "
@@ -116,7 +116,7 @@ def _check_fixed(path: str, config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type"))
     given = dict(config)
     if kind == "gpt_oss":
-        given |= {name: _rope_of(config).get(name, value) for name, value in _GPT_OSS_YARN.items()}
+        given |= {name: _read_rope(config).get(name, value) for name, value in _GPT_OSS_YARN.items()}
     for name, value in _FIXED.get(kind, {}).items():
         if given.get(name, value) != value:
             raise RecipeError(
@@ -134,7 +134,7 @@ def _check_windows(path: str, config: Mapping[str, Any], provider: Any) -> None:
         )
     kinds = config.get("layer_types")
     built = [
-        "full_attention" if window_of(provider, layer) is None else "sliding_attention"
+        "full_attention" if layer_window(provider, layer) is None else "sliding_attention"
         for layer in range(1, provider.num_layers + 1)
     ]
     if window and kinds and list(kinds) != built:

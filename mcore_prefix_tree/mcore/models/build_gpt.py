@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mcore_prefix_tree.mcore.models.bridge import provided, provider_of
+from mcore_prefix_tree.mcore.models.bridge import make_provider, provided
 from mcore_prefix_tree.mcore.models.config_fields import (
     check_experts,
     check_latent_layers,
@@ -43,7 +43,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
             of a wrong type; or megatron-core refuses the combination.
     """
     if model.hf is not None:
-        return provider_of(model, parallel, on_gpu=on_gpu)
+        return make_provider(model, parallel, on_gpu=on_gpu)
     latent = LatentAttention.from_settings(model.transformer)
     kind = TransformerConfig if latent is None else MLATransformerConfig
     settings = typed_settings(model, kind)
@@ -164,7 +164,7 @@ def _weights(model: ModelConfig, *, scalar_head: bool) -> int:
     return int(work.token) // 2 + (tables * (model.vocab_size or 1) + positions) * model.hidden_size
 
 
-def size_of(model: ModelConfig, *, scalar_head: bool) -> str:
+def describe_size(model: ModelConfig, *, scalar_head: bool) -> str:
     """Return the size of a model, for messages."""
     return (
         f"at least {_weights(model, scalar_head=scalar_head):,} weights (model.num_layers={model.num_layers}, "
@@ -181,7 +181,7 @@ def _check_fits(model: ModelConfig, config: TransformerConfig, device: torch.dev
     if needed > free:
         raise RecipeError(
             f"the weights of this rank take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; the model "
-            f"has {size_of(model, scalar_head=scalar_head)}"
+            f"has {describe_size(model, scalar_head=scalar_head)}"
         )
 
 

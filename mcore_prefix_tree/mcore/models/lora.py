@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from mcore_prefix_tree.mcore.models.bridge import bridge_of, load_folder
+from mcore_prefix_tree.mcore.models.bridge import load_bridge, load_folder
 from mcore_prefix_tree.settings import LoraConfig, ModelConfig
 from mcore_prefix_tree.settings.adapter_folder import PREFIX, WEIGHTS, AdapterFolder
 
@@ -150,7 +150,7 @@ def _load_adapter(path: str, hf: str, chunks: Sequence[torch.nn.Module]) -> None
 
 def _matrices(hf: str, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield this rank's parts of an adapter, by PEFT's names."""
-    tasks = bridge_of(hf)._model_bridge.build_adapter_conversion_tasks(unwrap_model(list(chunks)))
+    tasks = load_bridge(hf)._model_bridge.build_adapter_conversion_tasks(unwrap_model(list(chunks)))
     for of_layer in tasks.values():
         for task in of_layer:
             for one in (task.linear_in_task, task.linear_out_task):

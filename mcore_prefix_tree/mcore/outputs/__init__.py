@@ -33,7 +33,7 @@ __all__ = [
     "ValueLoss",
     "Values",
     "WeightedSum",
-    "readout_of",
+    "make_readout",
 ]
 
 
@@ -47,6 +47,6 @@ READOUTS: Mapping[Output, Callable[[Any, bool], Readout[LossOutput]]] = {
 }
 
 
-def readout_of(objective: Objective, *, fused_head: bool) -> Readout[LossOutput]:
+def make_readout(objective: Objective, *, fused_head: bool) -> Readout[LossOutput]:
     """Return the readout of training with an objective; without ``fused_head`` it keeps the logits of all tokens."""
     return READOUTS[objective.output](objective, fused_head)

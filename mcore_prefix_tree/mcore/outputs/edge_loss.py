@@ -45,7 +45,7 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
         value = self.objective.loss(scores, entropy, batch.rows)
         return replace(value, loss=value.loss + gradient)
 
-    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
+    def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
         """Return the loss of local logits ``[P, V / tp]``."""
         # If the entropies are read, backward cannot overwrite the logits.
         watches = self.objective.watches_entropy
@@ -76,7 +76,7 @@ class WeightedSum(VocabularyReadout[LossOutput]):
         """Return the loss of the packed ``[1, 1]``."""
         return LossOutput(loss=-packed.squeeze())
 
-    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
+    def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
         """Return the loss of local logits ``[P, V / tp]``."""
         logprob, _ = edge_logprobs(logits, batch.edges, in_place=True, **split_logits(logits, batch))
         return LossOutput(loss=sft_loss(logprob, batch.loss_weight))

@@ -59,7 +59,7 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
         """Return the log-probabilities ``[P]`` and entropies ``[P]`` of the packed ``[P, 1]`` or ``[P, 2]``."""
         return packed[:, 0], packed[:, 1] if self.entropy else None
 
-    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probabilities and entropies ``[P]`` of local logits ``[P, V / tp]``."""
         return edge_logprobs(logits, batch.edges, with_entropy=self.entropy, **split_logits(logits, batch))
 
@@ -70,7 +70,7 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
             entropy = batch.edges.at_tokens(entropy[batch.edges.predictor])
         return logprob.cpu().numpy(), None if entropy is None else entropy.cpu().numpy()
 
-    def of_sample(
+    def sample_scores(
         self, flat: tuple[FloatArray, FloatArray | None], tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]
     ) -> Scores:
         logprobs, entropy = (

@@ -96,7 +96,7 @@ class VocabularyReadout(Readout[T_co]):
     def read(self, output: torch.Tensor, batch: MicroBatch) -> T_co:
         """Read logits ``[1, P, V / tp]``, or the packed answer ``[1, N, C]``."""
         found = output.squeeze(0)
-        return self._unpack(found, batch) if self.fused else self._of_logits(found, batch)
+        return self._unpack(found, batch) if self.fused else self._read_logits(found, batch)
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
         """Return the answer ``[N, C]``, from the hidden states ``[R, h]`` of the predictors and the output weight."""
@@ -106,7 +106,7 @@ class VocabularyReadout(Readout[T_co]):
         """Read the answer ``[N, C]`` of :meth:`_pack`."""
         raise NotImplementedError
 
-    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> T_co:
+    def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> T_co:
         """Read the local logits of all tokens, ``[P, V / tp]``."""
         raise NotImplementedError(f"{type(self).__name__} needs the fused head; set fused=True")
 
@@ -117,7 +117,7 @@ class Logits(VocabularyReadout[torch.Tensor]):
 
     fused: bool = False
 
-    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the local logits ``[P, V / tp]``."""
         return logits
 

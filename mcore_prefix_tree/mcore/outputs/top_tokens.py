@@ -48,7 +48,7 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
     k: int
     vocab_size: int | None = None
 
-    def _of_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and log-probabilities ``[R, k]`` of local logits ``[P, V / tp]``."""
         split = split_logits(logits, batch)
         return top_logprobs(logits, batch.edges.row, self.k, vocab_size=self.vocab_size, **split)
@@ -67,7 +67,7 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
         logprobs[batch.edges.host_row] = values
         return Teacher(token_ids=ids, logprobs=logprobs)
 
-    def of_sample(self, flat: Teacher, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
+    def sample_scores(self, flat: Teacher, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
         before = np.concatenate([tokens[:1], tokens[:-1]])  # nothing comes before the first, and it is not scored
         teacher = Teacher(
             token_ids=np.where(scored[:, None], flat.token_ids[before], np.arange(self.k, dtype=np.int32)),
@@ -96,10 +96,10 @@ class ExportedRows(Readout[Any]):
         (ids, top), (logprob, _) = self.read(output, batch)
         return self.top.on_host(ids, top, batch), (logprob.cpu().numpy(), None)
 
-    def of_sample(
+    def sample_scores(
         self, flat: tuple[Any, Any], tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]
     ) -> TopTokens:
         """Return a sample's rows; see :class:`TopTokens`."""
-        top = self.top.of_sample(flat[0], tokens, scored)
-        logprobs = self.realised.of_sample(flat[1], tokens, scored).logprobs
+        top = self.top.sample_scores(flat[0], tokens, scored)
+        logprobs = self.realised.sample_scores(flat[1], tokens, scored).logprobs
         return replace(top, teacher=replace(top.teacher, realised=logprobs))

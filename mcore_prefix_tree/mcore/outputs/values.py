@@ -64,7 +64,9 @@ class Values(_OfScalarHead[torch.Tensor]):
         values: FloatArray = self.read(output, batch).cpu().numpy()
         return values
 
-    def of_sample(self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> SampleValues:
+    def sample_scores(
+        self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]
+    ) -> SampleValues:
         own = flat[tokens]
         before = np.concatenate([own[:1], own[:-1]])  # nothing comes before the first, and it is not scored
         values = np.where(scored, before, own.dtype.type("nan"))

@@ -22,11 +22,11 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
-from mcore_prefix_tree.mcore.engine.backend import case_of
+from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams, read_rows
-from mcore_prefix_tree.mcore.packed.savings import FoldReport, work_of
+from mcore_prefix_tree.mcore.packed.savings import FoldReport, count_model_flops
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
@@ -112,7 +112,7 @@ class Folding:
         self._settings = settings
         self._backend: str | None = None
         self._unchecked = {True, False} if settings.check_first else set()  # modes: training or not
-        self._work = work_of(model)
+        self._work = count_model_flops(model)
         # Megatron's local attention takes no packed rows.
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
 
@@ -204,7 +204,7 @@ class Folding:
     def _resolved(self, model: Any, device: torch.device) -> str:
         if self._backend is None:
             name, config = self._settings.attention_backend, model.config
-            case = case_of(config, device=device, deterministic=config.deterministic_mode)
+            case = attention_case(config, device=device, deterministic=config.deterministic_mode)
             if name == AUTO:
                 gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
                 name = choose(case, _TYPICAL, device_name=gpu).backend

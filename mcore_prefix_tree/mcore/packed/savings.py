@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.mcore.seam.hybrid_layers import parts_of
+from mcore_prefix_tree.mcore.seam.hybrid_layers import layer_parts
 from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
 
 
@@ -105,7 +105,7 @@ class FoldReport:
         return numbers | {"fold/expanded_bytes": self.expanded_bytes, "fold/expected_speedup": expected}
 
 
-def work_of(model: Any) -> ModelWork:
+def count_model_flops(model: Any) -> ModelWork:
     """Count the FLOPs of a ``GPTModel`` or ``HybridModel`` with all its pipeline stages."""
     config = model.config
     return ModelWork.from_dimensions(
@@ -119,5 +119,5 @@ def work_of(model: Any) -> ModelWork:
         swiglu=config.gated_linear_unit,
         fused_head=True,  # a report counts the positions that the head computes
         settings=vars(config),
-        parts=parts_of(getattr(model, "hybrid_layer_pattern", None)),
+        parts=layer_parts(getattr(model, "hybrid_layer_pattern", None)),
     )

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from mcore_prefix_tree.attention import tree_attention
-from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, TreePackedSeqParams, tree_params_of
+from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, TreePackedSeqParams, get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
@@ -44,7 +44,7 @@ class TreeSelfAttentionMixin:
 
         If layers take turns between embeddings (Gemma 3), the table is a stack ``[n, max_path_len, 1, 1, dim]``.
         """
-        tree = tree_params_of(packed_seq_params)
+        tree = get_tree_params(packed_seq_params)
         if tree is not None and rotary_pos_emb is not None:
             assert tree.tree_metadata is not None
             rotary_pos_emb = _gather_rotary(rotary_pos_emb, tree.tree_metadata)
@@ -102,7 +102,7 @@ class TreeCoreAttentionMixin:
         super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
         # With apply_query_key_layer_scaling upstream divides here and multiplies in its softmax: the product is this.
         self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        self.tree_window = window_of(config, layer_number)
+        self.tree_window = layer_window(config, layer_number)
 
     def forward(
         self,
@@ -116,7 +116,7 @@ class TreeCoreAttentionMixin:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run the base class without a tree, and :func:`attend`, with its shapes, with one."""
-        tree = tree_params_of(packed_seq_params)
+        tree = get_tree_params(packed_seq_params)
         if tree is None:
             out: torch.Tensor = super().forward(  # type: ignore[misc]
                 query,
@@ -138,11 +138,11 @@ class TreeCoreAttentionMixin:
             attention_bias,
             softmax_scale=self.tree_softmax_scale,
             window=self.tree_window,
-            sinks=sinks_of(self),
+            sinks=read_sinks(self),
         )
 
 
-def window_of(config: Any, layer_number: int) -> int | None:
+def layer_window(config: Any, layer_number: int) -> int | None:
     """Return the number of keys that a layer's query sees, itself included, or None for all; layers count from 1."""
     size, skip = window_settings(config)
     if size is None or not is_layer_window_attention(size, skip, layer_number):
@@ -161,7 +161,7 @@ def window_settings(config: Any) -> tuple[Sequence[int] | None, int | list[int] 
     return config.window_size, config.window_attn_skip_freq
 
 
-def sinks_of(core_attention: Any) -> torch.Tensor | None:
+def read_sinks(core_attention: Any) -> torch.Tensor | None:
     """Return ``[H]`` logits in addition to the keys', from their module: learned, or zeros that add one to the sum."""
     sinks: torch.Tensor | None = None
     if core_attention.config.softmax_type != "vanilla":
@@ -190,8 +190,8 @@ def attend(
         attention_mask: must be None.
         attention_bias: must be None.
         softmax_scale: factor on the scores before the softmax.
-        window: see :func:`window_of`.
-        sinks: see :func:`sinks_of`.
+        window: see :func:`layer_window`.
+        sinks: see :func:`read_sinks`.
 
     Returns:
         ``[P, 1, H * W]``.

@@ -50,14 +50,14 @@ LAYERS = {
 }
 
 
-def layers_of(pattern: str) -> str:
+def layer_letters(pattern: str) -> str:
     """Return the letters of a pattern's layers, without boundaries of pipeline stages and multi-token prediction."""
     return pattern.partition(_MTP)[0].replace(_PIPE, "")
 
 
-def parts_of(pattern: str | None) -> list[Part] | None:
+def layer_parts(pattern: str | None) -> list[Part] | None:
     """Return the kind of computation of each layer of a pattern; None, for a GPT, stays None."""
-    return None if pattern is None else [LAYERS[letter].part for letter in layers_of(pattern)]
+    return None if pattern is None else [LAYERS[letter].part for letter in layer_letters(pattern)]
 
 
 def check_pattern(pattern: str) -> None:
@@ -67,7 +67,7 @@ def check_pattern(pattern: str) -> None:
         NotImplementedError: one sentence for every letter at fault, with its name.
     """
     found = []
-    for letter in dict.fromkeys(layers_of(pattern)):
+    for letter in dict.fromkeys(layer_letters(pattern)):
         layer = LAYERS.get(letter)
         if layer is None:
             found.append(f"{letter} (a layer that this package does not know)")

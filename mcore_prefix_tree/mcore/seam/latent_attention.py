@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcore_prefix_tree.mcore.seam.core_attention import rows_by_position
-from mcore_prefix_tree.mcore.seam.packed_seq_params import tree_params_of
+from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.metadata import TreeMetadata
 
 
@@ -83,7 +83,7 @@ class PathRotaryEmbedding(torch.nn.Module):
         length = self.base.get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
         )
-        tree = tree_params_of(packed_seq_params)
+        tree = get_tree_params(packed_seq_params)
         if tree is None:
             return length
         assert tree.tree_metadata is not None

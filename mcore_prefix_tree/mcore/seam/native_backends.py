@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcore_prefix_tree.attention import BACKENDS, tree_attention
-from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, metadata_of
+from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, convert_metadata
 
 
 def register() -> None:
@@ -21,11 +21,11 @@ def register() -> None:
     from megatron.core.transformer.tree_attention import register_tree_attention
 
     for name in BACKENDS:
-        register_tree_attention(name, attention_of(name))
+        register_tree_attention(name, native_attention(name))
 
 
 @cache
-def attention_of(name: str) -> Any:
+def native_attention(name: str) -> Any:
     """Return a back-end as Megatron-Core's ``TreeAttention``; one function for each name."""
 
     def attention(
@@ -43,7 +43,7 @@ def attention_of(name: str) -> Any:
             query,
             key,
             value,
-            metadata_of(tree_metadata),
+            convert_metadata(tree_metadata),
             softmax_scale=softmax_scale,
             backend=name,
             window=window,

@@ -71,7 +71,7 @@ def _seated(metadata: TreeMetadata, attention_backend: str, deterministic: bool)
     return _TreeMetadataOfBoth(**given, attention_backend=attention_backend, deterministic=deterministic)
 
 
-def metadata_of(tree_metadata: Any) -> TreeMetadata:
+def convert_metadata(tree_metadata: Any) -> TreeMetadata:
     """Return this package's metadata for an object of Megatron-Core's own class; made once."""
     if isinstance(tree_metadata, TreeMetadata):
         return tree_metadata
@@ -86,13 +86,13 @@ def metadata_of(tree_metadata: Any) -> TreeMetadata:
     return made
 
 
-def tree_params_of(packed_seq_params: Any) -> TreePackedSeqParams | None:
+def get_tree_params(packed_seq_params: Any) -> TreePackedSeqParams | None:
     """Return the tree parameters of ``packed_seq_params``, None if it carries no tree."""
     metadata = getattr(packed_seq_params, "tree_metadata", None)
     if metadata is None or isinstance(packed_seq_params, TreePackedSeqParams):
         return None if metadata is None else packed_seq_params
     return TreePackedSeqParams.from_metadata(
-        metadata_of(metadata),
+        convert_metadata(metadata),
         attention_backend=metadata.attention_backend,
         deterministic_attention=metadata.deterministic,
     )

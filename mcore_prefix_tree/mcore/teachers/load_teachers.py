@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.engine.backend import cases_of, resolve_backend
+from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_hook import StepHook
 from mcore_prefix_tree.mcore.models.bridge import described
@@ -176,7 +176,7 @@ def _across_tokenizers(loader: HookLoader, objective: BoundCrossTokenizer) -> St
     cut = max(loader.layout, parallel, key=lambda one: one.tensor_model_parallel_size)
     tokens = [side.teacher_size for side in objective.sides]
     sizes = [
-        cut.padded_vocab_size(vocabulary_of(teacher.model, size))
+        cut.padded_vocab_size(find_teacher_vocab_size(teacher.model, size))
         for (_, teacher), size in zip(loader.teachers, tokens, strict=True)
     ]
     if objective.settings.teachers == "averaged_logits" and len(set(sizes)) > 1:
@@ -201,7 +201,7 @@ def _for(model: ModelConfig, layout: ParallelConfig) -> ParallelConfig:
     return layout if has_experts else replace(layout, expert_model_parallel_size=1)
 
 
-def vocabulary_of(model: ModelConfig, tokens: int) -> int:
+def find_teacher_vocab_size(model: ModelConfig, tokens: int) -> int:
     """Return a teacher's vocabulary size: its recipe's, or its tokenizer's ``tokens``, which must not be larger."""
     own = model.vocab_size
     if own is not None and own < tokens:
@@ -245,7 +245,7 @@ def load_model(
     for chunk in chunks:
         chunk.requires_grad_(False)
     say(f"the teacher's weights are {weights}")
-    cases = cases_of(config, device=device, deterministic=deterministic)
+    cases = attention_cases_of_model(config, device=device, deterministic=deterministic)
     return TeacherModel(chunks=chunks, attention_backend=backend, attention_cases=cases, ranks=ranks)
 
 

@@ -74,7 +74,7 @@ class TeacherModel(StepHook):
         for batch, hidden in zip(batches, found[own], strict=True):
             weight, head = output_weight_and_head(self._model, batch.edges, batch.temperature)
             if self.columns is not None:
-                weight, head = _of_student(self.columns, head)
+                weight, head = _shard_as_student(self.columns, head)
             # Megatron converts the output of a bfloat16 model to fp32; these are numbers that bfloat16 has.
             made.append(TeacherHidden(hidden=hidden.to(weight.dtype), weight=weight.detach(), head=head))
         return made
@@ -110,7 +110,7 @@ class TeacherModel(StepHook):
         )
 
 
-def _of_student(columns: torch.Tensor, head: Head) -> tuple[torch.Tensor, Head]:
+def _shard_as_student(columns: torch.Tensor, head: Head) -> tuple[torch.Tensor, Head]:
     """Return a teacher's output weight ``[V / tp, h]``, sharded over its student's ranks, and its head."""
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     group = parallel_state.get_tensor_model_parallel_group() if parallel else None

@@ -12,7 +12,7 @@ from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.make_loss import make_loss
 from mcore_prefix_tree.xtoken.losses.outcomes import Endings
 from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
-from mcore_prefix_tree.xtoken.losses.row_blocks import Block, blocks_of, ordered
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block, cut_blocks, ordered
 from mcore_prefix_tree.xtoken.modes import LossSettings
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "Part",
     "Vocabularies",
     "block_loss",
-    "blocks_of",
+    "cut_blocks",
     "largest_logits",
     "make_loss",
     "ordered",

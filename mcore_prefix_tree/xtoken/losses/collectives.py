@@ -18,12 +18,12 @@ import torch.distributed as dist
 Group = dist.ProcessGroup | None
 
 
-def size_of(group: Group) -> int:
+def group_size(group: Group) -> int:
     """Return the number of ranks."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-def rank_of(group: Group) -> int:
+def group_rank(group: Group) -> int:
     """Return this rank's number in the group."""
     return 0 if group is None else dist.get_rank(group)
 
@@ -116,10 +116,10 @@ def sorted_over(values: torch.Tensor, size: int, widths: Sequence[int], group: G
     own = values.topk(min(size, values.shape[1]), dim=1).values
     if group is None:
         return torch.nn.functional.pad(own, (0, size - own.shape[1]))
-    each = -(-size // size_of(group))
+    each = -(-size // group_size(group))
     place = _places(own.detach(), [min(size, width) for width in widths], group)
     part: torch.Tensor = _Placed.apply(own, place, each, group)  # type: ignore[no-untyped-call]
-    return part[:, : max(0, min(each, size - rank_of(group) * each))]
+    return part[:, : max(0, min(each, size - group_rank(group) * each))]
 
 
 class _Placed(torch.autograd.Function):
@@ -130,11 +130,11 @@ class _Placed(torch.autograd.Function):
         ctx.save_for_backward(place)
         ctx.each, ctx.group = each, group
         found = own.new_empty(0)
-        for rank in range(size_of(group)):
+        for rank in range(group_size(group)):
             # No other rank has a value in the same place, so the sum is that value. The last column takes the others.
             part = own.new_zeros(len(own), each + 1).scatter_(1, _slots(place, rank, each), own)[:, :each].contiguous()
             dist.reduce(part, dist.get_global_rank(group, rank), group=group)
-            if rank == rank_of(group):
+            if rank == group_rank(group):
                 found = part
         return found
 
@@ -142,8 +142,8 @@ class _Placed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,), (place,), each, group = grads, ctx.saved_tensors, ctx.each, ctx.group
         total = grad.new_zeros(place.shape)
-        for rank in range(size_of(group)):
-            part = grad.contiguous() if rank == rank_of(group) else torch.empty_like(grad)
+        for rank in range(group_size(group)):
+            part = grad.contiguous() if rank == group_rank(group) else torch.empty_like(grad)
             dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
             total += torch.nn.functional.pad(part, (0, 1)).gather(1, _slots(place, rank, each))
         return total, None, None, None
@@ -157,7 +157,7 @@ def _slots(place: torch.Tensor, rank: int, each: int) -> torch.Tensor:
 
 def _places(own: torch.Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Return int64 ``[C, n]``, place of each of this rank's values, sorted, among those of all ranks."""
-    here = rank_of(group)
+    here = group_rank(group)
     place = torch.arange(own.shape[1], device=own.device).repeat(len(own), 1)
     for rank, width in enumerate(widths):
         others = own.clone() if rank == here else own.new_empty(len(own), width)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.utils.upload import upload
-from mcore_prefix_tree.xtoken.losses.collectives import Group, exchange, rank_of, size_of
+from mcore_prefix_tree.xtoken.losses.collectives import Group, exchange, group_rank, group_size
 from mcore_prefix_tree.xtoken.projection import Projection
 
 Int64Array = npt.NDArray[np.int64]
@@ -38,17 +38,17 @@ class Part:
     @classmethod
     def even(cls, size: int, columns: int, group: Group) -> Part:
         """Return the part of a vocabulary that is split evenly, ``columns`` to each rank."""
-        return cls(size=size, borders=tuple(rank * columns for rank in range(size_of(group) + 1)), group=group)
+        return cls(size=size, borders=tuple(rank * columns for rank in range(group_size(group) + 1)), group=group)
 
     @property
     def start(self) -> int:
         """First column on this rank."""
-        return self._clamped[rank_of(self.group)]
+        return self._clamped[group_rank(self.group)]
 
     @property
     def stop(self) -> int:
         """End of the columns on this rank that are not padding."""
-        return self._clamped[rank_of(self.group) + 1]
+        return self._clamped[group_rank(self.group) + 1]
 
     @property
     def width(self) -> int:
@@ -95,7 +95,7 @@ class CommonColumns:
     def __init__(
         self, student: Part, teacher: Part, tokens: tuple[Int64Array, Int64Array], device: torch.device
     ) -> None:
-        here, ranks = rank_of(student.group), size_of(student.group)
+        here, ranks = group_rank(student.group), group_size(student.group)
         of_student, of_teacher = tokens
         sender, receiver = student.owner(of_student), teacher.owner(of_teacher)
         # Both ends agree on the order of the pairs: by sender, by receiver, then as given.

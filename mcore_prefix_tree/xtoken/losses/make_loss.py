@@ -8,7 +8,7 @@ import torch
 
 from mcore_prefix_tree.logprob.log1mexp import log1mexp
 from mcore_prefix_tree.xtoken.losses.chunk_loss import ChunkLoss, Vocabularies, gathered, kl
-from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, size_of, sorted_over, sum_over
+from mcore_prefix_tree.xtoken.losses.collectives import group_size, log_softmax, sorted_over, sum_over
 from mcore_prefix_tree.xtoken.losses.common_columns import CommonColumns, common_tokens
 from mcore_prefix_tree.xtoken.losses.p_kl import ProjectedKL
 from mcore_prefix_tree.xtoken.losses.partition import PartitionKL
@@ -32,7 +32,7 @@ class LikelihoodMatching:
             else:
                 realised = side.realised.to(logits.dtype)
             found.append(side.sum(realised))
-        return binary_cross_entropy(*found, theta=self._theta) / size_of(group)
+        return binary_cross_entropy(*found, theta=self._theta) / group_size(group)
 
 
 def binary_cross_entropy(student: torch.Tensor, teacher: torch.Tensor, *, theta: float) -> torch.Tensor:

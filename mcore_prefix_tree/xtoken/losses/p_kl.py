@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.utils.upload import upload
 from mcore_prefix_tree.xtoken.losses.chunk_loss import FLOOR, Vocabularies, kl
-from mcore_prefix_tree.xtoken.losses.collectives import Group, log_softmax, rank_of, size_of, sum_over
+from mcore_prefix_tree.xtoken.losses.collectives import Group, group_rank, group_size, log_softmax, sum_over
 from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.row_blocks import Block, BlockSide
 
@@ -91,7 +91,7 @@ def top_columns(maxima: torch.Tensor, k: int, part: Part) -> Int64Array:
         ids = torch.nn.functional.pad(ids, (0, room - len(ids)), value=part.size)
         joined = []
         for own in (values, ids):
-            parts = [torch.empty_like(own) for _ in range(size_of(part.group))]
+            parts = [torch.empty_like(own) for _ in range(group_size(part.group))]
             dist.all_gather(parts, own.contiguous(), group=part.group)
             joined.append(torch.cat(parts))
         # Ranks come in the order of their columns, so a stable sort keeps the lowest ids first here too.
@@ -122,7 +122,7 @@ def _matrices(vocabularies: Vocabularies, chosen: Int64Array) -> list[_Matrix]:
     at = place[columns[row, slot]]
     weight = projection.weights[student.start : student.stop][row, slot]
     owner = teacher.owner(chosen)
-    firsts = np.searchsorted(owner, np.arange(size_of(vocabularies.group) + 1))
+    firsts = np.searchsorted(owner, np.arange(group_size(vocabularies.group) + 1))
     made = []
     for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
         mine = (at >= first) & (at < stop)
@@ -154,7 +154,7 @@ class _Projected(torch.autograd.Function):
             part = _product(matrix.onto, mean.t())
             if group is not None:
                 dist.reduce(part, dist.get_global_rank(group, rank), group=group)
-            if rank == rank_of(group):
+            if rank == group_rank(group):
                 found = part.t()
         return found
 
@@ -163,7 +163,7 @@ class _Projected(torch.autograd.Function):
         (grad,), group = grads, ctx.group
         total: torch.Tensor | None = None
         for rank, matrix in enumerate(ctx.matrices):
-            own = rank == rank_of(group)
+            own = rank == group_rank(group)
             part = grad.t().contiguous() if own else grad.new_empty(len(matrix.onto), len(grad))
             if group is not None:
                 dist.broadcast(part, dist.get_global_rank(group, rank), group=group)

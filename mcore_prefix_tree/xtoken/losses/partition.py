@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from mcore_prefix_tree.xtoken.losses.chunk_loss import FLOOR, Vocabularies, gathered, kl
-from mcore_prefix_tree.xtoken.losses.collectives import log_softmax, size_of, sum_over
+from mcore_prefix_tree.xtoken.losses.collectives import group_size, log_softmax, sum_over
 from mcore_prefix_tree.xtoken.losses.common_columns import CommonColumns, Part, common_tokens
 from mcore_prefix_tree.xtoken.losses.outcomes import Outcomes
 from mcore_prefix_tree.xtoken.losses.row_blocks import Block, BlockSide
@@ -46,7 +46,7 @@ class PartitionKL:
         # The rest is added up instead of subtracted from 1: it keeps its digits however small it is.
         rest = torch.stack([left.exp().sum(dim=1) for left in self._common.unpaired(a, b)])
         p, q = sum_over(rest, group).clamp(min=FLOOR).log()
-        of_rest: torch.Tensor = q.exp() * (q - p) / size_of(group)
+        of_rest: torch.Tensor = q.exp() * (q - p) / group_size(group)
         return kl(target, model, reverse=False) + of_rest
 
     def _of_several(self, a: torch.Tensor, b: torch.Tensor, block: Block, outcomes: Outcomes) -> torch.Tensor:
@@ -63,7 +63,7 @@ class PartitionKL:
         rest = [(1 - zero.index_add(0, outcomes.chunk, side.exp())).clamp(min=FLOOR).log() for side in known]
         terms = known[1].exp() * (known[1] - known[0])
         # A chunk without outcomes is all REST on both sides, which cannot be told apart: 0.
-        return (zero.index_add(0, outcomes.chunk, terms) + rest[1].exp() * (rest[1] - rest[0])) / size_of(both.group)
+        return (zero.index_add(0, outcomes.chunk, terms) + rest[1].exp() * (rest[1] - rest[0])) / group_size(both.group)
 
     def _log_outcomes(
         self, logprobs: torch.Tensor, side: BlockSide, chunk: torch.Tensor, end: torch.Tensor, part: Part

@@ -83,7 +83,7 @@ def ordered(chunks: Chunks) -> Chunks:
     )
 
 
-def blocks_of(
+def cut_blocks(
     chunks: Chunks,
     *,
     student_rows: Int64Array,

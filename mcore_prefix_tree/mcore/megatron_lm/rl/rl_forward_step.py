@@ -29,7 +29,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import for_model, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches
-from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, job_of
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, make_job_from_args
 from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import straggler_timers
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import ScriptLoss, ScriptObjective
 from mcore_prefix_tree.mcore.megatron_lm.rl.script import Script, load_script
@@ -104,9 +104,9 @@ class FoldedForwardStep:
             )
             for _ in range(get_num_microbatches())
         ]
-        ranks, rank = _of_all_ranks(mine), parallel_state.get_data_parallel_rank()
+        ranks, rank = _gather_all_ranks(mine), parallel_state.get_data_parallel_rank()
         if self._job is None:
-            self._job = _job_of(args, script)
+            self._job = _make_job(args, script)
         objective = ScriptObjective(script=script, args=args, dtypes=mine[0].dtypes)
         job = replace(self._job, objective=objective)
         own = [one for loops in ranks for one in loops]
@@ -129,7 +129,7 @@ class FoldedForwardStep:
         ]
 
 
-def _of_all_ranks(mine: Sequence[LoopMicroBatch]) -> list[Sequence[LoopMicroBatch]]:
+def _gather_all_ranks(mine: Sequence[LoopMicroBatch]) -> list[Sequence[LoopMicroBatch]]:
     """Return the micro-batches of every data-parallel rank: trajectories may share, however the loop dealt them."""
     size = parallel_state.get_data_parallel_world_size()
     if size == 1:
@@ -155,10 +155,10 @@ def _cut(
     return list(plan.micro_batches), sum(map(sum, plan.physical_tokens))
 
 
-def _job_of(args: argparse.Namespace, script: Script) -> Job:
+def _make_job(args: argparse.Namespace, script: Script) -> Job:
     objective = ScriptObjective(script=script, args=args, dtypes={})
     # The model provider has resolved the back-end: there is no first step to look at.
-    return job_of(args, objective, lambda: [])
+    return make_job_from_args(args, objective, lambda: [])
 
 
 def _forget_rotary_tables(model: Any) -> None:

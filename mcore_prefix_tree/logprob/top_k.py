@@ -47,11 +47,11 @@ def top_logprobs(
         mask_padding_(block, vocab_size, vocab_start)
         sums[part].set(softmax_sums_(block.clone()))
         found, column = block.topk(min(k, block.shape[1]), dim=1)
-        values[part], ids[part] = _of_all_ranks(found, column + vocab_start, k, group)
+        values[part], ids[part] = _merge_ranks(found, column + vocab_start, k, group)
     return ids, over_ranks(sums, group).logprob(values)
 
 
-def _of_all_ranks(
+def _merge_ranks(
     values: torch.Tensor, ids: torch.Tensor, k: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k likeliest values and ids of all ranks, ``[R, k]``, from those of each."""

@@ -1,0 +1,33 @@
+"""The house keeps its shape: rooms, names, size; ``python tests/docs/house.py`` prints all counts with their goals."""
+
+from __future__ import annotations
+
+import house
+
+
+def test_the_root_holds_few_modules() -> None:
+    assert len(house.root_modules()) <= 8
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert house.circles() == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"one": {"two"}, "two": {"three"}, "three": {"one"}, "four": {"one"}}
+    assert [part for part in house.strong_parts(graph) if len(part) > 1] == [["one", "three", "two"]]
+
+
+def test_a_file_name_stands_in_one_room() -> None:
+    assert house.repeated_names() == {}
+
+
+def test_functions_are_named_by_verbs() -> None:
+    assert house.share_of_nouns() <= 2
+
+
+def test_the_house_does_not_grow() -> None:
+    """A feature that needs more lines raises a limit in the commit that adds it, and says why there."""
+    limits = {"lines of the package": 46_900, "files of the package": 350, "functions that take a recipe": 18}
+    found = {name: value for name, value, _ in house.measure()}
+    assert {name: found[name] for name in limits if found[name] > limits[name]} == {}
