@@ -78,7 +78,8 @@ class StreamedGroups(Sequence[list[Sample]]):
     from any number of processes.
 
     Args:
-        paths: files, with the rules of :func:`mcore_prefix_tree.data.iter_sample_groups`, without packed files and standard input.
+        paths: files as :func:`mcore_prefix_tree.data.iter_sample_groups` takes them, without packed files and standard
+            input.
         skipped: counter of skipped samples, the same on every rank.
         ranks: ranks that share the first pass.
         progress: function called with the bytes done and all bytes of this rank's part.
