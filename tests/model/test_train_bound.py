@@ -110,5 +110,5 @@ def test_work_equals_torchs_count(changes: Sequence[str], tmp_path: Path, monkey
     assert_agree(found["unfolded, packed"], expected.unfolded)
     # Megatron's own way multiplies as much in the body, and projects all positions.
     work = ModelWork.from_model(recipe.model, scalar_head=recipe.objective.has_scalar_head)
-    stock, whole_head = found["unfolded, stock"], 3 * work.position * comparison.logical_tokens
+    stock, whole_head = found["unfolded, stock"], 3 * work.position * compared.logical_tokens
     assert stock["body"] + stock["head"] == expected.unfolded.body.total + whole_head

@@ -32,7 +32,7 @@ from mcore_prefix_tree.data import EncodedTurn, LineOptions, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.objectives import make_objective
-from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe, sample_source
+from mcore_prefix_tree.settings import Recipe, RecipeError, command_checks, load_recipe, sample_source
 
 # Turns of each rollout of each prompt: 5 prompts, 12 rollouts, 35 turns.
 SHAPE = ((1, 6, 2), (3, 3), (1, 5, 1, 4), (2, 6), (1,))
@@ -65,6 +65,7 @@ class Letters:
 @pytest.fixture(autouse=True)
 def letters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_source, "load_tokenizer", lambda name, kwargs: Letters())
+    monkeypatch.setattr(command_checks, "check_tokenizer_named", lambda name, kwargs: None)
 
 
 def conversations(shape: Sequence[Sequence[int]] = SHAPE) -> list[dict[str, Any]]:
