@@ -339,7 +339,7 @@ def test_transformers_that_the_bridge_does_not_fit(
     declared = ['accelerate>=1.0; extra == "bridge"', 'transformers<5.24,>=5.8; extra == "bridge"']
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     monkeypatch.setattr(versions, "requires", lambda _: declared)
-    monkeypatch.setattr(bridge, "version_of", {"transformers": transformers}.get)
+    monkeypatch.setattr(bridge, "installed_version_of", {"transformers": transformers}.get)
     recipe_of(folder)
     (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     recipe = folder.parent / "recipe.yaml"
