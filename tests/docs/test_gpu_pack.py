@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_packed_pins_agree_with_the_others():
     """And each one with the requirements of the others in its folder, as far as they are installed here."""
-    elsewhere = [line for name in ("base", "gpu") for line in (ROOT / f"requirements/{name}.txt").read_text().splitlines()]
+    files = [ROOT / "requirements" / f"{name}.txt" for name in ("base", "gpu")]
+    elsewhere = [line for file in files for line in file.read_text().splitlines()]
     for name in pack.FOLDERS:
         packed = bare_machine.pins(name)
         for line in elsewhere:
