@@ -35,8 +35,11 @@ def step(
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
     from mcore_prefix_tree.settings.command_checks import Task
 
-    outputs = [partial(check_output_option, "--output", output, make_folder=True), partial(check_picture, plot)]
+    is_new = output is not None and not output.parent.exists()
+    outputs = [partial(check_output_option, "--output", None if is_new else output), partial(check_picture, plot)]
     loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], Task.MEASURE, outputs=outputs)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
 
     from mcore_prefix_tree.bench.step import step_result

@@ -49,16 +49,12 @@ RANKS = 2**14
 SEEDS = 2**63 - 1
 
 
-def check_output_option(
-    option: str, path: str | Path | None, inputs: Iterable[str | Path], *, make_folder: bool = False
-) -> None:
+def check_output_option(option: str, path: str | Path | None, inputs: Iterable[str | Path]) -> None:
     """Raise ValueError, which names the option, if an output cannot be written or is one of the inputs."""
     from mcore_prefix_tree.data.write import check_output
 
     if path is None:
         return
-    if make_folder:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         check_output(path, inputs)
     except ValueError as error:
