@@ -66,7 +66,8 @@ def attention(
 
     Exit code 1 if a method that should run fails; the others are still measured.
     """
-    check_output_option("--output", output, [data or ""], make_folder=True)
+    is_new = output is not None and not output.parent.exists()
+    check_output_option("--output", None if is_new else output, [data or ""])
     check_output_option("--plot", plot, [data or ""])
     quiet_upstream()
     settings = _settings(
@@ -79,6 +80,8 @@ def attention(
         repeats=repeats,
     )
     workloads = _workloads(scale, data, tokenizer, max_tokens, only or [])
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
     console = Console()
     result = bench_attention(
         workloads,
