@@ -111,7 +111,8 @@ def _seconds_and_memory(name: str, way: dict[str, Any] | None) -> str:
     if way is None:
         return "as packed" if name == "small" else "does not fit"
     memory = "" if way["peak_bytes"] is None else f", {way['peak_bytes'] / 2**20:,.0f} MiB"
-    return f"{statistics.median(way['seconds']):.2f} s{memory}"
+    seconds = statistics.median(way["seconds"])
+    return f"{seconds:.2f} s{memory}" if seconds >= 1 else f"{seconds * 1e3:.3g} ms{memory}"
 
 
 def bench_trie_table(result: dict[str, Any]) -> str:
@@ -223,7 +224,7 @@ def bench_head_tables(result: dict[str, Any]) -> str:
     paragraphs = [f"{device_of(result['machine'])}, torch {result['machine']['torch']}, {dtype}."]
     for case in result["cases"]:
         heading = f"{case['rows']:,} rows, hidden {case['hidden']}, vocabulary {case['vocab']:,}"
-        lines = ["| way | seconds | of unfused | peak memory | gradient error |", "|---|---:|---:|---:|---:|"]
+        lines = ["| way | ms | of unfused | peak memory | gradient error |", "|---|---:|---:|---:|---:|"]
         unfused = case["ways"]["unfused"].get("seconds", [])
         for name, way in case["ways"].items():
             if "failed" in way or not unfused:
@@ -231,7 +232,7 @@ def bench_head_tables(result: dict[str, Any]) -> str:
                 continue
             ratio = statistics.median(own / other for own, other in zip(way["seconds"], unfused, strict=True))
             lines.append(
-                f"| {name} | {way['median_seconds']:.2f} | {ratio:.2f} | {way['peak_bytes'] / 2**20:,.0f} MiB "
+                f"| {name} | {way['median_seconds'] * 1e3:,.1f} | {ratio:.2f} | {way['peak_bytes'] / 2**20:,.0f} MiB "
                 f"| {way['gradient_error']:.0e} |"
             )
         paragraphs += [f"**{heading}, {case['supervised']:.0%} of them scored**", "\n".join(lines)]

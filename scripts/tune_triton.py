@@ -35,7 +35,7 @@ from rich.table import Table
 from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.triton_tree import kernel_calls
 from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
-from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, configs_for, rounded
+from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, configs_for
 from mcore_prefix_tree.attention.triton_tree.kernel_calls import Call
 from mcore_prefix_tree.bench.machine import describe_machine, name_in_files
 from mcore_prefix_tree.data.write import whole_file
@@ -44,8 +44,8 @@ from mcore_prefix_tree.metadata import TreeMetadata
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 GROUPS = (1, 4, 8)
-# One launch computes dK and dV; wide heads need one launch each. "fast" also adds up dQ.
-PARTS = ("forward", "query", "key_value", "key", "value", "fast")
+# One launch computes dK and dV; wide heads need one launch each.
+PARTS = ("forward", "query", "key_value", "key", "value")
 # Candidates by part and head dimensions: half the table's blocks and twice the programs at a time, or larger tiles.
 # None has been measured; a launch that spills or does not compile is omitted on the GPU that would run it.
 CANDIDATES = {
@@ -61,8 +61,6 @@ CANDIDATES = {
     ("key_value", (192, 128)): [Launch(32, 64, 4, 2), Launch(64, 64, 8, 2)],
     ("key", (256, 256)): [Launch(32, 64, 4, 2)],
     ("value", (256, 256)): [Launch(64, 128, 8, 2)],
-    ("fast", (64, 64)): [Launch(64, 64, 4, 2)],
-    ("fast", (128, 128)): [Launch(32, 64, 4, 2), Launch(64, 64, 8, 2), Launch(64, 128, 8, 2, widest=64)],
 }
 # Largest difference relative to the norm of the table's result, in machine epsilons; correct kernels are within 1.
 EPSILONS = 2
@@ -93,15 +91,15 @@ class Problem:
         ]
         return cls(metadata=metadata, case=case, inputs=inputs, grad_out=draw(case.heads, case.value_dim))
 
-    def configs(self, part: str) -> Configs:
-        """Return the table's launch, deterministic unless the part is the fast backward."""
-        options = replace(self.case.options, deterministic=part != "fast")
-        return configs_for(replace(self.case, options=options))
+    @property
+    def configs(self) -> Configs:
+        """The table's launches."""
+        return configs_for(self.case)
 
     def with_launch(self, part: str, one: Launch) -> tuple[Call, DevicePlan]:
         """Return a call with the table's launches except for one part."""
-        field = "key_value" if part in ("key", "value", "fast") else part
-        configs = replace(self.configs(part), **{field: one})
+        field = "key_value" if part in ("key", "value") else part
+        configs = replace(self.configs, **{field: one})
         plan = DevicePlan.of(self.metadata, configs, None)
         return Call(
             configs=configs,
@@ -113,7 +111,7 @@ class Problem:
 
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-sum-exps and ``sum(out * grad_out)`` of each row, from the table's forward."""
-        call, plan = self.with_launch("forward", self.configs("forward").forward)
+        call, plan = self.with_launch("forward", self.configs.forward)
         out, lse = kernel_calls.forward(*self.inputs, None, plan.schedules[0], call)
         return lse, kernel_calls.row_sums(out, self.grad_out, call)
 
@@ -127,31 +125,20 @@ class Problem:
             return lambda: list(kernel_calls.forward(*self.inputs, None, plan.schedules[0], call))
         if part == "query":
             return lambda: [kernel_calls.query_grads(*arguments, plan.schedules[2], call)]
-        if part == "fast":
-
-            def fast() -> list[torch.Tensor]:
-                shape = (self.case.heads, len(plan.end), rounded(self.case.head_dim, one.widest))
-                summed = torch.zeros(shape, dtype=torch.float32, device=self.case.device)
-                return [*kernel_calls.key_value_grads(*arguments, plan.schedules[1], call, summed), summed]
-
-            return fast
         made = {"key": (True, False), "value": (False, True), "key_value": (True, True)}[part]
 
-        def slow() -> list[torch.Tensor]:
-            grads = kernel_calls.key_value_grads(*arguments, plan.schedules[1], call, None, made=made)
+        def key_value() -> list[torch.Tensor]:
+            grads = kernel_calls.key_value_grads(*arguments, plan.schedules[1], call, made=made)
             return [grad for grad, asked in zip(grads, made, strict=True) if asked]
 
-        return slow
+        return key_value
 
     def launches(self, part: str, dims: tuple[int, int]) -> list[Launch]:
         """Return the launches of a part, the table's first; none if other parts make the gradients of these heads."""
-        configs = self.configs(part)
-        if part == "fast" and configs.query is not None:
-            return []
+        configs = self.configs
         if part in ("key_value", "key", "value") and configs.apart != (part != "key_value"):
             return []
         own = {"forward": configs.forward, "query": configs.query}.get(part, configs.key_value)
-        assert own is not None
         return [own, *(one for one in CANDIDATES.get((part, dims), []) if one != own)]
 
 

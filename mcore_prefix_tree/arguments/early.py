@@ -73,7 +73,6 @@ _NAMES = {
 _LISTS = ("spec", "rampup_batch_size")
 _SWITCHES = (
     "calculate_per_token_loss",
-    "deterministic_mode",
     "multi_latent_attention",
     "mla_down_proj_fusion",
     "defer_embedding_wgrad_compute",

@@ -136,10 +136,6 @@ _AT_ODDS: tuple[Rule, ...] = (
         "--ckpt-format {ckpt_format} with --prefix-tree-objective {prefix_tree_objective}: only torch_dist tells "
         "a scalar head from a vocabulary's; use --ckpt-format torch_dist",
     ),
-    (
-        lambda args: args.deterministic_mode and not args.prefix_tree_deterministic_attention,
-        "--prefix-tree-no-deterministic-attention with --deterministic-mode: give only one of them",
-    ),
 )
 # The same, of steps that are made of files.
 AT_ODDS_OF_FILES: tuple[Rule, ...] = (

@@ -112,7 +112,7 @@ def tree_attention(
     backend: str = "path",
     window: int | None = None,
     sinks: torch.Tensor | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Attention in which every token sees its own path: query i sees key j if ``j <= i < subtree_end[j]``.
 

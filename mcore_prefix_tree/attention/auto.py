@@ -25,8 +25,8 @@ from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 from mcore_prefix_tree.metadata import TreeMetadata
 
-# By kind of device, for cases without a measurement. No GPU has one yet: the order there is that of the clocks that
-# the instructions of the compiled kernels take. FlashAttention-4 is a package that a user has to install.
+# By kind of device, for cases without a measurement: the order measured on an H200. FlashAttention-4 is a package that
+# a user has to install.
 PREFERENCE = {"cuda": ("fa4", "triton", "cascade", "flex", "path"), "cpu": ("path", "cascade")}
 
 
@@ -106,10 +106,6 @@ def _in_order(case: Case, shape: TreeShape, able: Sequence[str], device_name: st
     """Back-ends from the best to the last, each with the reason to take it before those behind it."""
     what = case.device.type if device_name is None else device_name
     reasons: dict[str, str] = {}
-    if shape.depth == 0 and "cascade" in able:
-        reasons["cascade"] = (
-            "no sample branches off another in the first step, and without branches it is the stock causal kernel"
-        )
     measured = [row for row in _measured(case, device_name) if any(name in row["seconds"] for name in able)]
     if measured:
         row = min(measured, key=lambda row: _distance(row, case, shape))
@@ -123,10 +119,9 @@ def _in_order(case: Case, shape: TreeShape, able: Sequence[str], device_name: st
 
 def _measured(case: Case, device_name: str | None) -> list[dict[str, Any]]:
     """The rows of the same device, dtype and mode."""
-    wanted = (case.device.type if device_name is None else device_name, str(case.dtype).removeprefix("torch."))
-    # On a CPU every back-end has one backward, which was measured once.
-    modes = (True, False) if case.device.type == "cpu" else (case.options.deterministic,)
-    return [row for row in cost_table() if (row["device"], row["dtype"]) == wanted and row["deterministic"] in modes]
+    device, dtype = case.device.type if device_name is None else device_name, str(case.dtype).removeprefix("torch.")
+    wanted = (device, dtype, case.options.deterministic)
+    return [row for row in cost_table() if (row["device"], row["dtype"], row["deterministic"]) == wanted]
 
 
 def _distance(row: dict[str, Any], case: Case, shape: TreeShape) -> float:

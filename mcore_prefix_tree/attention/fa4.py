@@ -23,7 +23,7 @@ import torch
 
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.imports import import_fault
-from mcore_prefix_tree.attention.parity import check_parity
+from mcore_prefix_tree.attention.parity import check_parity, check_size
 from mcore_prefix_tree.attention.tile_blocks import BlockPlan, Int32Array, block_plan
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import upload
@@ -200,6 +200,7 @@ def attend(
 
     capability = torch.cuda.get_device_capability(query.device)
     mask = _mask(metadata, capability, query.shape[2], value.shape[2], options)
+    check_size("flash-attn-4", query)
     out: torch.Tensor
     # It launches in the stream of the current device; backward has the right one from autograd.
     with torch.cuda.device_of(query):

@@ -27,6 +27,9 @@ EPSILONS = 4
 # 4.2, at a head_dim of 256.
 EPSILONS_OF_SCORES = 8
 _OF_SCORES = ("dQ", "dK")
+# Most numbers of a tensor that kernels of other projects take, which may compute its offsets in 32 bits. On an H200,
+# torch 2.11's FlashAttention gave wrong results for 4.8e9 and stopped with an illegal memory access at 4.4e9.
+MOST_NUMBERS = (1 << 31) - 1
 
 # Node lengths and parents: a trunk, nodes that end near multiples of 64 and 128, a chain, empty and one-token nodes.
 _NODES = (
@@ -85,6 +88,16 @@ def _can_compare() -> bool:
         return False
     # Only a process that has initialized CUDA has a stream to ask: a CUDA build without a driver raises.
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def check_size(kernel: str, query: torch.Tensor) -> None:
+    """Raise ValueError if ``query``, ``[P, H, D]``, is too large for the kernels of another project."""
+    if query.numel() > MOST_NUMBERS:
+        tokens, heads, width = query.shape
+        raise ValueError(
+            f"{kernel} takes at most {MOST_NUMBERS // (heads * width):,} tokens of {heads} heads of {width} numbers, "
+            f"and a micro-batch has {tokens:,}: lower batch.max_tokens, or take attention_backend=triton"
+        )
 
 
 @cache

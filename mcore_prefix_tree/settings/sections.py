@@ -288,8 +288,8 @@ class Recipe(Section):
         seed: seed of the weights and of the order of the samples.
         attention_backend: name in ``mcore_prefix_tree.attention.BACKENDS``, or ``auto``: the fastest measured on a tree
             like that of the first step, kept for the entire run.
-        deterministic_attention: whether attention gives the same bits twice. False lets back-ends take a faster
-            backward that adds up in any order, and admits those that have no other.
+        deterministic_attention: whether attention gives the same bits twice, as with Megatron's deterministic mode.
+            Without it, the fastest kernels add up gradients in any order.
         fused_head: whether to score the supervised tokens in chunks of logits. False keeps the logits of all tokens.
         head_chunk_rows: maximum number of predictors of a chunk. None takes 256 on a CPU and 2,048 on a GPU, or more if
             a rank's part of the vocabulary is small. If samples (of ``gspo``, ``kto``) or pairs score more positions
@@ -307,7 +307,7 @@ class Recipe(Section):
     train_iters: PositiveInt
     seed: Seed = 1234
     attention_backend: str = "auto"
-    deterministic_attention: bool = True
+    deterministic_attention: bool = False
     fused_head: bool = True
     head_chunk_rows: PositiveInt | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"

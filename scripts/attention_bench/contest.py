@@ -28,6 +28,8 @@ T = TypeVar("T")
 # Start of the reason if a method should have run but failed.
 FAILED = "failed"
 
+# Of the norm. Sound 16-bit kernels are within 4e-3 of each other; the speed of a wrong result means nothing.
+LARGEST_DIFFERENCE = 5e-2
 # Numbers of a result that are compared at a time.
 _ROWS_AT_ONCE = 8192
 
@@ -168,7 +170,11 @@ class Contest:
             return contestant.refusal
         runner = Runner(contestant, self._layout(contestant.layout))
         runner.difference = self._difference(runner)
-        return runner if math.isfinite(runner.difference) else f"{FAILED}: its result is not finite"
+        if not math.isfinite(runner.difference):
+            return f"{FAILED}: its result is not finite"
+        if runner.difference > LARGEST_DIFFERENCE:
+            return f"{FAILED}: its result differs from the first on this layout by {runner.difference:.1e} of the norm"
+        return runner
 
     def enter(self, contestant: Contestant) -> None:
         """Warm a contestant up, and keep it if its result is right."""

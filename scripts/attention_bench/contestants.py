@@ -22,6 +22,8 @@ from mcore_prefix_tree.metadata import TreeMetadata
 # many visible pairs as the forest.
 Layout = Literal["tree", "unfolded", "dense"]
 
+# Methods with one backward, measured once.
+ALWAYS_DETERMINISTIC = ("triton", "flex", "path", "reference")
 # The reference holds numbers for every pair of tokens and head.
 _LARGEST_DENSE_BYTES = 1 << 28
 
@@ -50,13 +52,14 @@ def contestants(forest: TreeMetadata, case: Case) -> Iterator[Contestant]:
 
     Args:
         forest: the folded forest.
-        case: case of the calls. On a GPU both values of ``deterministic`` are measured.
+        case: case of the calls. On a GPU, methods with two backwards are measured with both values of
+            ``deterministic``.
     """
     modes = [True, False] if case.device.type == "cuda" else [True]
     for options in (replace(case.options, deterministic=deterministic) for deterministic in modes):
         asked = replace(case, options=options)
         for name in BACKENDS:
-            if name != "cascade":
+            if name != "cascade" and (options.deterministic or name not in ALWAYS_DETERMINISTIC):
                 backend = load_backend(name)
                 refusal = backend.refusal(asked) or (_too_large(forest, case) if name == "reference" else None)
                 yield _one(name, "tree", options, backend.attention, refusal)

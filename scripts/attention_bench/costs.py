@@ -32,13 +32,16 @@ def costs_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _seconds_by_mode(workload: dict[str, Any]) -> dict[bool, dict[str, float]]:
-    """Return the rows of forward and backward together for each back-end, by whether it was deterministic."""
-    modes: dict[bool, dict[str, float]] = {}
+    """Return the seconds of forward and backward together for each back-end, by whether it must be deterministic.
+
+    A deterministic measurement counts in both modes. A mode with one back-end compares nothing, and is left out.
+    """
+    modes: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for row in workload["rows"]:
         name = row["method"].split(",")[0]
         if row["layout"] != "tree" or name not in BACKENDS or name == "reference":
             continue
-        seconds = modes.setdefault(row["deterministic"], {})
         both = [sum(each) for each in zip(row["forward_seconds"], row["backward_seconds"], strict=True)]
-        seconds[name] = min(seconds.get(name, float("inf")), round(statistics.median(both), 6))
-    return modes
+        for seconds in (modes[mode] for mode in {False, row["deterministic"]}):
+            seconds[name] = min(seconds.get(name, float("inf")), round(statistics.median(both), 6))
+    return {mode: seconds for mode, seconds in modes.items() if len(seconds) > 1}

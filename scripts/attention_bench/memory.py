@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.attention.parity import MOST_NUMBERS
+
 if TYPE_CHECKING:
     from attention_bench.settings import Settings
 
@@ -38,14 +40,15 @@ def misfit(tokens: int, settings: Settings, free_bytes: int) -> str | None:
 
 
 def parts_that_fit(lens: npt.NDArray[np.int64], settings: Settings, free_bytes: int) -> list[npt.NDArray[np.int64]]:
-    """Divide sequences that share nothing into the smallest number of consecutive parts that each fit the memory.
+    """Divide sequences that share nothing into the fewest consecutive parts that fit the memory and the kernels.
 
     Args:
         lens: int64 ``[S]``, lengths of the sequences. A sequence that does not fit by itself is a part too.
         settings: settings of the calls.
         free_bytes: free memory of the device.
     """
-    most = max(1, int(_SHARE * free_bytes) // bytes_per_token(settings))
+    numbers = settings.heads * max(settings.head_dim, settings.value_dim)
+    most = max(1, min(int(_SHARE * free_bytes) // bytes_per_token(settings), MOST_NUMBERS // numbers))
     count = -(-int(lens.sum()) // most)
     while True:
         # Nearly equal parts, so that none is too small to fill a GPU.

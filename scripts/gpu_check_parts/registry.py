@@ -14,7 +14,7 @@ class Part:
     Attributes:
         name: name for ``--only`` and for its log lines.
         title: description in the plan.
-        minutes: expected minutes on an H100; an estimate until it has been measured.
+        minutes: expected minutes on an H100 or H200.
         function: ``module:function``, called with a :class:`~gpu_check_parts.context.Context`.
         rows: first part of its rows' keys; parts that fill one table share it.
         imports: modules without which it does not run.
@@ -70,11 +70,11 @@ def _part(
 
 
 _PARTS = (
-    _part("parity", "kernels against the fp64 reference", 1.0, wanted=(_FA4,)),
+    _part("parity", "kernels against the fp64 reference", 1.2, wanted=(_FA4,)),
     _part(
         "attention",
         "two forests: our kernels, FlashAttention unfolded and dense, FlexAttention",
-        1.5,
+        2.0,
         function="attention:run_first",
         wanted=(_FA4,),
     ),
@@ -88,7 +88,7 @@ _PARTS = (
     _part(
         "head",
         "the vocabulary head, fused and unfused",
-        0.7,
+        1.0,
         more_imports=("rich",),
         wanted=("liger_kernel",),
     ),
@@ -103,14 +103,14 @@ _PARTS = (
     _part(
         "tests",
         "tests/gpu and the kernels' tests that run on a GPU",
-        4.0,
+        6.0,
         more_imports=("pytest", "hypothesis"),
-        row_seconds=180.0,
+        row_seconds=300.0,
     ),
     _part(
         "sanitizer",
         "compute-sanitizer on a forest of 300 tokens",
-        2.0,
+        1.2,
         function="tools:run_sanitizer",
         programs=("compute-sanitizer",),
         row_seconds=150.0,
@@ -118,7 +118,7 @@ _PARTS = (
     _part(
         "profile",
         "ncu on three kernels",
-        1.0,
+        0.4,
         function="tools:run_profile",
         programs=("ncu",),
         row_seconds=120.0,

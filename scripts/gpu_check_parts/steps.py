@@ -1,8 +1,12 @@
-"""Part ``steps``: ``mcore-prefix-tree bench step`` on the recipes that need only a GPU, each in a process."""
+"""Part ``steps``: ``mcore-prefix-tree bench step`` on the recipes that need only a GPU, each in a process.
+
+``rollouts`` is the model of ``one_gpu`` on rollouts whose lengths fill a GPU; the recipes' own data is small.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -15,8 +19,10 @@ import torch
 from gpu_check_parts.context import ROOT, Context
 from gpu_check_parts.results import FAILED
 
-# The larger model first: the other is for a CPU, and mostly measures kernel launches.
-RECIPES = ("one_gpu", "quickstart")
+# The most valuable first. The model of the last is for a CPU, and mostly measures kernel launches.
+RECIPES = {"rollouts": "one_gpu", "one_gpu": "one_gpu", "quickstart": "quickstart"}
+# Of ``rollouts``: tokens of the prompt and of each of its answers.
+PROMPT, ANSWERS, ANSWER = 4096, 16, 1024
 OVERRIDES = ("model.dtype=bfloat16", "verify.enabled=false", "compare=false", "device=cuda")
 SMOKE = (
     "model.num_layers=1",
@@ -30,15 +36,15 @@ SMOKE = (
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "flash-attn-4", "numpy")
 # Weights, gradients and buffers of 0.6 billion parameters, also one unfolded micro-batch of 16,384 tokens, and its
 # logits over 32,768 entries in fp32 with their gradient: an estimate; the row reports the measured peak.
-NEEDED_BYTES = {"one_gpu": 40 << 30, "quickstart": 8 << 30}
+NEEDED_BYTES = {"rollouts": 60 << 30, "one_gpu": 40 << 30, "quickstart": 8 << 30}
 
 
 def run(context: Context) -> None:
     """Measure a step of each recipe."""
-    for name in RECIPES:
+    for name, recipe in RECIPES.items():
         key = context.key(name, "bench step")
         used = context.used(
-            *PACKAGES, sources=("mcore_prefix_tree",), recipe=(ROOT / "recipes" / f"{name}.yaml").stat().st_size
+            *PACKAGES, sources=("mcore_prefix_tree",), recipe=(ROOT / "recipes" / f"{recipe}.yaml").stat().st_size
         )
         if context.is_done(key, used) or not context.options.wants(name):
             continue
@@ -52,7 +58,8 @@ def run(context: Context) -> None:
 def _step(context: Context, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "step.json")
-        command = [sys.executable, "-m", "mcore_prefix_tree", "bench", "step", f"recipes/{name}.yaml", *OVERRIDES]
+        command = [sys.executable, "-m", "mcore_prefix_tree", "bench", "step", f"recipes/{RECIPES[name]}.yaml"]
+        command += [*OVERRIDES, *(_rollouts(Path(folder), smoke=context.options.smoke) if name == "rollouts" else ())]
         command += SMOKE if context.options.smoke else ()
         command += ["--repeats", str(context.options.repeats), "--output", str(output)]
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -64,3 +71,20 @@ def _step(context: Context, name: str) -> dict[str, Any]:
         found = json.loads(output.read_text())
     speedup = found["gain"]["speedup"]["median"]
     return {"result": found, "shown": f"{speedup:.2f} times faster, {found['gain']['bound']['ratio']:.2f} at most"}
+
+
+def _rollouts(folder: Path, *, smoke: bool) -> list[str]:
+    """Write rollouts of one prompt, as tokens, and return the recipe's settings for them."""
+    prompt, answer = (64, 16) if smoke else (PROMPT, ANSWER)
+    draw = random.Random(0)
+    tokens = [draw.randrange(32768) for _ in range(prompt)]
+    lines = [
+        {"tokens": tokens + [draw.randrange(32768) for _ in range(answer)], "loss_mask": [0] * prompt + [1] * answer}
+        for _ in range(ANSWERS)
+    ]
+    path = folder / "rollouts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return [
+        *(f"data.path={path}", "data.tokenizer=null", "data.expand_turns=false", "model.vocab_size=32768"),
+        *(f"batch.global_batch_size={ANSWERS}", "batch.max_tokens=32768"),
+    ]

@@ -11,9 +11,9 @@ from gpu_check_parts.results import FAILED, Key
 
 # Tests that compile for GPUs of all kinds run on any machine, and take minutes.
 FILES = (
+    "tests/gpu/test_attention_backends.py",
     "tests/kernels/test_triton.py",
     "tests/kernels/test_operator.py",
-    "tests/gpu/test_attention_backends.py",
     "tests/gpu/test_pretrain_on_gpu.py",
 )
 SMOKE = ["-k", "takes_one_that_runs"]

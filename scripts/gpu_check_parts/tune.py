@@ -12,8 +12,7 @@ from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED
 from gpu_check_parts.using import packages_of, sources_of
 
-# "fast" at the most common head dimension first, because its launch is uncertain.
-PARTS = ("fast", "forward", "key_value", "query", "key", "value")
+PARTS = ("forward", "key_value", "query", "key", "value")
 DIMS = ((128, 128), (64, 64), (192, 128), (256, 256))
 GROUPS = (8, 4, 1)
 HEADS = 32

@@ -34,7 +34,7 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 MATRIX_INSTRUCTION = {
     80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync",
 }  # fmt: skip
-KERNELS = ("forward", "row_sums", "key_value", "query", "fast")
+KERNELS = ("forward", "row_sums", "key_value", "query")
 OPTIONS = {
     "plain": {},
     "window": {"window": 1000},
@@ -73,7 +73,7 @@ class Report:
         return self.warpgroup_waits > 0.5 * self.warpgroup_products
 
 
-def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, deterministic=True, options=None):
+def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, options=None):
     return Case(
         device=torch.device("cuda"),
         capability=divmod(architecture, 10),
@@ -83,7 +83,7 @@ def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, determin
         head_dim=head_dim,
         value_dim=value_dim,
         needs_grad=True,
-        options=AttentionOptions(softmax_scale=0.1, deterministic=deterministic, **(options or {})),
+        options=AttentionOptions(softmax_scale=0.1, **(options or {})),
     )
 
 
@@ -117,8 +117,6 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name == "grad_query" and kernel is key_value_kernel:
-            signature[name] = tiles_of(case, rows, head_dim, engine, widest, "fp32") if engine else "*fp32"
         elif name in tiles:
             signature[name] = tiles_of(case, *tiles[name], engine, widest)
         elif name in partial:
@@ -141,7 +139,7 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
 
 
 def reports(architecture, which, case):
-    """One report for each launch of ``which`` of the kernels; none for a row without a fast kernel."""
+    """One report for each launch of ``which`` of the kernels."""
     configs = configs_for(case)
     if which == "forward":
         return [report(forward_kernel, case, configs.forward, configs.engine, architecture)]
@@ -149,14 +147,10 @@ def reports(architecture, which, case):
         return [report(delta_kernel, case, ROW_SUMS, configs.engine, architecture)]
     if which == "query":
         return [report(query_kernel, case, configs.query, configs.engine, architecture)]
-    if (which == "fast") != (configs.query is None):
-        return []
-    kept = {"grad_query"} if which == "fast" else set()
     of_key, of_value = {"grad_key", "partial_key"}, {"grad_value", "partial_value"}
     launches = [of_key, of_value] if configs.apart else [of_key | of_value]
-    every = {"grad_query"} | of_key | of_value
     return [
-        report(key_value_kernel, case, configs.key_value, configs.engine, architecture, every - written - kept)
+        report(key_value_kernel, case, configs.key_value, configs.engine, architecture, (of_key | of_value) - written)
         for written in launches
     ]
 
@@ -190,8 +184,8 @@ def needed(kernel, case, launch, absent):
     elif kernel is query_kernel:
         loops, products = 3, 2 * head + value
     elif kernel is key_value_kernel:
-        makes_key, makes_value, adds_query = (f"grad_{name}" not in absent for name in ("key", "value", "query"))
-        loops, products = 2, head + value * makes_value + (value + head) * makes_key + head * adds_query
+        makes_key, makes_value = (f"grad_{name}" not in absent for name in ("key", "value"))
+        loops, products = 2, head + value * makes_value + (value + head) * makes_key
     else:
         loops, products = 0, 0
     return loops * products * launch.query_block * launch.key_block
@@ -228,7 +222,7 @@ def main(architectures):
     for architecture, (head_dim, value_dim), which, (name, options) in itertools.product(
         architectures, HEAD_DIMS, KERNELS, OPTIONS.items()
     ):
-        case = case_of(architecture, head_dim, value_dim, deterministic=which != "fast", options=options)
+        case = case_of(architecture, head_dim, value_dim, options=options)
         for found in reports(architecture, which, case):
             fits = found.shared <= SHARED_MEMORY[architecture] and not found.spilled
             fits = fits and (found.matrix_instructions > 0 or not found.multiplies) and not found.serialized

@@ -23,15 +23,9 @@ FLOOR = 0.25
 SMALL = (Launch(32, 16, 4, 1), Launch(16, 32, 4, 1), Launch(32, 32, 4, 1))
 
 
-def small_configs(*, deterministic=True, apart=False, engine=False):
+def small_configs(*, apart=False, engine=False):
     forward, key_value, query = SMALL
-    return Configs(
-        forward=forward,
-        key_value=key_value,
-        query=query if deterministic else None,
-        apart=apart and deterministic,
-        engine=engine,
-    )
+    return Configs(forward=forward, key_value=key_value, query=query, apart=apart, engine=engine)
 
 
 def make_inputs(metadata, *, heads=2, key_heads=1, dim=32, value_dim=None, dtype=torch.float32, sinks=False, seed=0):

@@ -19,8 +19,6 @@ from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for
 
 # bfloat16 has 8 bits where float16 has 11.
 HALF = {torch.bfloat16: 8 * LIMITS[torch.float16], torch.float16: LIMITS[torch.float16]}
-# The backward in any order is of the narrower heads.
-MODES = [(dims, True) for dims in UP_TO] + [(dims, False) for dims in UP_TO if max(dims) <= 128]
 PLAIN, ALL = {}, {"window": 60, "sinks": True}
 OPTIONS = {"plain": PLAIN, "window": {"window": 60}, "sinks": {"sinks": True}, "all": ALL}
 
@@ -28,32 +26,29 @@ OPTIONS = {"plain": PLAIN, "window": {"window": 60}, "sinks": {"sinks": True}, "
 def cases():
     """bfloat16 with all options in every head dimension; other cases, rarely."""
     found = []
-    for dtype, (dims, deterministic), (name, options) in itertools.product(HALF, MODES, OPTIONS.items()):
+    for dtype, dims, (name, options) in itertools.product(HALF, UP_TO, OPTIONS.items()):
         often = dtype == torch.bfloat16 and (name == "all" or (name == "plain" and dims == (128, 128)))
-        mode = "in order" if deterministic else "fast"
         found.append(
             pytest.param(
-                *(dtype, dims, deterministic, options),
+                *(dtype, dims, options),
                 marks=() if often else pytest.mark.slow,
-                id=f"{str(dtype).removeprefix('torch.')}, {dims[0]}/{dims[1]}, {mode}, {name}",
+                id=f"{str(dtype).removeprefix('torch.')}, {dims[0]}/{dims[1]}, {name}",
             )
         )
     return found
 
 
-@pytest.mark.parametrize(("dtype", "dims", "deterministic", "options"), cases())
-def test_half_precision(dtype, dims, deterministic, options):
+@pytest.mark.parametrize(("dtype", "dims", "options"), cases())
+def test_half_precision(dtype, dims, options):
     metadata = metadata_of([64, 30, 1, 40, 7], [-1, 0, 0, 2, -1], padding=3)
     shape = {"heads": 4, "key_heads": 2, "dim": dims[0], "value_dim": dims[1], "dtype": dtype}
-    settings = {"deterministic": deterministic, "window": options.get("window")}
+    settings = {"window": options.get("window")}
     inputs, _ = make_inputs(metadata, **shape)
     configs = configs_for(Case.of(*inputs, options_of(inputs, **settings)))
-    assert (configs.query is None) == (not deterministic)
     with bfloat16():
         assert_is_reference(
             metadata,
-            # Through descriptors, as on Hopper, if the interpreter supports the kernels' use of them.
-            configs=with_engine(configs) if deterministic else configs,
+            configs=with_engine(configs),  # through descriptors, as on Hopper
             limit=HALF[dtype],
             settings=settings,
             sinks=options.get("sinks", False),

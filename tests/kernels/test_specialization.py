@@ -82,7 +82,6 @@ def keys_of_launches(architecture, metadatas, *, heads, key_heads, dim, value_di
     return {name: recorder.keys for name, recorder in recorders.items()}, configs
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -95,11 +94,10 @@ def keys_of_launches(architecture, metadatas, *, heads, key_heads, dim, value_di
     ids=str,
 )
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_one_key_for_all_numbers_of_tokens_nodes_and_blocks(architecture, shape, deterministic):
-    found, configs = keys_of_launches(architecture, forests(), deterministic=deterministic, **shape)
+def test_one_key_for_all_numbers_of_tokens_nodes_and_blocks(architecture, shape):
+    found, configs = keys_of_launches(architecture, forests(), **shape)
     launches = dict.fromkeys(KERNELS, 1)
     launches["key_value_kernel"] += configs.apart
-    launches["query_kernel"] -= configs.query is None
     assert {name: len(keys) for name, keys in found.items()} == launches
     for keys in found.values():
         for grids in keys.values():

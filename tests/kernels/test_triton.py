@@ -43,11 +43,10 @@ IN_SHORT = INTERPRETED and os.environ.get("HYPOTHESIS_PROFILE") != "thorough"
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
     window=st.sampled_from([None, None, 1, 4, 40]),
     sinks=st.booleans(),
-    deterministic=st.booleans(),
     apart=st.booleans(),
     engine=st.booleans(),
 )
-def test_random_forests(seed, nodes, lens, roots, padding, heads, window, sinks, deterministic, apart, engine):
+def test_random_forests(seed, nodes, lens, roots, padding, heads, window, sinks, apart, engine):
     assert_is_reference(
         metadata_of(*random_forest(seed, nodes=nodes, node_lens=lens, root_rate=roots), padding=padding),
         heads=heads[0],
@@ -55,10 +54,7 @@ def test_random_forests(seed, nodes, lens, roots, padding, heads, window, sinks,
         dim=16,
         sinks=sinks,
         seed=seed,
-        # The interpreter cannot add to memory through a descriptor.
-        configs=small_configs(
-            deterministic=deterministic, apart=apart, engine=engine and (deterministic or not INTERPRETED)
-        ),
+        configs=small_configs(apart=apart, engine=engine),
         settings={"window": window},
     )
 
@@ -98,28 +94,26 @@ def test_a_comb_of_depth_300():
 @pytest.mark.parametrize("key_heads", [1, 3])
 def test_grouped_queries(ratio, key_heads):
     metadata = metadata_of(*random_forest(ratio, nodes=4, node_lens=(1, 4, 30)), padding=2)
-    assert_is_reference(
-        metadata, heads=ratio * key_heads, key_heads=key_heads, dim=16, configs=small_configs(deterministic=ratio % 2)
-    )
+    assert_is_reference(metadata, heads=ratio * key_heads, key_heads=key_heads, dim=16, configs=small_configs())
 
 
 @pytest.mark.parametrize(("splits", "key_heads"), [(2, 2), (6, 1), pytest.param(3, 1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_group_divided_among_programs(splits, key_heads, deterministic, monkeypatch):
+def test_a_group_divided_among_programs(splits, key_heads, monkeypatch):
     """The schedule of few key heads on a large GPU."""
     metadata = metadata_of(*random_forest(8, nodes=8, node_lens=(4, 30)), padding=2)
     key_blocks = -(-metadata.padded_size // 32)
     programs = []
     partial_sums = kernel_calls._partial_sums
-    # Four warps a program, of which a processor wants sixteen.
-    monkeypatch.setattr(kernel_calls, "processors", lambda device: splits * key_heads * key_blocks // 16)
+    monkeypatch.setattr(kernel_calls, "_PROGRAMS_AT_A_TIME", 1)
+    monkeypatch.setattr(kernel_calls, "_WARPS_AT_A_TIME", 1)
+    monkeypatch.setattr(kernel_calls, "processors", lambda device: splits * key_heads * key_blocks)
     monkeypatch.setattr(kernel_calls, "_partial_sums", lambda *given: programs.append(given[1]) or partial_sums(*given))
     assert_is_reference(
         metadata,
         heads=6 * key_heads,
         key_heads=key_heads,
         dim=24,
-        configs=small_configs(deterministic=deterministic),
+        configs=small_configs(),
         seed=splits,
     )
     assert set(programs) == {splits}
@@ -171,9 +165,9 @@ def test_head_dims(dim, value_dim, engine):
     )
 
 
-@pytest.mark.parametrize(("deterministic", "engine"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("divided", [False, True])
-def test_heads_in_parts(deterministic, engine, divided, monkeypatch):
+def test_heads_in_parts(engine, divided, monkeypatch):
     """Of 160, the last of three parts reaches past the end; the sums in fp32 have full parts."""
     monkeypatch.setattr(kernel_calls, "processors", lambda device: 1000 if divided else 0)
     assert_is_reference(
@@ -182,19 +176,17 @@ def test_heads_in_parts(deterministic, engine, divided, monkeypatch):
         dim=160,
         value_dim=192,
         sinks=True,
-        configs=small_configs(deterministic=deterministic, engine=engine),
+        configs=small_configs(engine=engine),
         settings={"window": 50},
     )
 
 
-@pytest.mark.parametrize(("deterministic", "apart"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("engine", [False, True])
-def test_launches_that_take_narrow_parts(deterministic, apart, engine):
+def test_launches_that_take_narrow_parts(apart, engine):
     """Head dimensions of one tile or two and a half, in tiles of 16."""
-    configs = small_configs(deterministic=deterministic, apart=apart, engine=engine and deterministic)
-    narrow = {name: getattr(configs, name)._replace(widest=16) for name in ("forward", "key_value")}
-    if deterministic:
-        narrow["query"] = configs.query._replace(widest=16)
+    configs = small_configs(apart=apart, engine=engine)
+    narrow = {name: getattr(configs, name)._replace(widest=16) for name in ("forward", "key_value", "query")}
     for dim, value_dim in ((32, 16), (40, 64)):
         assert_is_reference(
             metadata_of(*random_forest(3, nodes=5, node_lens=(1, 15, 33)), padding=2),
@@ -204,14 +196,11 @@ def test_launches_that_take_narrow_parts(deterministic, apart, engine):
         )
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_float16(seed, deterministic):
+def test_float16(seed):
     metadata = metadata_of(*random_forest(seed, nodes=8, node_lens=(1, 20, 50)), padding=3)
     shape = {"heads": 4, "key_heads": 2, "dim": 64, "dtype": torch.float16, "sinks": seed == 1, "seed": seed}
-    assert_is_reference(
-        metadata, settings={"deterministic": deterministic, "window": 60 if seed == 2 else None}, **shape
-    )
+    assert_is_reference(metadata, settings={"window": 60 if seed == 2 else None}, **shape)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -235,14 +224,11 @@ def test_sinks_with_small_and_large_scores(scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"window": 50}])
-def test_thousands_of_tokens(settings, deterministic):
+def test_thousands_of_tokens(settings):
     metadata = metadata_of(*random_forest(4, nodes=60, node_lens=(0, 1, 57, 64, 130)), padding=30)
     assert 2000 < metadata.padded_size < 6000
-    assert_is_reference(
-        metadata, heads=2, dim=64, sinks=bool(settings), settings={**settings, "deterministic": deterministic}
-    )
+    assert_is_reference(metadata, heads=2, dim=64, sinks=bool(settings), settings=settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -281,11 +267,10 @@ def nan_filled():
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("size", [1, 100, 130])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_every_element_is_written(size, deterministic):
+def test_every_element_is_written(size):
     assert torch.empty(3, device=DEVICE).isnan().all()
     metadata = metadata_of([size], [-1], padding=1)
-    assert_is_reference(metadata, dim=24, sinks=True, settings={"deterministic": deterministic})
+    assert_is_reference(metadata, dim=24, sinks=True)
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -349,9 +334,8 @@ def test_another_number_of_tokens_compiles_nothing():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_bfloat16(dim, deterministic):
+def test_bfloat16(dim):
     """bf16 has 8 bits where fp16 has 11."""
     metadata = metadata_of(*random_forest(2, nodes=20, node_lens=(1, 57, 300)), padding=3)
     assert_is_reference(
@@ -361,5 +345,4 @@ def test_bfloat16(dim, deterministic):
         dim=dim,
         dtype=torch.bfloat16,
         limit=8 * 4e-4,
-        settings={"deterministic": deterministic},
     )

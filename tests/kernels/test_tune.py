@@ -49,7 +49,7 @@ def test_every_part_and_candidate(tune, tmp_path, capsys):
     assert result["machine"]["torch"] == version("torch")
     parts = {(case["head_dim"], case["part"]) for case in result["cases"]}
     wide = {(256, part) for part in ("forward", "query", "key", "value")}
-    assert parts == {(64, part) for part in ("forward", "query", "key_value", "fast")} | wide
+    assert parts == {(64, part) for part in ("forward", "query", "key_value")} | wide
     assert len({case["tree"] for case in result["cases"]}) == 2
     for case in result["cases"]:
         dims = (case["head_dim"], case["value_dim"])

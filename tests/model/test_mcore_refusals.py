@@ -243,9 +243,9 @@ def test_an_unknown_attention_backend_is_refused_when_the_batch_is_made():
         batch(attention_backend="flash")
 
 
-def test_attention_is_deterministic_by_default():
-    assert batch().packed_seq_params.deterministic_attention
-    assert not batch(deterministic_attention=False).packed_seq_params.deterministic_attention
+def test_attention_is_deterministic_on_request():
+    assert not batch().packed_seq_params.deterministic_attention
+    assert batch(deterministic_attention=True).packed_seq_params.deterministic_attention
 
 
 def test_only_params_with_a_tree_are_a_tree():

@@ -61,10 +61,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "attention backend 'path' does not support window=17 ",
         ),
         (
-            "deterministic_attention=false model.transformer.deterministic_mode=true",
-            "deterministic_attention=false contradicts deterministic_mode=True of the model; remove one of them",
-        ),
-        (
             "model.transformer.multi_latent_attention=true",
             "model.num_query_groups has no meaning with model.transformer.multi_latent_attention: its heads are ",
         ),

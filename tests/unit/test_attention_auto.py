@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +21,9 @@ from mcore_prefix_tree.mcore.engine.backend import attention_case as case_of_con
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend
 
 SHARED = TreeShape(tokens=1000, segments=10, pairs=100_000, depth=1)
-UNSHARED = TreeShape(tokens=1000, segments=10, pairs=50_000, depth=0)
 
 
-def row(name, *, device="cpu", dtype="float32", head_dim=64, deterministic=True, shape=SHARED, **seconds):
+def row(name, *, device="cpu", dtype="float32", head_dim=64, deterministic=False, shape=SHARED, **seconds):
     return {
         "device": device,
         "machine": "a test",
@@ -78,14 +78,6 @@ def test_the_nearest_head_dim_decides_between_equal_shapes(table):
     assert choose(cpu(head_dim=192), SHARED).backend == "cascade"
 
 
-def test_auto_without_sharing_selects_the_stock_kernel(table):
-    table.append(row("any", shape=UNSHARED, path=1.0, cascade=2.0))
-    choice = choose(cpu(), UNSHARED)
-    assert choice.backend == "cascade"
-    assert "stock causal kernel" in choice.reason
-    assert "nothing is shared" not in choice.reason  # a chain of samples shares tokens and has no branch either
-
-
 @pytest.fixture
 def triton_runs(monkeypatch):
     """The kernels of ``triton`` support everything and are right, on fake GPUs."""
@@ -114,8 +106,8 @@ def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs
     monkeypatch.setattr(fa4, "import_fault", lambda module: None)
     monkeypatch.setattr(fa4, "check", lambda case: None)
     table += [
-        row("any", device="NVIDIA H200", dtype="bfloat16", triton=3.0, flex=2.0),
-        row("any", device="NVIDIA H200", dtype="bfloat16", deterministic=False, triton=1.5, flex=2.0, fa4=1.0),
+        row("any", device="NVIDIA H200", dtype="bfloat16", deterministic=True, triton=3.0, flex=2.0),
+        row("any", device="NVIDIA H200", dtype="bfloat16", triton=1.5, flex=2.0, fa4=1.0),
     ]
 
     def chosen(deterministic):
@@ -126,12 +118,6 @@ def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs
     assert chosen(False) == "fa4"
     monkeypatch.setattr(fa4, "_is_installed", lambda: False)
     assert chosen(False) == "triton"
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_on_a_cpu_one_measurement_counts_for_both_modes(table, deterministic):
-    table.append(row("any", path=2.0, cascade=1.0))
-    assert choose(cpu(deterministic=deterministic), SHARED).backend == "cascade"
 
 
 def test_unsupported_run_error_gives_the_reasons(table):
@@ -189,7 +175,8 @@ def test_the_shape_of_several_forests_is_their_sum():
 
 def test_distance_is_symmetric_and_zero_only_for_like_shapes():
     assert SHARED.distance(SHARED) == 0
-    assert SHARED.distance(UNSHARED) == UNSHARED.distance(SHARED) > 0
+    unshared = TreeShape(tokens=1000, segments=10, pairs=50_000, depth=0)
+    assert SHARED.distance(unshared) == unshared.distance(SHARED) > 0
     twice = TreeShape(tokens=2000, segments=20, pairs=200_000, depth=1)
     assert SHARED.distance(twice) == 0
 
@@ -251,13 +238,13 @@ def hopper(monkeypatch):
     return torch.device("cuda")
 
 
-def test_the_faster_backward_is_reached_on_request(hopper):
-    """FlashAttention-4 trains in any order only: refused by default with the setting that admits it, else taken."""
+def test_a_deterministic_job_is_told_what_to_give_up_for_a_backend(hopper):
+    """FlashAttention-4 trains in any order only: taken by default, refused with the setting that admits it."""
     model = config(params_dtype=torch.bfloat16, kv_channels=64)
     refused = r"'fa4' does not support deterministic=True .*; backends that do: .*reference"
     with pytest.raises(ValueError, match=rf"{refused}.*; 'fa4' itself runs with deterministic_attention=false$"):
-        resolve_backend("fa4", model, lambda: STEP, device=hopper)
-    assert resolve_backend("fa4", model, lambda: STEP, device=hopper, deterministic=False) == "fa4"
+        resolve_backend("fa4", model, lambda: STEP, device=hopper, deterministic=True)
+    assert resolve_backend("fa4", model, lambda: STEP, device=hopper) == "fa4"
 
 
 def test_a_refusal_for_another_reason_does_not_blame_determinism(hopper):
@@ -309,14 +296,15 @@ def gpu(tmp_path, monkeypatch, table):
 
 
 def test_auto_takes_fa4_on_hopper_in_any_order(gpu):
-    name, said, calls = gpu((9, 0), deterministic=False)
+    name, said, calls = gpu((9, 0))
     assert (name, calls[0]["deterministic"]) == ("fa4", False)
-    assert "(any: fa4 1e+03 ms, flex 2e+03 ms)" in said
+    assert "(any: fa4 1e+03 ms, flex 2e+03 ms); its gradients may add up in any order" in said
 
 
 def test_auto_takes_fa4_on_blackwell_in_order(gpu):
     """Its backward there is given the order in which blocks of keys add to dQ."""
-    name, _, calls = gpu((10, 0))
+    name, said, calls = gpu((10, 0), deterministic=True)
+    assert said.endswith("; deterministic")
     assert (name, calls[0]["deterministic"]) == ("fa4", True)
     lists = calls[0]["backward"]
     assert lists.dq_write_order.shape == lists.mask_block_idx.shape
@@ -327,9 +315,9 @@ def test_auto_takes_fa4_on_blackwell_in_order(gpu):
 @pytest.mark.parametrize(
     ("capability", "settings"),
     [
-        pytest.param((9, 0), {}, id="deterministic on Hopper"),
-        pytest.param((8, 0), {"deterministic": False}, id="Ampere"),
-        pytest.param((9, 0), {"deterministic": False, "seconds": {"fa4": 2.0, "flex": 1.0}}, id="measured slower"),
+        pytest.param((9, 0), {"deterministic": True}, id="deterministic on Hopper"),
+        pytest.param((8, 0), {}, id="Ampere"),
+        pytest.param((9, 0), {"seconds": {"fa4": 2.0, "flex": 1.0}}, id="measured slower"),
     ],
 )
 def test_auto_passes_fa4_by(gpu, capability, settings):
@@ -339,24 +327,34 @@ def test_auto_passes_fa4_by(gpu, capability, settings):
 
 
 def test_auto_excludes_a_wrong_kernel(gpu):
-    name, said, calls = gpu((9, 0), deterministic=False, error=0.1)
+    name, said, calls = gpu((9, 0), error=0.1)
     assert name == "flex"
     assert calls
     assert "skipped: attention backend 'fa4' is wrong on this machine: out is off by" in said
 
 
+def test_a_call_too_large_for_a_kernel_of_another_project_is_refused(gpu, monkeypatch):
+    monkeypatch.setattr(parity, "MOST_NUMBERS", 1024)
+    name, said, calls = gpu((9, 0))
+    assert (name, calls) == ("flex", [])
+    assert re.search(
+        r"flash-attn-4 takes at most \d tokens of \d+ heads of 64 numbers, and a micro-batch has \d+", said
+    )
+    assert "lower batch.max_tokens, or take attention_backend=triton" in said
+
+
 def test_unmeasured_auto_prefers_installed_fa4(gpu):
-    name, said, _ = gpu((9, 0), deterministic=False, seconds={"reference": 1.0})
+    name, said, _ = gpu((9, 0), seconds={"reference": 1.0})
     assert name == "fa4"
     assert "first in order of preference" in said
 
 
-@pytest.mark.parametrize("setting", ["auto", "path"])
-def test_any_order_in_a_deterministic_job_is_a_contradiction(setting):
-    device, model = torch.device("cpu"), config(deterministic_mode=True)
-    assert resolve_backend(setting, model, lambda: STEP, device=device) in PREFERENCE["cpu"]
-    with pytest.raises(ValueError, match=r"^deterministic_attention=false contradicts deterministic_mode=True"):
-        resolve_backend(setting, model, lambda: STEP, device=device, deterministic=False)
+def test_megatrons_deterministic_mode_makes_attention_deterministic(hopper):
+    case = case_of_config(config(deterministic_mode=True), device=torch.device("cpu"))
+    assert case.options.deterministic
+    model = config(deterministic_mode=True, params_dtype=torch.bfloat16, kv_channels=64)
+    with pytest.raises(ValueError, match="'fa4' does not support deterministic=True"):
+        resolve_backend("fa4", model, lambda: STEP, device=hopper)
 
 
 def test_heads_are_those_of_a_tensor_parallel_rank():

@@ -127,7 +127,7 @@ def test_kernels_are_compared_once_for_each_configuration(kernels):
     assert compared(kernels) == BOTH
     call()
     assert compared(kernels) == []
-    for changes in ({"head_dim": 32}, {"window": 2}, {"deterministic": False}, {"dtype": torch.float16}):
+    for changes in ({"head_dim": 32}, {"window": 2}, {"dtype": torch.float16}):
         call(**changes)
         assert compared(kernels) == BOTH, changes
     call(needs_grad=False)
@@ -169,17 +169,14 @@ def test_only_16_bit_kernels_of_a_gpu_are_compared(kernels, monkeypatch):
 
 def test_every_row_of_the_table():
     """Per-token arrays are rounded up to full blocks of any size, and operators get the same launches back."""
-    for capability, dims, dtype, deterministic in itertools.product(
+    for capability, dims, dtype in itertools.product(
         [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)],
         [(16, 16), (64, 64), (128, 64), (192, 128), (128, 192), (256, 128), (256, 256)],
         [torch.bfloat16, torch.float32],
-        [False, True],
     ):
-        options = AttentionOptions(softmax_scale=0.1, deterministic=deterministic)
-        case = replace(HOPPER, capability=capability, head_dim=dims[0], value_dim=dims[1], dtype=dtype, options=options)
+        case = replace(HOPPER, capability=capability, head_dim=dims[0], value_dim=dims[1], dtype=dtype)
         configs = configs_for(case)
         assert Configs.unpack(configs.packed) == configs
-        assert configs.query is not None or not deterministic
-        for launch in (configs.forward, configs.key_value, configs.query or configs.forward):
+        for launch in (configs.forward, configs.key_value, configs.query):
             # A matrix product takes 16 rows or more.
             assert all(block >= 16 and ROUND % block == 0 for block in launch[:2])

@@ -22,7 +22,7 @@ from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TorchFlash, TransformerEngine
 from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Result, VarlenKernel, exact
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, Sequences, build_plan
-from mcore_prefix_tree.attention.parity import Attention, check_parity
+from mcore_prefix_tree.attention.parity import Attention, check_parity, check_size
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # In the order of preference: the fastest first.
@@ -123,6 +123,8 @@ def attention_through(
         query, key, value = (_widened(one, dim) for one in (query, key, value))
     # A kernel would take each token of padding for a separate sequence.
     padding = _alone(query[tokens:], key[tokens:], value[tokens:], options)
+    if query.is_cuda:
+        check_size(f"the attention kernel of {kernel.name}", query)
     if not tokens:
         # With a gradient of 0 instead of none: a rank without work takes part in the reductions of all parameters.
         return (padding + (query[:0].sum() + key[:0].sum()))[..., :width]

@@ -25,10 +25,9 @@ def attention(
 ) -> torch.Tensor:
     """Tree attention, ``[P, H, D], [P, K, D], [P, K, W] -> [P, H, W]``, in Triton kernels.
 
-    Saves query, key, value, out and one number per row for backward. The block lists are made once per micro-batch.
-    With ``deterministic=False``, head dimensions up to 128 take a backward that does less work and adds up in any
-    order. On a GPU, 16-bit kernels are compared with the reference on first use, and wrong ones raise ParityError:
-    another version of the compiler may have produced untested code for this chip.
+    Saves query, key, value, out and one number per row for backward, which gives the same bits twice. The block lists
+    are made once per micro-batch. On a GPU, 16-bit kernels are compared with the reference on first use, and wrong ones
+    raise ParityError: another version of the compiler may have produced untested code for this chip.
     """
     check(Case.of(query, key, value, options))
     return attend_as_tabled(query, key, value, metadata, options)

@@ -1,7 +1,8 @@
 """The backward kernels: ``delta``, then dK and dV by blocks of keys, then dQ by blocks of queries.
 
-No two programs of these write the same element, and each adds up in a fixed order: the same bits twice. On request the
-kernel of dK and dV adds its share of dQ with atomics instead, which saves the last kernel and two of seven products.
+No two programs of these write the same element, and each adds up in a fixed order: the same bits twice. A kernel of dK
+and dV that also adds its share of dQ with atomics saves two of seven products, but took 1.2 to 1.4 times as long on an
+H200: its tiles have to be smaller.
 
 Legend: as in ``forward.py``. ``delta = sum(out * grad_out)`` is the term that the softmax's Jacobian subtracts (Dao,
 FlashAttention-2, 2023, algorithm 2).
@@ -79,24 +80,6 @@ def _store_sums(target, partial, rows, head, start, size, stride, splits, WIDTH:
             store_rows(target, rows, head, start, size, WIDTH, ENGINE)
 
 
-@triton.jit
-def _add_shares(grad_query, score_grad, k, head, start, stride, ENGINE: tl.constexpr):
-    """The share of a tile of keys in dQ without the softmax scale, ``score_grad.T @ k``, added with atomics."""
-    ROWS: tl.constexpr = score_grad.shape[1]
-    PART: tl.constexpr = k[0].shape[1]
-    for part in tl.static_range(len(k)):
-        # The matrix instructions of chips with a copy engine take 64 rows or more.
-        if ENGINE and ROWS < 64:
-            share = tl.trans(tl.dot(tl.trans(k[part]), score_grad, input_precision="ieee"))
-        else:
-            share = tl.dot(tl.trans(score_grad), k[part], input_precision="ieee")
-        if ENGINE:
-            grad_query.atomic_add([head, start, part * PART], tl.reshape(share, [1, ROWS, PART]))
-        else:
-            pointers = _sums_at(grad_query, head, start, stride, part, len(k), ROWS, PART)
-            tl.atomic_add(pointers, share, sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["size", "key_blocks", "stride", "splits", "window"])
 def key_value_kernel(
     query,  # [H, P, D], as load_rows takes it
@@ -107,7 +90,6 @@ def key_value_kernel(
     grad_value,  # None or [K, P, W], likewise
     partial_key,  # None or fp32 [K * splits, R, D in full parts], written if splits is above 1; a descriptor if ENGINE
     partial_value,  # None or fp32 [K * splits, R, W in full parts], likewise
-    grad_query,  # None or fp32 [H, R, D in full parts], to which dQ without the softmax scale is added; likewise
     lse,  # fp32 [H, R]
     delta,  # fp32 [H, R]
     end,  # int32 [R]
@@ -188,8 +170,6 @@ def key_value_kernel(
                 score_grad = weight * (weight_grad - row_delta)
                 score_grad = score_grad.to(q[0].dtype)
                 grad_k = add_weighted(grad_k, score_grad, q)
-                if grad_query is not None:
-                    _add_shares(grad_query, score_grad, k, head, row_start, stride, ENGINE)
             index += 1
             head += tl.where(index == count, 1, 0)
             index = tl.where(index == count, 0, index)

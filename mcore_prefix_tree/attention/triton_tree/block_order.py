@@ -28,8 +28,8 @@ class DevicePlan:
     Attributes:
         end: int32 ``[R]``, ``subtree_end``, zero past the last token; R is P rounded up to :data:`ROUND`.
         position: int32 ``[R]``, position on the path, zero past the last token.
-        schedules: schedules of the forward kernel's query blocks, of the key blocks of the kernel of dK and dV, and, if
-            it is launched, of the query blocks of the kernel of dQ.
+        schedules: schedules of the forward kernel's query blocks, of the key blocks of the kernel of dK and dV, and of
+            the query blocks of the kernel of dQ.
     """
 
     end: torch.Tensor
@@ -45,9 +45,7 @@ class DevicePlan:
         def plan(launch: Launch) -> BlockPlan:
             return block_plan(metadata, launch.query_block, launch.key_block, window=window)
 
-        tiles = [plan(configs.forward).by_query, plan(configs.key_value).by_key]
-        if configs.query is not None:
-            tiles.append(plan(configs.query).by_query)
+        tiles = (plan(configs.forward).by_query, plan(configs.key_value).by_key, plan(configs.query).by_query)
         return cls(
             end=F.pad(metadata.subtree_end, past_the_end),
             position=F.pad(metadata.tree_position_ids, past_the_end),

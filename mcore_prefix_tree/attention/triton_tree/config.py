@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages of each kernel, by chip and head dimension.
 
 Every row compiles to tensor-core instructions (fp32 aside), fits the chip's shared memory and spills no register:
-tests/kernels/test_compile.py. Their speed has not been measured yet.
+tests/kernels/test_compile.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Configs:
 
     Attributes:
         key_value: launch of the kernel of dK and dV.
-        query: launch of the kernel of dQ; None if the kernel before adds up dQ with atomics.
+        query: launch of the kernel of dQ.
         apart: whether dK and dV take a launch each, since the sums of both would not fit the registers.
         engine: whether tiles move by tensor descriptors, through the copy engine.
         divides: whether the query heads of a key head are divided among programs if they are too few for the device.
@@ -39,7 +39,7 @@ class Configs:
 
     forward: Launch
     key_value: Launch
-    query: Launch | None
+    query: Launch
     apart: bool
     engine: bool
     divides: bool = True
@@ -48,17 +48,16 @@ class Configs:
     def packed(self) -> list[int]:
         """Integers in the order that operators take them."""
         flags = (self.apart, self.engine, self.divides)
-        return [*map(int, flags), *self.forward, *self.key_value, *(self.query or ())]
+        return [*map(int, flags), *self.forward, *self.key_value, *self.query]
 
     @classmethod
     def unpack(cls, packed: Sequence[int]) -> Configs:
         apart, engine, divides, *numbers = packed
         size = len(Launch._fields)
-        launches = [Launch(*numbers[start : start + size]) for start in range(0, len(numbers), size)]
-        query = launches[2] if len(launches) == 3 else None
+        forward, key_value, query = (Launch(*numbers[start : start + size]) for start in range(0, 3 * size, size))
         return cls(
-            forward=launches[0],
-            key_value=launches[1],
+            forward=forward,
+            key_value=key_value,
             query=query,
             apart=bool(apart),
             engine=bool(engine),
@@ -83,23 +82,22 @@ class _Row(NamedTuple):
     forward: Launch
     key_value: Launch
     query: Launch
-    fast: Launch | None = None
     apart: bool = False
 
 
 # Head dimensions of queries and of values up to which each row of a chip is for; the first that holds both is taken.
 UP_TO = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
 _HOPPER = (
-    _Row(Launch(128, 128, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3), Launch(64, 128, 8, 2)),
-    _Row(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2, 64), Launch(128, 64, 8, 2), Launch(32, 64, 4, 2, 64)),
+    _Row(Launch(128, 128, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3)),
+    _Row(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2, 64), Launch(128, 64, 8, 2)),
     _Row(Launch(128, 128, 8, 2), Launch(32, 128, 8, 2, 64), Launch(128, 64, 8, 2)),
     _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2), Launch(128, 32, 8, 2), apart=True),
     _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2), Launch(128, 32, 8, 2), apart=True),
     _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2, 128), Launch(128, 32, 8, 2, 64), apart=True),
 )
 _BLACKWELL = (
-    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3), Launch(64, 128, 8, 2)),
-    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2, 64), Launch(32, 128, 8, 2)),
+    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3)),
+    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2, 64)),
     _Row(Launch(128, 64, 8, 3, 64), Launch(64, 64, 8, 2), Launch(128, 64, 8, 2)),
     _Row(Launch(128, 32, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
     _Row(Launch(128, 64, 8, 2), Launch(64, 64, 8, 2), Launch(128, 32, 8, 2)),
@@ -108,8 +106,8 @@ _BLACKWELL = (
 # mma.sync: Ampere, Ada and the small Blackwells, of which all but the A100 have 99 KiB of shared memory. A warp has 16
 # rows of a product, and warps that find none left multiply the same rows again.
 _OTHERS = (
-    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2), Launch(32, 64, 4, 2)),
-    _Row(Launch(128, 32, 8, 3), Launch(32, 64, 4, 2), Launch(64, 64, 8, 2), Launch(32, 64, 8, 2)),
+    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2)),
+    _Row(Launch(128, 32, 8, 3), Launch(32, 64, 4, 2), Launch(64, 64, 8, 2)),
     _Row(Launch(128, 64, 8, 2), Launch(16, 128, 8, 2), Launch(128, 16, 8, 2), apart=True),
     _Row(Launch(128, 16, 8, 2), Launch(16, 64, 4, 2), Launch(64, 16, 4, 2), apart=True),
     _Row(Launch(128, 32, 8, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2), apart=True),
@@ -142,13 +140,11 @@ def configs_for(case: Case) -> Configs:
         for (head_dim, value_dim), row in zip(UP_TO, rows, strict=True)
         if case.head_dim <= head_dim and case.value_dim <= value_dim
     )
-    fast = None if case.options.deterministic else row.fast
     return Configs(
         forward=row.forward,
-        key_value=fast or row.key_value,
-        query=row.query if fast is None else None,
+        key_value=row.key_value,
+        query=row.query,
         apart=row.apart,
-        # Where tiles of scores are made in registers, by mma.sync, plain loads leave the kernels more of them. The
-        # interpreter cannot add to memory through a descriptor.
+        # Where tiles of scores are made in registers, by mma.sync, plain loads leave the kernels more of them.
         engine=case.capability is not None and chip in (9, 10),
     )

@@ -171,13 +171,9 @@ def key_value_grads(
     delta: torch.Tensor,
     schedule: torch.Tensor,
     call: Call,
-    grad_query: torch.Tensor | None,
     made: tuple[bool, bool] = (True, True),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dK ``[P, K, D]`` and dV ``[P, K, W]``, or those that ``made`` names if they are computed separately.
-
-    If ``grad_query`` is given, fp32 ``[H, R, D in full parts]``, dQ without the softmax scale is added to it.
-    """
+    """Return dK ``[P, K, D]`` and dV ``[P, K, W]``, or those that ``made`` names if they are computed separately."""
     launch = call.configs.key_value
     size, heads, _ = query.shape
     kv_heads = key.shape[1]
@@ -210,7 +206,6 @@ def key_value_grads(
             call.tiles(value, launch.key_block, launch.widest),
             call.tiles(grad_out, launch.query_block, launch.widest),
             *written,
-            call.sums(grad_query, launch.query_block, launch.widest),
             lse,
             delta,
             call.end,
@@ -254,7 +249,6 @@ def query_grads(
 ) -> torch.Tensor:
     """dQ ``[P, H, D]``."""
     launch = call.configs.query
-    assert launch is not None
     size, heads, width = query.shape
     grad_query = query.new_empty((size, heads, width))
     query_blocks = triton.cdiv(size, launch.query_block)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore_prefix_tree.attention.triton_tree import kernel_calls
-from mcore_prefix_tree.attention.triton_tree.config import Configs, rounded
+from mcore_prefix_tree.attention.triton_tree.config import Configs
 from mcore_prefix_tree.attention.triton_tree.kernel_calls import Call, readable
 
 
@@ -34,7 +34,7 @@ def tree_attention(
     Args:
         end, position: int32 ``[R]``, fields of a ``DevicePlan``.
         schedules: schedules of the same plan, which was made for these configs.
-        configs: packed ``Configs``. Backward is deterministic if they have a launch for dQ.
+        configs: packed ``Configs``.
         softmax_scale, window: see ``AttentionOptions``.
 
     Returns:
@@ -72,16 +72,8 @@ def tree_attention_backward(
     query, key, value, grad_out = readable(query), readable(key), readable(value), readable(grad_out)
     delta = kernel_calls.row_sums(out, grad_out, call)
     inputs = (query, key, value, grad_out, lse, delta)
-    if call.configs.query is not None:
-        grad_key, grad_value = kernel_calls.key_value_grads(*inputs, schedules[1], call, None)
-        return kernel_calls.query_grads(*inputs, schedules[2], call), grad_key, grad_value, delta
-    size, heads, width = query.shape
-    shape = (heads, len(end), rounded(width, call.configs.key_value.widest))
-    summed = torch.zeros(shape, dtype=torch.float32, device=query.device)
-    grad_key, grad_value = kernel_calls.key_value_grads(*inputs, schedules[1], call, summed)
-    grad_query = query.new_empty((size, heads, width))
-    torch.mul(summed[:, :size, :width].transpose(0, 1), softmax_scale, out=grad_query)
-    return grad_query, grad_key, grad_value, delta
+    grad_key, grad_value = kernel_calls.key_value_grads(*inputs, schedules[1], call)
+    return kernel_calls.query_grads(*inputs, schedules[2], call), grad_key, grad_value, delta
 
 
 @tree_attention_backward.register_fake

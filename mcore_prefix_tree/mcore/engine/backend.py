@@ -28,8 +28,11 @@ def head_dims(config: Any) -> tuple[int, int]:
     return config.kv_channels, config.kv_channels
 
 
-def attention_case(config: Any, *, device: torch.device, deterministic: bool = True) -> Case:
-    """Return the attention calls of a model's layers on one tensor-parallel rank, from a ``TransformerConfig``."""
+def attention_case(config: Any, *, device: torch.device, deterministic: bool = False) -> Case:
+    """Return the attention calls of a model's layers on one tensor-parallel rank, from a ``TransformerConfig``.
+
+    They are deterministic if the caller or the config asks for it.
+    """
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     latent = config.multi_latent_attention  # each head has its own keys and values
     groups = config.num_attention_heads if latent else config.num_query_groups or config.num_attention_heads
@@ -48,7 +51,7 @@ def attention_case(config: Any, *, device: torch.device, deterministic: bool = T
             # Of the layers that have a window; the others have less to be refused.
             window=next((window for window in list_windows(config) if window is not None), None),
             sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),
-            deterministic=deterministic,
+            deterministic=deterministic or config.deterministic_mode,
         ),
     )
 
@@ -70,7 +73,7 @@ def resolve_backend(
     first_step: Callable[[], Sequence[Sample]],
     *,
     device: torch.device,
-    deterministic: bool = True,
+    deterministic: bool = False,
     say: Callable[[str], None] = logger.info,
 ) -> str:
     """Return the back-end of a job.
@@ -79,16 +82,11 @@ def resolve_backend(
         setting: name of a back-end, or ``auto``.
         first_step: function that returns the samples of the first step, the same on every rank and after a resume;
             ``auto`` calls it.
-        say: callback that receives a line with the choice of ``auto`` and its reason.
+        say: callback that receives a line with the choice of ``auto``, its reason, and whether it is deterministic.
 
     Raises:
-        ValueError: the back-end does not exist or does not support the job (the message names those that do), or
-            non-deterministic attention is requested under Megatron's deterministic mode.
+        ValueError: the back-end does not exist or does not support the job; the message names those that do.
     """
-    if config.deterministic_mode and not deterministic:
-        raise ValueError(
-            "deterministic_attention=false contradicts deterministic_mode=True of the model; remove one of them"
-        )
     case = attention_case(config, device=device, deterministic=deterministic)
     if setting != AUTO:
         check_case(setting, case)
@@ -98,5 +96,12 @@ def resolve_backend(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     # If a kernel is wrong on one machine only, its ranks stop at their first call of it: no two choose differently.
     choice: Choice = all_ranks().gather(choose(case, shape, device_name=name))[0]
-    say(f"attention backend {choice.backend}: {choice.reason}")
+    say(f"attention backend {choice.backend}: {choice.reason}{_describe_order(case)}")
     return choice.backend
+
+
+def _describe_order(case: Case) -> str:
+    """Return for a log whether a GPU adds up gradients in a fixed order, as a CPU always does."""
+    if case.device.type == "cpu":
+        return ""
+    return "; deterministic" if case.options.deterministic else "; its gradients may add up in any order"

@@ -45,7 +45,7 @@ class Folding:
     padding: Padding = NO_PADDING
     attention_backend: str = "path"
     attention_cases: tuple[Case, ...] = ()
-    deterministic_attention: bool = True
+    deterministic_attention: bool = False
     only_supervised: bool = False
     head_chunk_rows: int | None = None
 

@@ -191,7 +191,6 @@ class Folding:
         params = RowsPackedSeqParams.from_metadata(
             metadata,
             attention_backend=self._resolved(model, rows.device),
-            deterministic_attention=model.config.deterministic_mode,
         )
         report = FoldReport.of(rows.layout, self._work, head_rows=head_rows)
         return {name: value for name, value in call.items() if name not in _OF_ROWS} | {
@@ -204,7 +203,7 @@ class Folding:
     def _resolved(self, model: Any, device: torch.device) -> str:
         if self._backend is None:
             name, config = self._settings.attention_backend, model.config
-            case = attention_case(config, device=device, deterministic=config.deterministic_mode)
+            case = attention_case(config, device=device)
             if name == AUTO:
                 gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
                 name = choose(case, _TYPICAL, device_name=gpu).backend

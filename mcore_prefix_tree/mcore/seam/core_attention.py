@@ -139,6 +139,7 @@ class TreeCoreAttentionMixin:
             softmax_scale=self.tree_softmax_scale,
             window=self.tree_window,
             sinks=read_sinks(self),
+            deterministic=tree.deterministic_attention or self.config.deterministic_mode,  # type: ignore[attr-defined]
         )
 
 
@@ -180,6 +181,7 @@ def attend(
     softmax_scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    deterministic: bool,
 ) -> torch.Tensor:
     """Compute a core attention of Megatron-Core for a folded micro-batch.
 
@@ -192,6 +194,7 @@ def attend(
         softmax_scale: factor on the scores before the softmax.
         window: see :func:`layer_window`.
         sinks: see :func:`read_sinks`.
+        deterministic: whether to give the same bits twice.
 
     Returns:
         ``[P, 1, H * W]``.
@@ -216,7 +219,7 @@ def attend(
         backend=tree.attention_backend,
         window=window,
         sinks=sinks,
-        deterministic=tree.deterministic_attention,
+        deterministic=deterministic,
     )
     return folded.reshape(folded.shape[0], 1, -1)
 

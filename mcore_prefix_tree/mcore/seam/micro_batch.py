@@ -53,7 +53,7 @@ class MicroBatch:
         *,
         device: torch.device | str = "cpu",
         attention_backend: str = "path",
-        deterministic_attention: bool = True,
+        deterministic_attention: bool = False,
         needed: npt.NDArray[np.bool_] | None = None,
         head_chunk_rows: int | None = None,
     ) -> MicroBatch:

@@ -34,17 +34,17 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     Attributes:
         tree_metadata: metadata of the micro-batch's tree, on the device of the hidden states.
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`.
-        deterministic_attention: whether attention has to give the same bits twice. If not, back-ends take a faster
-            backward, and those that have no other can train.
+        deterministic_attention: whether attention has to give the same bits twice, as it also has to under
+            ``deterministic_mode`` of the model's config.
     """
 
     tree_metadata: TreeMetadata | None = None
     attention_backend: str = "path"
-    deterministic_attention: bool = True
+    deterministic_attention: bool = False
 
     @classmethod
     def from_metadata(
-        cls, metadata: TreeMetadata, *, attention_backend: str = "path", deterministic_attention: bool = True
+        cls, metadata: TreeMetadata, *, attention_backend: str = "path", deterministic_attention: bool = False
     ) -> TreePackedSeqParams:
         """Return the parameters to pass as ``packed_seq_params`` to the model's forward.
 
