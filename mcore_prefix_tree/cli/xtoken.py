@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, local_file, takes
+from mcore_prefix_tree.cli.options import check_output_option, load_job, local, local_file, takes
 from mcore_prefix_tree.cli.xtoken_alignment import Tokenizers, inspect_alignment
 from mcore_prefix_tree.utils.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.xtoken.projection import Projection
     from mcore_prefix_tree.xtoken.projection_build import Vocabularies
-from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import local
 
 
 def export_teacher(
@@ -43,12 +42,10 @@ def export_teacher(
     The teacher is the last checkpoint of objective.teacher_recipe, in the parallel layout of that recipe. A student
     trains on the lines with objective.options.teacher=top_k. Under torchrun for several ranks.
     """
-    from mcore_prefix_tree.settings import load_recipe
-    from mcore_prefix_tree.settings.teachers import list_inputs
+    from mcore_prefix_tree.settings.command_checks import Task
 
-    loaded = load_recipe(recipe, overrides or [])
-    check_output_option("--output", output, [recipe, *list_inputs(loaded)])
-    quiet_upstream()
+    outputs = [partial(check_output_option, "--output", output)]
+    loaded = load_job(recipe, overrides, Task.EXPORT_TEACHER, outputs=outputs)
     from mcore_prefix_tree.mcore.loop.export_teacher import run_export
 
     report, is_main = run_export(loaded, output, top_k=top_k)

@@ -36,6 +36,7 @@ class Task(Enum):
     TRAIN = auto()
     SCORE = auto()
     EXPORT = auto()
+    EXPORT_TEACHER = auto()
 
 
 # Of a recipe whose model runs on the samples.
@@ -101,6 +102,7 @@ _CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
         lambda recipe: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it"),
         lambda recipe: _check_saved(recipe.checkpoint.save),
     ),
+    Task.EXPORT_TEACHER: (lambda recipe: resolve_paths(recipe.data.path),),
 }
 
 

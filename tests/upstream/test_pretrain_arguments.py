@@ -64,8 +64,8 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
     assert args.prefix_tree_attention_backend == "auto"
     assert (args.prefix_tree_share, args.prefix_tree_min_shared_tokens) == ("all", 0)
     assert args.prefix_tree_length_buckets is None
-    assert args.prefix_tree_deterministic_attention is True
-    assert parse(*FOLDED, "--prefix-tree-no-deterministic-attention").prefix_tree_deterministic_attention is False
+    assert args.prefix_tree_deterministic_attention is False
+    assert parse(*FOLDED, "--prefix-tree-deterministic-attention").prefix_tree_deterministic_attention is True
     assert args.prefix_tree_fused_head is True
     assert parse(*FOLDED, "--prefix-tree-no-fused-head").prefix_tree_fused_head is False
     check_arguments(args)
@@ -78,7 +78,7 @@ def test_the_flag_implies_one_denominator_for_the_step() -> None:
         ("--num-experts", "4", "--moe-token-dispatcher-type", "alltoall"),
         ("--transformer-impl", "local"),
         ("--deterministic-mode",),
-        ("--prefix-tree-no-deterministic-attention",),
+        ("--prefix-tree-deterministic-attention",),
         ("--defer-embedding-wgrad-compute", "--prefix-tree-no-fused-head"),
         ("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--use-checkpoint-args"),
     ],
@@ -109,10 +109,6 @@ def test_accepted(arguments: tuple[str, ...]) -> None:
         (("--non-persistent-ckpt-type", "local"), "--non-persistent-ckpt-type local"),
         (("--logits-load-dir", "x"), "--logits-load-dir"),
         (("--gtp-weight-remat-size", "2"), "--tensor-parallel-num-weight-shards"),
-        (
-            ("--deterministic-mode", "--prefix-tree-no-deterministic-attention"),
-            "--prefix-tree-no-deterministic-attention with --deterministic-mode: give only one of them",
-        ),
         (("--context-parallel-size", "2"), "--context-parallel-size 2: a tree is not split"),
         (("--attention-dropout", "0.1"), "--attention-dropout 0.1: samples that share a token"),
         (("--hidden-dropout", "0.1"), "give --hidden-dropout 0"),

@@ -345,12 +345,8 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
     name = args.prefix_tree_tokenizer
     size = None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs).vocab_size
     if args.tokenizer_type is not None:
-        if args.prefix_tree_dry_run and args.padded_vocab_size is None:
-            if args.vocab_size is None:
-                raise ArgumentError(
-                    "--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size"
-                )
-            _pad_vocabulary(args)
+        if args.prefix_tree_dry_run:
+            _pad_without_tokenizer(args)
         return
     given = args.padded_vocab_size or args.vocab_size
     if args.use_checkpoint_args:
@@ -367,11 +363,19 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
     args.tokenizer_type = "NullTokenizer"
     args.vocab_size = max(args.vocab_size or 0, size or 0) or given
     args.prefix_tree_vocab_size = args.vocab_size
-    if args.padded_vocab_size is None:
-        _pad_vocabulary(args)
+    _pad_vocabulary(args)
+
+
+def _pad_without_tokenizer(args: argparse.Namespace) -> None:
+    """Set the rows of the embedding from the size of the vocabulary; raise ArgumentError if neither is given."""
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        raise ArgumentError("--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size")
+    _pad_vocabulary(args)
 
 
 def _pad_vocabulary(args: argparse.Namespace) -> None:
-    """Set the rows of the embedding as Megatron-LM does."""
+    """Set the rows of the embedding as Megatron-LM does, if they are not given."""
+    if args.padded_vocab_size is not None:
+        return
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
