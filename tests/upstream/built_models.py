@@ -44,6 +44,7 @@ def main(cases: Path, answers: Path) -> None:
             sys.argv = ["pretrain_gpt", *words]
             args = parse_args(add_argument_group)
             validate_args(args, {})
+            args.prefix_tree_vocab_size = args.vocab_size  # no tokenizer is built here
             config = checked_config(args)
             tree = tree_model(args, config, pre_process=True, post_process=True, pg_collection=None)
             set_args(args)  # gpt_builder of core_v0.16.1 asks for them again
