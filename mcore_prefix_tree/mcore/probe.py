@@ -40,7 +40,7 @@ def import_upstream(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "megatron":
             raise
-        raise MegatronCoreError(f"{name} needs the package {error.name}, which is not installed") from error
+        raise MegatronCoreError(f"{name} needs the package {error.name}; pip install {error.name}") from error
 
 
 def find_missing(uses: Uses) -> Iterator[str]:
