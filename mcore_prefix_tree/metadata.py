@@ -51,6 +51,7 @@ class TreeMetadata:
         host_position_ids, host_subtree_end: NumPy arrays of the same two, so that plans are made without asking the
             device.
         max_path_len: length of the longest path; the rotary table has to reach it.
+        sample_node: int32 NumPy ``[S]``, the node in which each sample ends; None if only the nodes are known.
         cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step. Their
             tensors are on the device of the token tensors.
 
@@ -66,6 +67,7 @@ class TreeMetadata:
     host_position_ids: Int32Array
     host_subtree_end: Int32Array
     max_path_len: int
+    sample_node: Int32Array | None = None
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -87,6 +89,7 @@ class TreeMetadata:
             host_position_ids=layout.position_ids,
             host_subtree_end=layout.subtree_end,
             max_path_len=layout.max_path_len,
+            sample_node=layout.sample_node,
         )
 
     @classmethod

@@ -45,8 +45,8 @@ MODEL_ARGS=(
     --moe-router-score-function sigmoid
     --moe-router-topk-scaling-factor 2.446
     --moe-router-dtype fp32
-    # The biases of the checkpoint choose the experts. Their update, like a balancing loss, would count a shared token
-    # once instead of once per sample, so folding supports neither.
+    # The biases of the checkpoint choose the experts. To update them, set a rate and --recompute-granularity full
+    # (docs/experts.md).
     --moe-router-enable-expert-bias
     --moe-router-bias-update-rate 0
     --moe-router-load-balancing-type none

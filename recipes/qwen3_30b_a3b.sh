@@ -38,7 +38,7 @@ MODEL_ARGS=(
     --moe-ffn-hidden-size 768
     --moe-router-topk 8
     --moe-router-dtype fp32
-    # A balancing loss would count a shared token once instead of once per sample, so folding does not support it.
+    # A balancing loss counts a shared token once per sample (docs/experts.md), and needs --recompute-granularity full.
     --moe-router-load-balancing-type none
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm

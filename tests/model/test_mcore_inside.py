@@ -616,7 +616,6 @@ def test_models_that_are_refused() -> None:
         ("context_parallel_size", 2, "context_parallel_size=2"),
         ("mtp_num_layers", 1, "mtp_num_layers=1"),
         ("attention_dropout", 0.1, "attention_dropout"),
-        ("moe_aux_loss_coeff", 0.1, "moe_aux_loss_coeff"),
         ("moe_enable_routing_replay", True, "moe_enable_routing_replay=True"),
         ("fp8", "e4m3", "fp8"),
         ("pipeline_model_parallel_size", 2, "variable_seq_lengths"),

@@ -119,6 +119,12 @@ YARN = (
     "model.yarn.original_max_position_embeddings=8",
     "model.yarn.mscale_all_dim=0.5",
 )
+BALANCED = (
+    "model.transformer.num_moe_experts=4",
+    "model.transformer.moe_router_load_balancing_type=seq_aux_loss",
+    "model.transformer.moe_aux_loss_coeff=0.05",
+    "model.transformer.moe_z_loss_coeff=0.01",
+)
 LATENT = (
     "model.num_query_groups=null",
     "model.transformer.multi_latent_attention=true",
@@ -141,6 +147,7 @@ LATENT = (
         ("float32", (), 1e-6),
         ("float32", ("model.transformer.num_moe_experts=4",), 1e-6),
         ("float64", ("model.transformer.num_moe_experts=4",), 1e-5),
+        ("float64", BALANCED, 1e-5),
         ("float64", ("model.untie_embeddings_and_output_weights=false", "model.qk_layernorm=true"), 1e-12),
         ("float64", ("model.position_embedding_type=learned_absolute", "model.swiglu=false"), 1e-12),
         ("float64", ("model.rope_scaling=true", "model.rotary_percent=0.5"), 1e-12),
@@ -156,6 +163,7 @@ LATENT = (
         "float32",
         "experts in float32",
         "experts",
+        "balanced experts",
         "tied",
         "learned positions",
         "scaled positions",

@@ -27,6 +27,11 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type none"
 )
+BALANCED = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
+)
 LAST = 5
 
 
@@ -52,6 +57,21 @@ def test_a_mixture_of_experts(stock: Stock, experts: tuple[Path, dict[int, float
     for iteration, loss in run.losses.items():
         assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
         assert run.iterations[iteration]["fold ratio"] > 1.3
+    assert_same_tensors(tmp_path / "saved", alone, LAST)
+
+
+def test_balanced_experts(stock: Stock, tmp_path: Path) -> None:
+    """Losses, biases of experts and weights are those of the stock run, whose micro-batches are single samples."""
+    alone = tmp_path / "alone"
+    unfolded = (CPU, MODEL, BALANCED, TRAIN, UNFOLDED, stock.data, f"--save {alone}")
+    trained(STOCK, *unfolded, "--exit-interval 1")
+    start = only_checkpoint(alone, 1, tmp_path / "start")
+    losses = trained(STOCK, *unfolded, f"--load {alone} --exit-interval {LAST}").losses
+    *arguments, save = stock.args(tmp_path / "saved")
+    run = trained(ENTRY, *arguments, save, BALANCED, f"--load {start} --exit-interval {LAST}")
+    assert sorted(run.losses) == list(range(2, LAST + 1))
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
     assert_same_tensors(tmp_path / "saved", alone, LAST)
 
 

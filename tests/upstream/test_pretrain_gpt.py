@@ -313,7 +313,10 @@ def test_help_has_a_separate_group() -> None:
     [
         ("--hidden-dropout 0.1", "--hidden-dropout 0.1"),
         ("--context-parallel-size 2", "--context-parallel-size 2"),
-        ("--num-experts 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
+        (
+            "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.5",
+            "moe_expert_capacity_factor=1.5",
+        ),
         ("--mock-data", "--mock-data"),
         ("--pipeline-model-parallel-size 2 --prefix-tree-max-token 3", "--prefix-tree-max-token: there is no such arg"),
     ],

@@ -29,6 +29,15 @@ MOE = (
     ("moe_router_topk", 2),
     ("moe_router_load_balancing_type", "none"),
 )
+BALANCED = (
+    *MOE[:-1],
+    ("moe_router_load_balancing_type", "seq_aux_loss"),
+    ("moe_aux_loss_coeff", 0.05),
+    ("moe_z_loss_coeff", 0.01),
+    ("moe_router_enable_expert_bias", True),
+    ("moe_router_score_function", "sigmoid"),
+    ("moe_router_bias_update_rate", 0.1),
+)
 LATENT = (
     ("multi_latent_attention", True),
     ("num_query_groups", 4),
@@ -120,6 +129,11 @@ def test_a_rank_without_samples() -> None:
         pytest.param(2, Layout(pp=2), Job(config=LATENT), id="latent-pp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), Job(config=MOE), id="moe-tp2-sp"),
         pytest.param(2, Layout(ep=2), Job(config=MOE), id="moe-ep2", marks=pytest.mark.ci),
+        pytest.param(1, Layout(), Job(config=BALANCED, steps=1), id="balanced"),
+        pytest.param(2, Layout(), Job(config=BALANCED, steps=1), id="balanced-dp2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), Job(config=BALANCED), id="balanced-tp2-sp"),
+        pytest.param(2, Layout(ep=2), Job(config=BALANCED), id="balanced-ep2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(pp=2), Job(config=BALANCED), id="balanced-pp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2), Job(backend="reference"), id="reference-tp2", marks=pytest.mark.ci),
         pytest.param(
             2,
@@ -140,7 +154,7 @@ def test_other_models(size: int, layout: Layout, job: Job) -> None:
     if job.config == LATENT and layout.sequence_parallel and multi_latent_attention.Linear is None:
         pytest.skip("this megatron-core takes projections that all ranks hold whole only with TransformerEngine")
     job = replace(job, max_tokens=2 * LONGEST)
-    check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config == MOE else FP64)
+    check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config in (MOE, BALANCED) else FP64)
 
 
 def test_the_distributed_optimizer() -> None:

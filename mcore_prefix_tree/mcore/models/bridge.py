@@ -47,7 +47,7 @@ from mcore_prefix_tree.utils.versions import install_command, installed_version_
 
 _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine"
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
-# and updates that balance experts, and multi-token prediction, which folding cannot do.
+# and updates that balance experts, and multi-token prediction, which folding does not support.
 OFF: dict[str, Any] = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer, Tr
 
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.experts import TreeExpertLayerMixin, has_experts, with_tree_router
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, LAYERS, NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
 
@@ -144,7 +145,10 @@ def _layer(spec: ModuleSpec) -> ModuleSpec:
         raise NotImplementedError(f"prefix-tree training does not support cross-attention ({_name(get_module(cross))})")
     self_attention = spec.submodules.self_attention
     submodules = dataclasses.replace(spec.submodules, self_attention=_self_attention(self_attention))
-    return dataclasses.replace(spec, submodules=submodules)
+    if has_experts(submodules.mlp):
+        module = tree_class(TreeExpertLayerMixin, module)
+        submodules = dataclasses.replace(submodules, mlp=with_tree_router(submodules.mlp))
+    return dataclasses.replace(spec, module=module, submodules=submodules)
 
 
 def _self_attention(spec: Any) -> Any:

@@ -98,13 +98,15 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
             )
             for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")  # since 0.20
         ),
-        *(
-            (
-                bool(np.any(value)),
-                f"{name}={value}: it would count a shared token once instead of once per sample; set {name}={off}",
-            )
-            for name, off in (("moe_aux_loss_coeff", 0), ("moe_z_loss_coeff", None))
-            for value in (getattr(config, name),)
+        (
+            "global_aux_loss" in config.moe_router_load_balancing_type and bool(np.any(config.moe_aux_loss_coeff)),
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff} of global_aux_loss: it is not proven exact under folding "
+            "yet; use moe_router_load_balancing_type='aux_loss' or 'seq_aux_loss'",
+        ),
+        (
+            _balances(config) and config.recompute_granularity == "selective" and "moe" in config.recompute_modules,
+            "recompute_modules with 'moe' and balancing of experts: the recomputed router knows no samples; recompute "
+            "whole layers (recompute_granularity='full'), or other modules",
         ),
         *(
             (
@@ -116,7 +118,7 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         (
             # The second is a field since megatron-core 0.17.
-            config.moe_router_force_load_balancing or getattr(config, "moe_router_force_biased", None),
+            bool(config.moe_router_force_load_balancing or getattr(config, "moe_router_force_biased", None)),
             "moe_router_force_load_balancing or moe_router_force_biased: they route at random, for benchmarks, and "
             "samples that share a token would share its draw; turn both off",
         ),
@@ -125,13 +127,13 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
             f"moe_input_jitter_eps={config.moe_input_jitter_eps}: samples that share a token would share its noise; "
             "set moe_input_jitter_eps=None",
         ),
-        (
-            config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0,
-            f"moe_router_bias_update_rate={config.moe_router_bias_update_rate} with moe_router_enable_expert_bias: the "
-            "update of the experts' biases would count a shared token once instead of once per sample; set "
-            "moe_router_bias_update_rate=0, which routes with the biases of the checkpoint",
-        ),
     ]
+
+
+def _balances(config: Any) -> bool:
+    """Return whether training moves tokens from one expert to another: by a loss, or by an update of biases."""
+    moves_biases = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0
+    return bool(np.any(config.moe_aux_loss_coeff)) or bool(config.moe_z_loss_coeff) or moves_biases
 
 
 def check_config(config: Any) -> None:

@@ -1,0 +1,200 @@
+"""Balancing of experts that counts a shared token once per sample: a router, and the layer that shows it the tree.
+
+Every term of a stock router's balancing is a sum over tokens. A folded micro-batch has a token of m samples once, so
+its terms are weighed by m, and sums over a sample are sums over the nodes of its path.
+
+Legend: P tokens of a micro-batch, L of them on this rank, N nodes, S samples, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+
+from mcore_prefix_tree.mcore.seam.core_attention import tree_class
+from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.upload import upload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Multiplicity:
+    """Counts of the samples through each token of a micro-batch.
+
+    Attributes:
+        of_token: fp32 ``[P]``, number of samples through each token; 0 for padding.
+        node: int64 ``[P]``, the node of each token; N for padding.
+        paths: fp32 ``[S, N + 1]``, 1 where a node is on the path of a sample.
+        lengths: fp32 ``[S]``, tokens of each sample, at least 1.
+        logical_tokens: tokens of all samples.
+    """
+
+    of_token: torch.Tensor
+    node: torch.Tensor
+    paths: torch.Tensor
+    lengths: torch.Tensor
+    logical_tokens: int
+
+    @classmethod
+    def of(cls, metadata: TreeMetadata) -> Multiplicity:
+        """Return the counts of a micro-batch; raise ValueError if its metadata does not name samples."""
+        if metadata.sample_node is None:
+            raise ValueError("balancing of experts needs the samples of a tree: make it with TreeMetadata.from_layout")
+        samples, nodes, device = len(metadata.sample_node), metadata.num_nodes, metadata.subtree_end.device
+        paths = np.zeros((samples, nodes + 1), dtype=np.float32)
+        rows, node = np.arange(samples), metadata.sample_node.astype(np.int64)
+        while len(rows):
+            paths[rows, node] = 1
+            parent = metadata.node_parent[node]
+            rows, node = rows[parent >= 0], parent[parent >= 0].astype(np.int64)
+        lens = np.diff(metadata.cu_node_lens, append=metadata.padded_size)
+        node_of_token = np.repeat(np.arange(nodes + 1), lens)
+        lengths = paths[:, :nodes] @ lens[:nodes].astype(np.float32)
+        return cls(
+            of_token=upload(paths.sum(0)[node_of_token], device),
+            node=upload(node_of_token, device),
+            paths=upload(paths, device),
+            lengths=upload(np.maximum(lengths, 1), device),
+            logical_tokens=int(lengths.sum()),
+        )
+
+
+class TreeRouterMixin:
+    """A stock router that weighs tokens by the samples of the tree that its layer shows it; without one, the stock."""
+
+    tree: TreeMetadata | None = None
+
+    @property
+    def _counts(self) -> Multiplicity | None:
+        return None if self.tree is None else self.tree.derived("multiplicity", Multiplicity.of)
+
+    def _local(self, per_token: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the part ``[L]`` of ``[P]`` whose tokens this rank routes under sequence parallelism."""
+        start = self.tp_cp_group.rank() * len(like) if len(like) < len(per_token) else 0  # type: ignore[attr-defined]
+        return per_token[start : start + len(like)]
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Balance each sample, ``[L, E]`` each: the micro-batch that it would be when trained alone."""
+        if self._counts is None:
+            return cast(torch.Tensor, self._stock._apply_aux_loss(probs, scores, routing_map, *args, **kwargs))
+        return self._balanced("aux_loss", "load_balancing_loss", probs, scores, routing_map)
+
+    def _apply_seq_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Balance each sample, ``[L, E]`` each."""
+        if self._counts is None:
+            return cast(torch.Tensor, self._stock._apply_seq_aux_loss(probs, scores, routing_map, *args, **kwargs))
+        return self._balanced("seq_aux_loss", "seq_load_balancing_loss", probs, scores, routing_map)
+
+    def _balanced(
+        self, kind: str, name: str, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``probs`` ``[L, E]`` with the gradient of a balancing loss: the samples' mean, weighed by lengths.
+
+        Of one sample it is upstream's ``switch_load_balancing_loss_func`` (https://arxiv.org/abs/2101.03961, eq. 4).
+        """
+        counts, coeff = self._counts, self.get_aux_loss_coeff(kind)  # type: ignore[attr-defined]
+        if counts is None or coeff == 0:
+            return probs
+        node, paths = self._local(counts.node, scores), counts.paths
+
+        def per_sample(values: torch.Tensor) -> torch.Tensor:
+            of_nodes = values.new_zeros((paths.shape[1], values.shape[1])).index_add(0, node, values)
+            return paths.to(values.dtype) @ of_nodes
+
+        group = self.tp_cp_group  # type: ignore[attr-defined]
+        routed = per_sample(routing_map.to(torch.float32))
+        if group.size() > 1:
+            torch.distributed.all_reduce(routed, group=group)
+        of_samples = (per_sample(scores) * routed).sum(1) / counts.lengths
+        experts_per_choice = self.config.num_moe_experts / self.topk  # type: ignore[attr-defined]
+        total = max(counts.logical_tokens, 1)
+        # Upstream multiplies it by the tokens of all ranks of a sequence, by which gradients are divided at the end.
+        attached: torch.Tensor = self.attach_and_log_load_balancing_loss(  # type: ignore[attr-defined]
+            probs,
+            coeff,
+            coeff * experts_per_choice * of_samples.sum() / total,
+            name,
+            group,
+            valid_token_count=total / group.size(),
+        )
+        return attached
+
+    def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keep logits ``[L, E]`` small, each by the number of its samples (https://arxiv.org/abs/2202.08906, eq. 5)."""
+        counts, coeff = self._counts, self.config.moe_z_loss_coeff  # type: ignore[attr-defined]
+        is_off = coeff is None or not (self.training and torch.is_grad_enabled())  # type: ignore[attr-defined]
+        if counts is None or is_off:
+            return cast(torch.Tensor, self._stock.apply_z_loss(logits, *args, **kwargs))
+        weight = self._local(counts.of_token, logits).to(logits.dtype)
+        loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square())
+        if not self.calculate_per_token_loss:  # type: ignore[attr-defined]
+            loss = loss / max(counts.logical_tokens, 1)
+        return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(logits, loss))
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Count tokens by expert, ``[L, E]``, for the update of the experts' biases."""
+        counts = self._counts
+        if counts is None:
+            self._stock._apply_expert_bias(routing_map, *args, **kwargs)
+        elif self.enable_expert_bias and torch.is_grad_enabled():  # type: ignore[attr-defined]
+            weight = self._local(counts.of_token, routing_map)
+            with torch.no_grad():
+                self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)  # type: ignore[attr-defined]
+
+    @property
+    def _stock(self) -> Any:
+        return super()
+
+
+class TreeExpertLayerMixin:
+    """A layer that shows its router the tree of a micro-batch during a forward, recomputed ones included."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the base class's forward."""
+        tree = get_tree_params(kwargs.get("packed_seq_params"))
+        router = self.mlp.router  # type: ignore[attr-defined]
+        router.tree = None if tree is None else tree.tree_metadata
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            router.tree = None
+
+
+def has_experts(mlp: Any) -> bool:
+    """Return whether the spec of an MLP is that of experts with a router."""
+    return hasattr(_submodules(mlp), "router")
+
+
+def with_tree_router(mlp: Any) -> Any:
+    """Return the spec of experts, ``ModuleSpec`` or ``partial``, whose router counts a shared token once per sample.
+
+    Raises:
+        NotImplementedError: the router is not a ``TopKRouter``.
+    """
+    submodules = _submodules(mlp)
+    router = submodules.router
+    if not (isinstance(router, type) and issubclass(router, TopKRouter)):
+        raise NotImplementedError(f"prefix-tree training needs a TopKRouter, not {getattr(router, '__name__', router)}")
+    submodules = dataclasses.replace(submodules, router=tree_class(TreeRouterMixin, router))
+    if isinstance(mlp, ModuleSpec):
+        return dataclasses.replace(mlp, submodules=submodules)
+    return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
+
+
+def _submodules(mlp: Any) -> Any:
+    if isinstance(mlp, functools.partial):
+        return mlp.keywords.get("submodules")
+    return None if get_module(mlp) is IdentityOp else getattr(mlp, "submodules", None)

@@ -1,0 +1,144 @@
+"""Balancing of experts under folding: losses, gradients and counts are those of each sample alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from seam_models import branching_samples, tiny_config, twins
+
+from mcore_prefix_tree import TreeMetadata, fold
+from mcore_prefix_tree.mcore import MicroBatch, tree_forward
+from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin
+
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
+
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_dtype": "fp64",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "aux loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.05},
+    "sequence aux loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.05},
+    "both": {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.05, 0.02]},
+    "z-loss": {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.01},
+    "biases": {
+        "moe_router_load_balancing_type": "none",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias_update_rate": 1e-3,
+    },
+    "all": {
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.05,
+        "moe_z_loss_coeff": 0.01,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias_update_rate": 1e-3,
+    },
+}
+# Upstream computes the scores of its losses in fp32.
+ROUNDING = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def unscaled():
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones((), dtype=torch.float64))
+
+
+def gradients_alone(model, samples):
+    """Each sample is a micro-batch of the stock model; only the balancing has a gradient, beside a small loss."""
+    model.zero_grad()
+    for sample in samples:
+        tokens = torch.as_tensor(sample.tokens)
+        logits = model(tokens[None], torch.arange(len(tokens))[None], None)
+        (1e-2 * logits.sum()).backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def gradients_folded(model, layouts):
+    model.zero_grad()
+    for layout in layouts:
+        batch = MicroBatch.from_layout(layout)
+        counts = Multiplicity.of(batch.packed_seq_params.tree_metadata)
+        logits = tree_forward(model, batch)
+        (1e-2 * (logits[0] * counts.of_token[:, None]).sum()).backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def counts_of(model):
+    return [
+        module.local_tokens_per_expert.clone()
+        for module in model.modules()
+        if getattr(module, "local_tokens_per_expert", None) is not None
+    ]
+
+
+def assert_equal(folded, alone):
+    assert folded.keys() == alone.keys()
+    for name, wanted in alone.items():
+        error = (folded[name] - wanted).norm() / wanted.norm().clamp_min(1e-12)
+        assert error < ROUNDING, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_balancing_is_that_of_each_sample_alone(kind, recompute, padding):
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    stock, tree = twins(tiny_config(**EXPERTS, **KINDS[kind], **(again if recompute else {})))
+    samples = branching_samples()
+    alone = gradients_alone(stock.train(), samples)
+    pad = {"pad_to_multiple_of": 16} if padding else {}
+    folded = gradients_folded(tree.train(), [fold(samples, **pad)])
+    assert_equal(folded, alone)
+    for ours, theirs in zip(counts_of(tree), counts_of(stock), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss"])
+def test_balancing_does_not_depend_on_how_a_step_is_cut(kind):
+    _, tree = twins(tiny_config(**EXPERTS, **KINDS[kind]))
+    samples = branching_samples()
+    once = gradients_folded(tree.train(), [fold(samples)])
+    cut = gradients_folded(tree, [fold(samples[:5]), fold(samples[5:])])
+    assert_equal(cut, once)
+
+
+def test_a_router_that_counts_a_shared_token_once_is_wrong(monkeypatch):
+    """The tests above can fail."""
+    stock, tree = twins(tiny_config(**EXPERTS, **KINDS["all"]))
+    samples = branching_samples()
+    alone = gradients_alone(stock.train(), samples)
+    monkeypatch.setattr(TreeRouterMixin, "_counts", None)
+    folded = gradients_folded(tree.train(), [fold(samples)])
+    errors = [(folded[name] - wanted).norm() / wanted.norm() for name, wanted in alone.items() if "router" in name]
+    assert min(errors) > 1e-3
+
+
+def test_a_batch_without_a_tree_is_balanced_as_upstream_does():
+    stock, tree = twins(tiny_config(**EXPERTS, **KINDS["all"]))
+    samples = branching_samples()[:4]
+    assert_equal(gradients_alone(tree.train(), samples), gradients_alone(stock.train(), samples))
+
+
+def test_a_tree_without_samples_is_refused():
+    metadata = TreeMetadata.from_nodes([0, 3, 5], [-1, 0])
+    with pytest.raises(ValueError, match=r"balancing of experts needs the samples of a tree: make it with TreeMeta"):
+        Multiplicity.of(metadata)
+
+
+def test_counts_of_a_branching_forest():
+    counts = Multiplicity.of(TreeMetadata.from_layout(fold(branching_samples())))
+    layout = fold(branching_samples())
+    expected = torch.zeros(layout.padded_size)
+    for sample in range(layout.num_samples):
+        expected[torch.as_tensor(layout.sample_tokens(sample)).long()] += 1
+    assert torch.equal(counts.of_token, expected)
+    assert counts.logical_tokens == layout.logical_tokens
+    assert counts.lengths.tolist() == [len(sample.tokens) for sample in branching_samples()]
