@@ -58,11 +58,20 @@ WITH_BIASES = {
     "moe_router_bias_update_rate": 0.0,
 }
 
+BALANCED = WITH_BIASES | {
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.05,
+    "moe_z_loss_coeff": 0.01,
+}
+
 # name: (pattern, fields of the config, arguments of HybridModel)
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "attention, MLP": ("*-*-", {}, {}),
     "experts": ("*E*E", MOE, {}),
     "experts and MLPs, biases of experts": ("*-*E", MOE | WITH_BIASES, {}),
+    "balanced experts": ("*E*E", MOE | BALANCED, {}),
+    "full recompute, balanced experts": ("E*E-", FULL | MOE | BALANCED, {}),
     "latent attention": ("+-+-", LATENT, {}),
     "latent attention, yarn, experts": ("+-+E", LATENT_YARN | MOE, {}),
     "attention twice, ends in attention": ("-**", {}, {}),
@@ -77,7 +86,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "full recompute, experts": ("*E*E", FULL | MOE, {}),
     "selective recompute": ("*-*-", SELECTIVE, {}),
 }
-QUICK = ("attention, MLP", "experts", "latent attention, yarn, experts", "full recompute")
+QUICK = ("attention, MLP", "experts", "balanced experts", "latent attention, yarn, experts", "full recompute")
 
 
 @pytest.mark.parametrize("name", quick(*QUICK, of=VARIANTS))
