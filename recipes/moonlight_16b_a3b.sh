@@ -45,8 +45,7 @@ MODEL_ARGS=(
     --moe-router-score-function sigmoid
     --moe-router-topk-scaling-factor 2.446
     --moe-router-dtype fp32
-    # The biases of the checkpoint choose the experts. To update them, set a rate and --recompute-granularity full
-    # (docs/experts.md).
+    # The biases of the checkpoint choose the experts. With a rate, they are updated: docs/experts.md.
     --moe-router-enable-expert-bias
     --moe-router-bias-update-rate 0
     --moe-router-load-balancing-type none

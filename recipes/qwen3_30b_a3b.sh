@@ -38,7 +38,7 @@ MODEL_ARGS=(
     --moe-ffn-hidden-size 768
     --moe-router-topk 8
     --moe-router-dtype fp32
-    # A balancing loss counts a shared token once per sample (docs/experts.md), and needs --recompute-granularity full.
+    # A balancing loss counts a shared token once per sample: docs/experts.md.
     --moe-router-load-balancing-type none
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm

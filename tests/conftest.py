@@ -64,6 +64,19 @@ def megatron_on_the_cpu() -> Iterator[None]:
 
     with cpu_emulation(force=True), single_process():
         yield
+    _forget_balancing()
+
+
+def _forget_balancing() -> None:
+    """Forget the balancing losses by layer, which upstream keeps in a tensor for the layers of the first model."""
+    try:
+        from megatron.core.transformer.moe import moe_logging
+    except ImportError:
+        from megatron.core.transformer.moe import moe_utils
+
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
 
 
 def pytest_configure(config: pytest.Config) -> None:

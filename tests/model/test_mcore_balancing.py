@@ -42,6 +42,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_router_bias_update_rate": 1e-3,
     },
 }
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
 # Upstream computes the scores of its losses in fp32.
 ROUNDING = 1e-6
 
@@ -87,11 +92,10 @@ def assert_equal(folded, alone):
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_balancing_is_that_of_each_sample_alone(kind, recompute, padding):
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    stock, tree = twins(tiny_config(**EXPERTS, **KINDS[kind], **(again if recompute else {})))
+    stock, tree = twins(tiny_config(**EXPERTS, **KINDS[kind], **RECOMPUTE[recompute]))
     samples = branching_samples()
     alone = gradients_alone(stock.train(), samples)
     pad = {"pad_to_multiple_of": 16} if padding else {}

@@ -76,7 +76,6 @@ MOE_SETTINGS = [
     {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
     {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01},
     {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.0, 0.01]},
-    {"moe_z_loss_coeff": 0.001, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
     {"moe_expert_capacity_factor": 1.25},
     {"moe_input_jitter_eps": 0.01},
     {"moe_router_load_balancing_type": "quantile_balancing"},

@@ -204,7 +204,7 @@ NEW = [
     (
         HYBRID,
         f"{HYBRID_LAYERS} *-*- --context-parallel-size 2",
-        "prefix-tree training does not support context_parallel_size",
+        "prefix-tree training does not support --context-parallel-size 2",
     ),
 ]
 OLD = [

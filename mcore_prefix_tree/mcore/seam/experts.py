@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -72,6 +74,16 @@ class TreeRouterMixin:
     """A stock router that weighs tokens by the samples of the tree that its layer shows it; without one, the stock."""
 
     tree: TreeMetadata | None = None
+    # Of the stock router.
+    config: Any
+    topk: int
+    training: bool
+    tp_cp_group: Any
+    calculate_per_token_loss: bool
+    enable_expert_bias: bool
+    local_tokens_per_expert: torch.Tensor
+    get_aux_loss_coeff: Callable[[str], float]
+    attach_and_log_load_balancing_loss: Callable[..., torch.Tensor]
 
     @property
     def _counts(self) -> Multiplicity | None:
@@ -79,7 +91,7 @@ class TreeRouterMixin:
 
     def _local(self, per_token: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the part ``[L]`` of ``[P]`` whose tokens this rank routes under sequence parallelism."""
-        start = self.tp_cp_group.rank() * len(like) if len(like) < len(per_token) else 0  # type: ignore[attr-defined]
+        start = self.tp_cp_group.rank() * len(like) if len(like) < len(per_token) else 0
         return per_token[start : start + len(like)]
 
     def _apply_aux_loss(
@@ -105,7 +117,7 @@ class TreeRouterMixin:
 
         Of one sample it is upstream's ``switch_load_balancing_loss_func`` (https://arxiv.org/abs/2101.03961, eq. 4).
         """
-        counts, coeff = self._counts, self.get_aux_loss_coeff(kind)  # type: ignore[attr-defined]
+        counts, coeff = self._counts, self.get_aux_loss_coeff(kind)
         if counts is None or coeff == 0:
             return probs
         node, paths = self._local(counts.node, scores), counts.paths
@@ -114,15 +126,15 @@ class TreeRouterMixin:
             of_nodes = values.new_zeros((paths.shape[1], values.shape[1])).index_add(0, node, values)
             return paths.to(values.dtype) @ of_nodes
 
-        group = self.tp_cp_group  # type: ignore[attr-defined]
+        group = self.tp_cp_group
         routed = per_sample(routing_map.to(torch.float32))
         if group.size() > 1:
             torch.distributed.all_reduce(routed, group=group)
         of_samples = (per_sample(scores) * routed).sum(1) / counts.lengths
-        experts_per_choice = self.config.num_moe_experts / self.topk  # type: ignore[attr-defined]
+        experts_per_choice = self.config.num_moe_experts / self.topk
         total = max(counts.logical_tokens, 1)
         # Upstream multiplies it by the tokens of all ranks of a sequence, by which gradients are divided at the end.
-        attached: torch.Tensor = self.attach_and_log_load_balancing_loss(  # type: ignore[attr-defined]
+        return self.attach_and_log_load_balancing_loss(
             probs,
             coeff,
             coeff * experts_per_choice * of_samples.sum() / total,
@@ -130,17 +142,16 @@ class TreeRouterMixin:
             group,
             valid_token_count=total / group.size(),
         )
-        return attached
 
     def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep logits ``[L, E]`` small, each by the number of its samples (https://arxiv.org/abs/2202.08906, eq. 5)."""
-        counts, coeff = self._counts, self.config.moe_z_loss_coeff  # type: ignore[attr-defined]
-        is_off = coeff is None or not (self.training and torch.is_grad_enabled())  # type: ignore[attr-defined]
+        counts, coeff = self._counts, self.config.moe_z_loss_coeff
+        is_off = coeff is None or not (self.training and torch.is_grad_enabled())
         if counts is None or is_off:
             return cast(torch.Tensor, self._stock.apply_z_loss(logits, *args, **kwargs))
         weight = self._local(counts.of_token, logits).to(logits.dtype)
         loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square())
-        if not self.calculate_per_token_loss:  # type: ignore[attr-defined]
+        if not self.calculate_per_token_loss:
             loss = loss / max(counts.logical_tokens, 1)
         return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(logits, loss))
 
@@ -149,28 +160,62 @@ class TreeRouterMixin:
         counts = self._counts
         if counts is None:
             self._stock._apply_expert_bias(routing_map, *args, **kwargs)
-        elif self.enable_expert_bias and torch.is_grad_enabled():  # type: ignore[attr-defined]
+        elif self.enable_expert_bias and torch.is_grad_enabled():
             weight = self._local(counts.of_token, routing_map)
             with torch.no_grad():
-                self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)  # type: ignore[attr-defined]
+                self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)
 
     @property
     def _stock(self) -> Any:
         return super()
 
 
+class TreeExpertsMixin:
+    """Experts whose router sees the tree, also if the module is recomputed by itself."""
+
+    tree: TreeMetadata | None = None
+    router: Any
+    training: bool
+    moe_layer_recompute: bool
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the base class's forward on ``[L, 1, hidden]``."""
+        stock: Callable[..., Any] = super().forward  # type: ignore[misc]
+        tree, again = self.tree, self.moe_layer_recompute
+
+        def with_tree(hidden_states: torch.Tensor) -> Any:
+            self.router.tree, self.moe_layer_recompute = tree, False
+            try:
+                return stock(hidden_states, *args, **kwargs)
+            finally:
+                self.router.tree, self.moe_layer_recompute = None, again
+
+        if tree is None:
+            return stock(hidden_states, *args, **kwargs)
+        # Upstream's own recomputation runs in backward, which has no tree to show.
+        is_recomputed = again and self.training
+        return checkpoint(with_tree, False, hidden_states) if is_recomputed else with_tree(hidden_states)
+
+
 class TreeExpertLayerMixin:
-    """A layer that shows its router the tree of a micro-batch during a forward, recomputed ones included."""
+    """A layer that shows its experts the tree of a micro-batch during a forward."""
+
+    mlp: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Initialise the base class; upstream's layer knows the class of experts by name."""
+        super().__init__(*args, **kwargs)
+        kind: type = type(self.mlp)
+        self.mlp.__class__ = tree_class(TreeExpertsMixin, kind)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base class's forward."""
         tree = get_tree_params(kwargs.get("packed_seq_params"))
-        router = self.mlp.router  # type: ignore[attr-defined]
-        router.tree = None if tree is None else tree.tree_metadata
+        self.mlp.tree = None if tree is None else tree.tree_metadata
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            router.tree = None
+            self.mlp.tree = None
 
 
 def has_experts(mlp: Any) -> bool:

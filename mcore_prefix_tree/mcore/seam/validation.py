@@ -103,11 +103,6 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
             f"moe_aux_loss_coeff={config.moe_aux_loss_coeff} of global_aux_loss: it is not proven exact under folding "
             "yet; use moe_router_load_balancing_type='aux_loss' or 'seq_aux_loss'",
         ),
-        (
-            _balances(config) and config.recompute_granularity == "selective" and "moe" in config.recompute_modules,
-            "recompute_modules with 'moe' and balancing of experts: the recomputed router knows no samples; recompute "
-            "whole layers (recompute_granularity='full'), or other modules",
-        ),
         *(
             (
                 value is not None,
@@ -128,12 +123,6 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
             "set moe_input_jitter_eps=None",
         ),
     ]
-
-
-def _balances(config: Any) -> bool:
-    """Return whether training moves tokens from one expert to another: by a loss, or by an update of biases."""
-    moves_biases = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0
-    return bool(np.any(config.moe_aux_loss_coeff)) or bool(config.moe_z_loss_coeff) or moves_biases
 
 
 def check_config(config: Any) -> None:
