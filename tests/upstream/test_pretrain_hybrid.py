@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 from megatron_lm import (
     BATCH,
     CPU,
@@ -197,7 +198,7 @@ NEW = [
     ),
     (
         HYBRID,
-        f"{HYBRID_LAYERS} *-*- --prefix-tree-hf .",
+        f"{HYBRID_LAYERS} *-*- --prefix-tree-hf FOLDER",
         "--prefix-tree-hf with --hybrid-layer-pattern: its weights are",
     ),
     (HYBRID, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers"),
@@ -224,8 +225,15 @@ OLD = [
 
 
 @pytest.mark.parametrize(("entry", "arguments", "sentence"), NEW if HAS_SCRIPT else OLD)
-def test_rejected_settings_get_one_sentence(entry: tuple[str, ...], arguments: str, sentence: str) -> None:
-    rest = MODEL.replace("--num-layers 4", arguments)
+def test_rejected_settings_get_one_sentence(
+    entry: tuple[str, ...], arguments: str, sentence: str, tmp_path: Path
+) -> None:
+    if "FOLDER" in arguments:
+        config = transformers.LlamaConfig(
+            architectures=["LlamaForCausalLM"], num_hidden_layers=4, hidden_size=64, vocab_size=64
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    rest = MODEL.replace("--num-layers 4", arguments.replace("FOLDER", str(tmp_path)))
     command = f"{CPU} {rest} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null --prefix-tree-dry-run"
     if "without --spec" in sentence:
         command = command.replace(" --prefix-tree-dry-run", "")
