@@ -99,7 +99,7 @@ _BLACKWELL = (
     _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3)),
     _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2, 64)),
     _Row(Launch(128, 64, 8, 3, 64), Launch(64, 64, 8, 2), Launch(128, 64, 8, 2)),
-    _Row(Launch(128, 32, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
+    _Row(Launch(128, 64, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
     _Row(Launch(128, 64, 8, 2), Launch(64, 64, 8, 2), Launch(128, 32, 8, 2)),
     _Row(Launch(128, 32, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
 )
