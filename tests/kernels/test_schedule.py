@@ -7,10 +7,10 @@ import heapq
 import numpy as np
 import pytest
 import torch
+from harness.oracles import metadata_of, random_forest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import DEVICE
-from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.tile_blocks import block_plan

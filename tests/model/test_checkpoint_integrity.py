@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import train, write_job
+from harness.train_jobs import train, write_job
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_jobs import batch_of, command, write_job
+from harness.train_jobs import batch_of, command, write_job
 
 from mcore_prefix_tree.mcore.engine import comparison as module
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import causal_attention, worst
+from harness.oracles import causal_attention, worst
 
 transformers = pytest.importorskip("transformers")
 from test_integration_transformers import InDouble, gradients, tiny, unfolded_logprobs  # noqa: E402

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.forks import fork_context
+from harness.oracles import worst
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import worst
 
 transformers = pytest.importorskip("transformers")
 from test_integration_transformers import SMALL, InDouble, gradients  # noqa: E402

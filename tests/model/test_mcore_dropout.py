@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from seam_models import branching_samples, build, local_spec, tiny_config
+from harness.seam_models import branching_samples, build, local_spec, tiny_config
 from test_mcore_inside import ROWS, packed
 
 from mcore_prefix_tree.layout import fold

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness.marks import quick
-from oracles import worst
-from seam_models import VOCAB, noisy, tiny_config
+from harness.oracles import worst
+from harness.seam_models import VOCAB, noisy, tiny_config
 from test_mcore_output_layer import SAMPLES, WARM, assert_same_gradients, batch_of, run_unfolded, supervised
 from test_mcore_output_layer import gradients as taken
 from test_mcore_seam import FP32_INSIDE, LATENT, LATENT_YARN, MOE, YARN, assert_equal, folded, folded_batch, unfolded

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from harness.models import HAS_OUTPUT_PROCESSOR
+from harness.oracles import sample_lists, worst
+from harness.seam_models import VOCAB, branching_samples, build, local_spec, tiny_config, twins
 from hypothesis import given
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from oracles import sample_lists, worst
-from seam_models import VOCAB, branching_samples, build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cpu.dot_product import PackedAttention

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from harness.marks import quick
-from oracles import worst
-from seam_models import VOCAB, tiny_config
+from harness.oracles import worst
+from harness.seam_models import VOCAB, tiny_config
 from test_mcore_inside import (
     FP64,
     MODELS,

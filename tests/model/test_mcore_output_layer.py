@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from harness.marks import quick
+from harness.oracles import worst
+from harness.seam_models import VOCAB, branching_samples, tiny_config, twins
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
-from oracles import worst
-from seam_models import VOCAB, branching_samples, tiny_config, twins
 
 from mcore_prefix_tree import Sample, Signals, fold
 from mcore_prefix_tree.logprob import head_chunks, restore

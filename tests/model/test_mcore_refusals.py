@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.seam_models import build, local_spec, tiny_config, twins
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -17,7 +18,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from seam_models import build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import TreePackedSeqParams, local_layer_spec, te_layer_spec, with_prefix_tree

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.models import Trainer
+from harness.oracles import worst
+from harness.seam_models import LAYERS, branching_samples, heterogeneous_json, local_spec, tiny_config, twins
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from oracles import worst
-from seam_models import LAYERS, branching_samples, heterogeneous_json, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import path

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from train_jobs import BATCH, command, logits_of, rows, stock_model, train, world_of_one, write_job
+from harness.train_jobs import BATCH, command, logits_of, rows, stock_model, train, world_of_one, write_job
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_jobs import command
+from harness.train_jobs import command
 
 from mcore_prefix_tree.data import read_samples
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     Notes,

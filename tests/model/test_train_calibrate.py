@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import batch_of, command, resolved, train, world_of_one, write_job
+from harness.train_jobs import batch_of, command, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.engine import calibration as module
 from mcore_prefix_tree.mcore.loop.jobs import measure_costs, run_once

@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 import torch
 from harness.marks import quick
-from objective_oracles import Alone
-from omegaconf import OmegaConf
-from test_objectives_distill import full_loss, top_k_loss
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     VOCAB,
@@ -32,6 +29,9 @@ from train_jobs import (
     world_of_one,
     write_job,
 )
+from objective_oracles import Alone
+from omegaconf import OmegaConf
+from test_objectives_distill import full_loss, top_k_loss
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.mcore.checkpoints import checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import FLOAT64, command, rows, train, write_job, write_rows
+from harness.train_jobs import FLOAT64, command, rows, train, write_job, write_rows
 
 from mcore_prefix_tree import SampleError
 

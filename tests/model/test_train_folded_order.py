@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     assert_same_bits,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from harness.train_jobs import FLOAT64, command, train, write_job, write_rows
 from test_train_objectives import rows as signal_rows
-from train_jobs import FLOAT64, command, train, write_job, write_rows
 
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.data.write import make_row

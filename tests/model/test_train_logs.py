@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.train_jobs import Notes, command, train, write_job
 from test_train_objectives import job_of
-from train_jobs import Notes, command, train, write_job
 
 from mcore_prefix_tree.mcore.loop import logs
 from mcore_prefix_tree.mcore.loop.logs import LogError

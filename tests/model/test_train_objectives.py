@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness.marks import quick
-from objective_oracles import Alone, policy_loss, scored_positions, token_weights
-from test_objectives_preference import kto_loss, pair_loss
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     VOCAB,
@@ -29,6 +27,8 @@ from train_jobs import (
     world_of_one,
     write_job,
 )
+from objective_oracles import Alone, policy_loss, scored_positions, token_weights
+from test_objectives_preference import kto_loss, pair_loss
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups

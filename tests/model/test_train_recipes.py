@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from train_jobs import command, train
+from harness.train_jobs import command, train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "one_gpu.yaml"
 NARROW = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_jobs import command, rows, write_job
+from harness.train_jobs import command, rows, write_job
 
 from mcore_prefix_tree.settings import RecipeError, command_checks, load_recipe
 from mcore_prefix_tree.settings.command_checks import Task, list_checks

@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from harness.marks import quick
-from megatron.core import dist_checkpointing
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     assert_same_bits,
     batch_of,
@@ -29,6 +28,7 @@ from train_jobs import (
     write_job,
     write_rows,
 )
+from megatron.core import dist_checkpointing
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.checkpoints.lock import exclusive_save

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from harness.marks import quick
-from objective_oracles import Alone, changed, policy_loss
-from train_jobs import (
+from harness.train_jobs import (
     FLOAT64,
     assert_same_bits,
     built,
@@ -26,6 +25,7 @@ from train_jobs import (
     write_job,
     write_rows,
 )
+from objective_oracles import Alone, changed, policy_loss
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import EncodedTurn, LineOptions, iter_sample_groups

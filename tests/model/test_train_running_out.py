@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_jobs import command, write_job
+from harness.train_jobs import command, write_job
 
 from mcore_prefix_tree.mcore.engine import pipeline, step_planner
 from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness.marks import quick
-from objective_oracles import ValuesAlone
-from test_objectives_scalar_head import critic_loss, reward_model_loss
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     VOCAB,
@@ -29,6 +27,8 @@ from train_jobs import (
     write_job,
     write_rows,
 )
+from objective_oracles import ValuesAlone
+from test_objectives_scalar_head import critic_loss, reward_model_loss
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups, read_samples

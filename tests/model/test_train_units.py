@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 from harness.marks import quick
+from harness.train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 from rollouts import Rollout, mask, rollouts
-from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.marks import quick
-from test_train_objectives import GROUPS, GRPO, PAIRED, job_of
-from test_train_objectives import rows as rows_with_signals
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     VOCAB,
@@ -30,6 +28,8 @@ from train_jobs import (
     write_job,
     write_rows,
 )
+from test_train_objectives import GROUPS, GRPO, PAIRED, job_of
+from test_train_objectives import rows as rows_with_signals
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import iter_sample_groups

@@ -14,8 +14,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.marks import quick
+from harness.train_jobs import (
+    BATCH,
+    FLOAT64,
+    VOCAB,
+    batch_of,
+    built,
+    command,
+    resolved,
+    rows,
+    train,
+    world_of_one,
+    write_job,
+)
 from megatron.core.transformer.mlp import MLP
-from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved, rows, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import command, train, write_job
+from harness.train_jobs import command, train, write_job
 
 # The part of the client's interface that is used, with the same names and parameters.
 STAND_IN = """

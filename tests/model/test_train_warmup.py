@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from train_jobs import BATCH, command, train, write_job
+from harness.train_jobs import BATCH, command, train, write_job
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 NARROW = (

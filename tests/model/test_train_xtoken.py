@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.train_jobs import FLOAT64, command, train
 from test_data_huggingface import PLAIN, make_folder
-from train_jobs import FLOAT64, command, train
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from harness.train_jobs import FLOAT64, train
 from test_train_xtoken import folder, options, settings  # noqa: F401  # the fixture
-from train_jobs import FLOAT64, train
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app

@@ -11,11 +11,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torchrun_jobs
 import transformers
+from harness import torchrun_jobs
+from harness.train_jobs import command, write_rows
 from hf_folders import rows, saved_model
 from safetensors.torch import load_file
-from train_jobs import command, write_rows
 
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step

@@ -18,9 +18,9 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
+from harness.train_jobs import command
 from hf_folders import FAMILIES
 from hf_jobs import EP2, PP2, TP2_SP, check_layout, errors_of, write_job
-from train_jobs import command
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from pages import commands_of
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-import torchrun_jobs
 import transformers
+from harness import torchrun_jobs
 from hf_folders import SIZES
 from hf_jobs import PROGRAM
 from test_data_huggingface import CHATML, make_folder

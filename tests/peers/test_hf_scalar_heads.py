@@ -16,11 +16,11 @@ import torch
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-import torchrun_jobs
 import transformers
+from harness import torchrun_jobs
+from harness.train_jobs import command, write_rows
 from hf_folders import SIZES, rows, saved_model
 from hf_jobs import PP2, PROGRAM, STILL, TP2_SP, assert_same_folder, weights_in
-from train_jobs import command, write_rows
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 RECIPE = """

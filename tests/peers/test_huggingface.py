@@ -23,10 +23,10 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 import safetensors.torch
-import torchrun_jobs
+from harness import torchrun_jobs
+from harness.train_jobs import command
 from hf_folders import LLAMA3, rows, saved_model
 from hf_jobs import PP2, PROGRAM, STILL, TP2_SP, assert_same_folder, nll, read_model, worst_score, write_job
-from train_jobs import command
 
 from mcore_prefix_tree.utils import os_signals
 

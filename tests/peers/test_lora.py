@@ -18,11 +18,11 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import peft
-import torchrun_jobs
+from harness import torchrun_jobs
+from harness.train_jobs import command
 from hf_folders import rows
 from hf_jobs import EP2, PP2, PROGRAM, STILL, TP2_SP, nll, read_model, weights_in, worst_score, write_job
 from safetensors.torch import load_file
-from train_jobs import command
 
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step

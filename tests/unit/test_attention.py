@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from attention_cases import case_of
 from fake_flash_attention import install
 from harness.marks import quick
+from harness.oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -29,9 +29,9 @@ from attention_bench.settings import Settings
 from attention_bench.workloads import standard_workloads, workload_of_samples
 from attention_cases import case_of
 from bench_attention import app
-from oracles import metadata_of, random_forest, worst
+from harness.oracles import metadata_of, random_forest, worst
+from harness.torchrun_jobs import run
 from torch.multiprocessing.reductions import StorageWeakRef
-from torchrun_jobs import run
 from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample, fold

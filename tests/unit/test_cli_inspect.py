@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from oracles import comb
+from harness.oracles import comb
 from typer.testing import CliRunner
 
 import mcore_prefix_tree.data

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.oracles import sample_lists, worst
 from heads import FORKED, HIDDEN, MULTIPLIERS, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import sample_lists, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided, vocabulary_divergence
+from harness.oracles import sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import (
@@ -20,7 +21,6 @@ from objective_oracles import (
     with_signals,
     with_teachers,
 )
-from oracles import sample_lists, worst
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.objectives import Distillation, divergence

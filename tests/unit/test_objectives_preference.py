@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
+from harness.oracles import sample_lists
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, with_signals
-from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.logprob.log1mexp import log1mexp

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
+from harness.oracles import sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import (
@@ -18,7 +19,6 @@ from objective_oracles import (
     token_weights,
     with_signals,
 )
-from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
 from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel

@@ -4,9 +4,9 @@ import random
 from itertools import chain, combinations, pairwise
 
 import pytest
+from harness.oracles import comb, sample_lists, samples_through
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import comb, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.plan import BudgetError, plan_step

@@ -7,9 +7,9 @@ from itertools import chain, product
 
 import numpy as np
 import pytest
+from harness.oracles import comb, sample_lists, samples_through
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import comb, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding

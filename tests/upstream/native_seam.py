@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import test_folded_layouts as layouts
 import torch
-from folded_jobs import Job
+from harness.folded_jobs import Job
+from harness.oracles import worst
+from harness.seam_models import build, local_spec, tiny_config, twins
 from harness.worlds import Layout
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -19,8 +21,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.tree_attention import check_tree_support, get_tree_attention
 from megatron.core.tree_metadata import TreeMetadata as CoreTreeMetadata
-from oracles import worst
-from seam_models import build, local_spec, tiny_config, twins
 from test_mcore_refusals import MOE_SETTINGS, SETTINGS, config_with, ids_of
 from test_mcore_seam import (
     FP32_INSIDE,

@@ -10,18 +10,17 @@ from typing import Any
 from unittest import mock
 
 import te_compiled  # isort: skip  before Megatron-Core
-import folded_jobs
 import pytest
 import test_folded_layouts as layouts
 import torch
-from folded_jobs import Job
-from harness import forks
+from harness import folded_jobs, forks
+from harness.folded_jobs import Job
+from harness.oracles import worst
+from harness.seam_models import build, tiny_config, twins
 from harness.worlds import Layout
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnBackend
-from oracles import worst
-from seam_models import build, tiny_config, twins
 from test_mcore_seam import (
     FP32_INSIDE,
     LATENT,

@@ -46,8 +46,8 @@ def test_loop_trains_as_a_recipe_does(family: str, ranks: int, layout: str, tmp_
     from bridge_models import auto_bridge
 
     auto_bridge()
+    from harness.train_jobs import command
     from hf_jobs import write_job
-    from train_jobs import command
 
     recipe, source, _ = write_job(tmp_path, family)
     log = tmp_path / "log.jsonl"
@@ -75,8 +75,8 @@ def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
     from bridge_models import auto_bridge
 
     auto_bridge()
+    from harness.train_jobs import command
     from test_hf_scalar_heads import saved_classifier, worst_reward, write_job
-    from train_jobs import command
 
     recipe, source, log = write_job(tmp_path), tmp_path / "source", tmp_path / "log.jsonl"
     model = saved_classifier(source)

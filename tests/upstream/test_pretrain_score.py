@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.train_jobs import command
 from megatron_lm import (
     BATCH,
     CPU,
@@ -31,7 +32,6 @@ from megatron_lm import (
     trained,
 )
 from test_pretrain_objectives import write_rollouts
-from train_jobs import command
 
 from mcore_prefix_tree.mcore.compat import installed_version
 

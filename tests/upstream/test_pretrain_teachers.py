@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.train_jobs import train
 from megatron_lm import (
     BATCH,
     CPU,
@@ -31,7 +32,6 @@ from megatron_lm import (
 from test_data_huggingface import PLAIN, make_folder
 from test_pretrain_objectives import write_rollouts
 from test_train_xtoken import WORDS
-from train_jobs import train
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app

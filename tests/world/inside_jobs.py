@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from folded_jobs import ADAM_EPS, VOCAB, chunks_of, step_loss, stock_spec, tree_spec
+from harness.folded_jobs import ADAM_EPS, VOCAB, chunks_of, step_loss, stock_spec, tree_spec
 
 from mcore_prefix_tree import Sample
 

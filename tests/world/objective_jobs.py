@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
+from harness.folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
 from harness.worlds import Layout
 from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
 from test_objectives_distill import full_loss, top_k_loss

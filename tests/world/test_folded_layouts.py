@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from folded_jobs import VOCAB, Job, branching_samples, folded_gradients, unfolded_gradients
+from harness.folded_jobs import VOCAB, Job, branching_samples, folded_gradients, unfolded_gradients
+from harness.layouts import in_layouts
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import in_layouts
 from megatron.core.transformer import multi_latent_attention
 
 from mcore_prefix_tree import Sample, fold

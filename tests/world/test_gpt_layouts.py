@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.layouts import LAYOUTS
 from harness.worlds import Layout, world
-from layouts import LAYOUTS
 
 VOCAB = 128
 LENGTHS = (16, 24, 32, 20)

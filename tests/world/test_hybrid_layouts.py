@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from folded_jobs import Job
+from harness.folded_jobs import Job
 from harness.worlds import Layout
 from inside_jobs import InsideJob
 from test_folded_layouts import FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle

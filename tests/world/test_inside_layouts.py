@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from folded_jobs import Job, branching_samples, unfolded_gradients
+from harness.folded_jobs import Job, branching_samples, unfolded_gradients
+from harness.layouts import in_layouts
 from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.weights import assemble
 from harness.worlds import Layout, WorkerError, world
 from inside_jobs import InsideJob, inside_gradients, rows_without_a_vocabulary
-from layouts import in_layouts
 from megatron.core.transformer import multi_latent_attention
 from test_folded_layouts import FP32_INSIDE, FP64, LATENT, MOE, check
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from torchrun_jobs import VOCAB, Ended, rows, run
+from harness.torchrun_jobs import VOCAB, Ended, rows, run
 
 RECIPE = f"""
 data: {{path: data.jsonl}}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchrun_jobs import TRACKER, VOCAB, Ended, run
+from harness.torchrun_jobs import TRACKER, VOCAB, Ended, run
 
 RECIPE = f"""
 model:

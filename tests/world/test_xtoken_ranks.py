@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.torchrun_jobs import run
 from test_data_huggingface import PLAIN, make_folder
 from test_train_objectives_ranks import LAYOUTS, reported
 from test_train_xtoken import RECIPE, write_texts
-from torchrun_jobs import run
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from folded_jobs import stock_spec, tree_spec
+from harness.folded_jobs import stock_spec, tree_spec
 from harness.worlds import Layout
 from harness.xtoken_problems import Problem, reference_terms
 from xtoken_texts import chunks_of_pair, texts

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from harness.forked_ranks import launch
 
 VOCAB = 64

@@ -47,11 +47,12 @@ def flat_paths(samples: Sequence[Sample], layout: FlatLayout) -> list[Path]:
 def sample_lists(draw: st.DrawFn, max_samples: int = 10, min_samples: int = 0) -> list[Sample]:
     """Samples of a small alphabet, so that prefixes, duplicates and single tokens are common."""
     token = st.integers(0, draw(st.sampled_from([0, 1, 2, 40])))
-    key = st.sampled_from(draw(st.sampled_from([[None], [None, "a", 7]])))
+    keys: list[list[Hashable]] = [[None], [None, "a", 7]]
+    key = st.sampled_from(draw(st.sampled_from(keys)))
     samples: list[Sample] = []
     for _ in range(draw(st.integers(min_samples, max_samples))):
         head: list[int] = []
-        if samples and draw(st.booleans()):
+        if len(samples) > 0 and draw(st.booleans()):
             ancestor = draw(st.sampled_from(samples)).tokens.tolist()
             head = ancestor[: draw(st.integers(0, len(ancestor)))]
         tail = draw(st.lists(token, min_size=0 if head else 1, max_size=9))
@@ -123,4 +124,4 @@ def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if not expected.numel():
         return 0.0
     scale = expected.double().norm().item()
-    return (actual.double() - expected.double()).norm().item() / (scale or 1.0)
+    return float((actual.double() - expected.double()).norm().item() / (scale or 1.0))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ def rows(seed: int = 0) -> list[dict[str, Any]]:
     """Two-level trees with a duplicate, a strict prefix, a lone token, and masks from 0 to 1."""
     rng = np.random.default_rng(seed)
 
-    def run(length: int) -> list[int]:
+    def run(length: int) -> Any:
         return rng.integers(1, VOCAB, size=length).tolist()
 
     made: list[dict[str, Any]] = []
@@ -199,7 +199,7 @@ def stock_model(recipe: Recipe, place: Any) -> torch.nn.Module:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    return model.to(place.config.params_dtype)
+    return cast("torch.nn.Module", model.to(place.config.params_dtype))
 
 
 def logits_of(model: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
@@ -227,6 +227,7 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     from mcore_prefix_tree.data.batches import SampleOrder
 
     size = recipe.batch.global_batch_size
+    assert size is not None
     lines = list(iter_sample_groups(recipe.data.path))
     order = SampleOrder(lines, seed=recipe.seed, order=recipe.data.order, step=size)
     return order.take((iteration - 1) * size, size)
