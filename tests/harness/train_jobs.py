@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,10 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.data import iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import Recipe, load_recipe
 from mcore_prefix_tree.settings.command_checks import Task, list_checks
@@ -146,11 +147,6 @@ def train(
     return notes
 
 
-def command(name: str, recipe: Path, *arguments: str, stdin: str | None = None) -> Any:
-    """The command line, in this process."""
-    return CliRunner().invoke(app, [name, str(recipe), *arguments], input=stdin)
-
-
 @contextmanager
 def world_of_one(recipe: Recipe) -> Iterator[Any]:
     """The session that the trainer would open."""
@@ -223,8 +219,6 @@ def stock_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tenso
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     """The samples of a step, from only the documented order."""
-    from mcore_prefix_tree.data import iter_sample_groups
-    from mcore_prefix_tree.data.batches import SampleOrder
 
     size = recipe.batch.global_batch_size
     assert size is not None
@@ -253,3 +247,42 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert not different
     for name in expected.keys() - set(tensors):
         assert repr(actual[name]) == repr(expected[name])
+
+
+PAIRED = ("dpo", "ipo", "simpo", "orpo")
+GROUPS = 5  # of three: a step of six takes two, and one is dropped from each epoch
+GRPO = {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
+
+
+def rows_with_signals(seed: int = 0, *, neighbours: int) -> list[dict[str, Any]]:
+    """Prompts with two turns, of which the second one is shared by some; every signal, near a new model's values."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(GROUPS * 3 // neighbours):
+        prompt, turn = (rng.integers(1, VOCAB, size=size).tolist() for size in (5, 3))
+        for member in range(neighbours):
+            tokens = prompt + (turn if member else []) + rng.integers(1, VOCAB, size=2 + member).tolist()
+            mask = [0.0] * 5 + rng.choice([0.5, 1.0], size=len(tokens) - 5).tolist()
+            made.append(
+                {
+                    "tokens": tokens,
+                    "loss_mask": mask,
+                    "reward": float(rng.choice([0.0, 0.25, 1.0])),
+                    "group": f"prompt {number}",
+                    "old_logprobs": (-math.log(VOCAB) + 0.1 * rng.standard_normal(len(tokens))).tolist(),
+                    "ref_logprobs": (-math.log(VOCAB) + 0.3 * rng.standard_normal(len(tokens))).tolist(),
+                    "rollout_logprobs": [0.0] * len(tokens),
+                    "pair": number,
+                    "chosen": member == 1,
+                    "label": bool(rng.integers(2)),
+                    "mismatched": member == 0 and number % 2 == 0,
+                }
+            )
+    return made
+
+
+def objective_job(folder: Path, name: str, options: dict[str, Any] | None = None) -> tuple[Path, list[str]]:
+    """A recipe file and the overrides that choose the objective."""
+    neighbours = 2 if name in PAIRED else 3
+    job = write_job(folder, rows_with_signals(neighbours=neighbours)[: GROUPS * 3 // neighbours * neighbours])
+    return job, [f"objective.name={name}", f"objective.options={json.dumps(options or {})}"]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
-from test_integration_transformers import SMALL, InDouble, gradients  # noqa: E402
+from harness.transformers_models import SMALL, InDouble, gradients  # noqa: E402
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone  # noqa: E402
 

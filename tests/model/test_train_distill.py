@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.commands import run_command
 from harness.marks import quick
 from harness.train_jobs import (
     BATCH,
@@ -21,7 +22,6 @@ from harness.train_jobs import (
     Notes,
     batch_of,
     built,
-    command,
     logits_of,
     rows,
     stock_model,
@@ -29,9 +29,8 @@ from harness.train_jobs import (
     world_of_one,
     write_job,
 )
-from objective_oracles import Alone
+from objective_oracles import Alone, full_loss, top_k_loss
 from omegaconf import OmegaConf
-from test_objectives_distill import full_loss, top_k_loss
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
@@ -151,7 +150,7 @@ def test_verification_and_comparison_support_distillation(job: Path) -> None:
     notes = train(job, *overrides_of(OPTIONS), "train_iters=2", "verify.enabled=true", "compare=true")
     assert notes.verifications[0].passed
     assert len(notes.comparisons) == 1
-    assert command("verify", job, *overrides_of(OPTIONS)).exit_code == 0
+    assert run_command("verify", job, *overrides_of(OPTIONS)).exit_code == 0
 
 
 def test_teacher_on_unfolded_samples(tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
     saving = [*FLOAT64, "train_iters=2", f"checkpoint.save={tmp_path / 'teacher'}"]
     train(job, *saving)
     output = tmp_path / "taught.jsonl"
-    done = command("score", job, *saving, "--teacher-top-k", str(k), "--output", str(output))
+    done = run_command("score", job, *saving, "--teacher-top-k", k, "--output", output)
     assert done.exit_code == 0, done.output
     recipe = load_recipe(job, saving)
     scored = 0
@@ -206,7 +205,7 @@ def test_a_checkpoint_is_a_teacher(tmp_path: Path, k: int) -> None:
 
 def test_invalid_teacher_requests_are_rejected(job: Path, tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
-        done = command("score", job, f"checkpoint.save={tmp_path}", *arguments, "--output", str(tmp_path / "x.jsonl"))
+        done = run_command("score", job, f"checkpoint.save={tmp_path}", *arguments, "--output", tmp_path / "x.jsonl")
         assert done.exit_code == 2
         return str(done.stderr)
 
@@ -287,7 +286,7 @@ def test_verification_supports_a_second_model(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     taught_by = from_model(recipe_of_teacher(tmp_path, job))
     assert train(job, *taught_by, "train_iters=2", "verify.enabled=true").verifications[0].passed
-    assert command("verify", job, *taught_by).exit_code == 0
+    assert run_command("verify", job, *taught_by).exit_code == 0
 
 
 def test_teacher_recipe_is_required_only_by_its_objective(job: Path) -> None:

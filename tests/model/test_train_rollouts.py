@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.commands import run_command
 from harness.marks import quick
 from harness.train_jobs import (
     FLOAT64,
     assert_same_bits,
     built,
     checkpoint_content,
-    command,
     logits_of,
     stock_model,
     train,
@@ -207,7 +207,7 @@ def test_scores_of_groups_give_ratios_of_1_to_the_bit(tmp_path: Path) -> None:
     plain += ["optimizer.lr_warmup_steps=0"]
     train(job, *plain, *options(), "train_iters=1")
     scored = tmp_path / "scored.jsonl"
-    done = command("score", job, *plain, *options(), "--output", str(scored))
+    done = run_command("score", job, *plain, *options(), "--output", scored)
     assert done.exit_code == 0, done.output
     assert len(scored.read_text().splitlines()) == len(token_rows())
     grpo = ["objective.name=grpo", "objective.options={alone: zero}", f"data.path={scored}", "train_iters=3"]

@@ -20,9 +20,9 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
 pytest.importorskip("transformers")
 import transformers
 from harness import torchrun_jobs
+from harness.tokenizer_folders import CHATML, make_folder
 from hf_folders import SIZES
 from hf_jobs import PROGRAM
-from test_data_huggingface import CHATML, make_folder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "grpo-own-model.md"

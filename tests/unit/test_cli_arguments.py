@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from mcore_prefix_tree.cli.main import app
+from harness.commands import run_command
 
 
 @pytest.fixture
@@ -20,7 +18,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def cli(*arguments: object, **environment: str) -> Any:
-    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+    return run_command(*arguments, env=environment)
 
 
 HUGE = 10**30

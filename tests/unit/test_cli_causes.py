@@ -7,24 +7,19 @@ import subprocess
 import sys
 
 import pytest
-from test_data_huggingface import CHATML, THINKING, make_folder
-from typer.testing import CliRunner
+from harness.commands import run_command
+from harness.tokenizer_folders import CHATML, THINKING, make_folder
 
 from mcore_prefix_tree.cli.alternatives import expand_sample
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.sample import Sample
 
 POLICY = "You are the desk assistant of a library. Ask for the card number first. Be polite and short."
 
 
-def inspect(*arguments):
-    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
-
-
 def said(*arguments):
     """Return the lines about causes, without the hint about steps."""
-    result = inspect(*arguments, "--trees", 0)
+    result = run_command("inspect", *arguments, "--trees", 0)
     assert result.exit_code == 0, result.output
     after = result.stdout.partition("longest sample: ")[2].partition("\n")[2]
     return after.partition("\nThese figures take all")[0].strip().splitlines()
@@ -76,7 +71,7 @@ def test_the_same_text_in_other_tokens(drift, folders):
         f'"{load_tokenizer(folders["chatml"]).decode(rows[0]["tokens"][common:]).strip()}"',
         "  train on the token ids that the engine returned; see docs/howto/token-ids.md",
     ]
-    report = json.loads(inspect(path, "--tokenizer", folders["chatml"], "--json").stdout)["causes"]
+    report = json.loads(run_command("inspect", path, "--tokenizer", folders["chatml"], "--json").stdout)["causes"]
     (found,) = report["found"]
     assert report["complete"]
     assert (found["cause"], found["samples"], found["is_upper_bound"]) == ("retokenised", 1, False)
@@ -90,7 +85,7 @@ def test_without_a_tokenizer_the_text_is_asked_for(drift, folders):
     assert lines[1].startswith("- other tokens, cause unknown, 1 sample: 1.12x, at most ")
     assert lines[-1] == "  give --tokenizer to see the text"
     least, most = (
-        json.loads(inspect(path, "--json", *more).stdout)["causes"]["found"][0]["fold_ratio"]
+        json.loads(run_command("inspect", path, "--json", *more).stdout)["causes"]["found"][0]["fold_ratio"]
         for more in (["--tokenizer", folders["chatml"]], [])
     )
     assert most >= least
@@ -107,7 +102,7 @@ def test_thinking_that_the_template_drops(tmp_path, folders):
     assert lines[2].startswith(f"  {path}:1 turn 1 parts from {path}:1 turn 0 after ")
     assert "<think> sum them </think> four" in lines[2]
     samples = read_samples(path, tokenizer=load_tokenizer(folders["thinking"]), expand_turns=True)
-    report = json.loads(inspect(path, *asked, "--json").stdout)
+    report = json.loads(run_command("inspect", path, *asked, "--json").stdout)
     (found,) = report["causes"]["found"]
     # The second turn continues the first, so only the new ones of its tokens are computed for it.
     kept = load_tokenizer(folders["thinking"]).decode(samples[0].tokens.tolist())
@@ -133,9 +128,11 @@ def test_prompts_that_are_alike_but_for_a_few_words(tmp_path, folders, tokenizer
     lines = said(path, "--tokenizer", named)
     assert lines[1].startswith(f"- {title}, 3 samples: ")
     assert words in lines[2]
-    (found,) = json.loads(inspect(path, "--tokenizer", named, "--json").stdout)["causes"]["found"]
+    (found,) = json.loads(run_command("inspect", path, "--tokenizer", named, "--json").stdout)["causes"]["found"]
     same = [talk(asked, "Yes.", system=f"{system} {POLICY}") for asked in questions for system in systems[:1] * 2]
-    mended = json.loads(inspect(write(tmp_path / "same.jsonl", same), "--tokenizer", named, "--json").stdout)
+    mended = json.loads(
+        run_command("inspect", write(tmp_path / "same.jsonl", same), "--tokenizer", named, "--json").stdout
+    )
     assert abs(found["physical_tokens"] - mended["physical_tokens"]) <= 12  # the other words may be longer
 
 
@@ -190,9 +187,11 @@ def test_random_ids_of_calls(tmp_path, ids):
     lines = said(path, "--tokenizer", folder, "--expand-turns")
     assert lines[1].startswith("- random tool-call ids, 2 samples: ")
     assert lines[3] == "  number the calls of a conversation instead of drawing ids"
-    (found,) = json.loads(inspect(path, "--tokenizer", folder, "--expand-turns", "--json").stdout)["causes"]["found"]
+    (found,) = json.loads(run_command("inspect", path, "--tokenizer", folder, "--expand-turns", "--json").stdout)[
+        "causes"
+    ]["found"]
     same = write(tmp_path / "same.jsonl", [called(ids[:1], last) for last in "AB"])
-    mended = json.loads(inspect(same, "--tokenizer", folder, "--expand-turns", "--json").stdout)
+    mended = json.loads(run_command("inspect", same, "--tokenizer", folder, "--expand-turns", "--json").stdout)
     assert abs(found["physical_tokens"] - mended["physical_tokens"]) <= 12
 
 
@@ -224,7 +223,7 @@ def turns(tmp_path):
 
 
 def report_of(*arguments):
-    result = inspect(*arguments, "--json")
+    result = run_command("inspect", *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -245,7 +244,7 @@ def test_a_better_order_and_larger_steps_are_named_with_their_ratios(turns):
         ("data.order=folded", folded),
         ("batch.global_batch_size=24", larger),
     ]
-    plan = CliRunner().invoke(app, ["plan", str(turns), "--max-tokens", "99", "--global-batch-size", "6"])
+    plan = run_command("plan", turns, "--max-tokens", "99", "--global-batch-size", "6")
     assert "\n".join(line.rstrip() for line in lines[:3]) in "\n".join(
         line.rstrip() for line in plan.stdout.splitlines()
     )

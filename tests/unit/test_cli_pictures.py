@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from harness.commands import run_command
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.layout.stats import tokens_by_depth
 from mcore_prefix_tree.sample import Sample
@@ -46,14 +45,14 @@ def test_tokens_by_depth_count_each_sample_by_hand() -> None:
 def test_inspect_draws_a_forest(recipe: Path, tmp_path: Path, name: str, kind: bytes) -> None:
     pytest.importorskip("matplotlib")
     for _ in range(2):  # the second replaces it
-        done = CliRunner().invoke(app, ["inspect", str(tmp_path / "data.jsonl"), "--plot", str(tmp_path / name)])
+        done = run_command("inspect", tmp_path / "data.jsonl", "--plot", tmp_path / name)
         assert (done.exit_code, done.stderr) == (0, "")
     assert (tmp_path / name).read_bytes().startswith(kind)
 
 
 def test_train_draws_its_steps(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = CliRunner().invoke(app, ["train", str(recipe), "--plot", str(tmp_path / "steps.svg")])
+    done = run_command("train", recipe, "--plot", tmp_path / "steps.svg")
     assert (done.exit_code, done.stderr) == (0, "")
     drawn = (tmp_path / "steps.svg").read_bytes()
     assert drawn.startswith(SVG)
@@ -63,7 +62,7 @@ def test_train_draws_its_steps(recipe: Path, tmp_path: Path) -> None:
 def test_bench_draws_times_and_memory(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "bench.png"
-    done = CliRunner().invoke(app, ["bench", "step", str(recipe), "--repeats", "1", "--plot", str(picture)])
+    done = run_command("bench", "step", recipe, "--repeats", "1", "--plot", picture)
     assert (done.exit_code, done.stderr) == (0, "")
     assert picture.read_bytes().startswith(PNG)
 
@@ -74,11 +73,11 @@ def test_pictures_are_checked_before_the_work(
 ) -> None:
     given = tmp_path / "data.jsonl" if command.startswith(("inspect", "plan")) else recipe
     words = [*command.split(), str(given), "--plot"]
-    done = CliRunner().invoke(app, [*words, "picture.gif"])
+    done = run_command(*words, "picture.gif")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == "error: --plot picture.gif: give a file name that ends with .png or .svg\n"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(app, [*words, str(tmp_path / "picture.png")])
+    done = run_command(*words, tmp_path / "picture.png")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == ("error: --plot needs matplotlib; install it with: pip install 'matplotlib>=3.8'\n")
 
@@ -92,7 +91,7 @@ def test_train_draws_reported_rewards(recipe: Path, tmp_path: Path) -> None:
     texts = []
     for overrides in (["validation.path=null"], grpo):
         arguments = [*overrides, "--plot", str(tmp_path / "steps.svg")]
-        done = CliRunner().invoke(app, ["train", str(recipe), *arguments])
+        done = run_command("train", recipe, *arguments)
         assert done.exit_code == 0, done.output
         texts.append((tmp_path / "steps.svg").read_text())
     for panel in ("reward", "KL divergence", "clip fraction"):

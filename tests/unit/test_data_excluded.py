@@ -8,11 +8,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+from data_sources import CharacterTokenizer, streamed, told_groups
+from harness.commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli_inspect import inspect
-from test_data_jsonl import CharacterTokenizer
-from test_data_stream_groups import streamed, told
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
@@ -70,7 +69,7 @@ def test_file_is_as_without_the_excluded(tmp_path_factory, data):
     assert content([one for group in groups for one in group]) == content(read_samples(without))
     assert skipped == of_stream == Skipped(excluded=len(rows) - len(kept))
     held = whole_groups(list(iter_sample_groups(path)), "group", step=None, setting="t")
-    assert told(streamed([path], size=2)) == told(held)
+    assert told_groups(streamed([path], size=2)) == told_groups(held)
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -183,6 +182,6 @@ def test_incomplete_groups_name_their_excluded_records(tmp_path, rows, by, step,
 
 def test_inspect_counts_the_excluded(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"tokens": [1, 2]}, {"tokens": [], "exclude": True}])
-    result = inspect(path, "--json")
+    result = run_command("inspect", path, "--json")
     assert (json.loads(result.stdout)["excluded"], json.loads(result.stdout)["samples"]) == (1, 1)
     assert result.stderr == "excluded 1 by the field 'exclude'\n"

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data_huggingface import CHATML, make_folder, official
-from test_data_jsonl import CharacterTokenizer
+from data_sources import CharacterTokenizer
+from harness.tokenizer_folders import CHATML, make_folder, official
 
 from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, load_tokenizer, read_samples
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS
@@ -309,7 +309,7 @@ def test_a_name_that_no_record_has(tmp_path, names, says, table):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_name_of_one_record_in_three(tmp_path, size):
-    from test_data_stream_groups import by_ranks
+    from data_sources import by_ranks
 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"tokens": [1]}\n{"tokens": [2], "uid": 4}\n{"tokens": [3]}\n')

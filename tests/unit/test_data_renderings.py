@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_data_huggingface import CHATML, make_folder
+from harness.tokenizer_folders import CHATML, make_folder
 
 from mcore_prefix_tree.data import LineOptions, Skipped, iter_sample_groups, load_tokenizer, read_samples
 from mcore_prefix_tree.sample import SampleError

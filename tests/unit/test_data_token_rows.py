@@ -329,7 +329,7 @@ def test_fields_without_effect_on_training_are_ignored(tmp_path):
 
 def test_names_of_other_formats_are_ignored(tmp_path):
     """A conversation with its ids, as tokenized data sets keep it."""
-    from test_data_jsonl import CharacterTokenizer
+    from data_sources import CharacterTokenizer
 
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     row |= {"input_ids": [1, 2], "assistant_mask": [0, 1], "attention_mask": [1, 1]}

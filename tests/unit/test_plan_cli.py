@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from harness.commands import run_command
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
@@ -33,7 +32,7 @@ def rows(tmp_path):
 
 
 def plan(*arguments):
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return run_command("plan", *arguments)
 
 
 def test_json_is_the_report(rows):
@@ -101,7 +100,7 @@ def test_ranks_of_many_micro_batches_fit_80_columns(tmp_path):
 
 
 def steps_of(command, *arguments):
-    result = CliRunner().invoke(app, [command, *map(str, arguments), "--json"])
+    result = run_command(command, *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)["steps"]
 
@@ -163,7 +162,7 @@ def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
         assert (steps["order"], steps["steps"], steps["fold_ratio"]["mean"]) == ("folded", 1, 24 * 24 / (6 * 36))
     # Groups that training takes complete, and rejects.
     recipe.write_text(RECIPE + "objective: {name: grpo}\n")
-    result = CliRunner().invoke(app, ["inspect", str(turns), "--model", str(recipe)])
+    result = run_command("inspect", turns, "--model", recipe)
     assert result.exit_code == 2
     assert "group 0 goes on" in result.stderr or "global_batch_size=4 would cut some" in result.stderr
 
@@ -172,19 +171,19 @@ def test_output_says_that_one_step_takes_all_samples(turns):
     whole_file, steps = "These figures take all samples as one step", "  in training steps"
     for command in (["inspect"], ["plan", "--max-tokens", "100"]):
         asked = [*command, str(turns)]
-        known = CliRunner().invoke(app, [*asked, "--global-batch-size", "4"]).stdout
-        unknown = CliRunner().invoke(app, asked).stdout
+        known = run_command(*asked, "--global-batch-size", "4").stdout
+        unknown = run_command(*asked).stdout
         assert whole_file in " ".join(unknown.split())
         assert steps not in unknown
         assert "These figures" not in known
         assert "6 of 4 samples, shuffled" in " ".join(known.split())
-        twice = CliRunner().invoke(app, [*asked, "--global-batch-size", "30"]).stdout
+        twice = run_command(*asked, "--global-batch-size", "30").stdout
         assert (
             "A step of 30 is larger than the 24 samples there are, so these figures are for one step that takes each "
             "of them once."
         ) in " ".join(twice.split())
         assert "1 of 24 samples, shuffled" in " ".join(twice.split())
-        result = CliRunner().invoke(app, [*asked, "--order", "folded"])
+        result = run_command(*asked, "--order", "folded")
         assert (result.exit_code, "give --global-batch-size too" in result.stderr) == (2, True)
 
 
@@ -192,14 +191,14 @@ def test_expanded_turns_are_pointed_to(tmp_path):
     path = tmp_path / "chat.jsonl"
     messages = [{"role": role, "content": "go on"} for _ in range(3) for role in ("user", "assistant")]
     path.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": messages[:2]}) + "\n")
-    expanded = json.loads(CliRunner().invoke(app, ["inspect", str(path), "--expand-turns", "--json"]).stdout)
+    expanded = json.loads(run_command("inspect", path, "--expand-turns", "--json").stdout)
     logical, physical = expanded["logical_tokens"], expanded["physical_tokens"]
     advice = f"give --expand-turns: 4 samples of {logical:,} logical tokens in the same {physical:,} physical ones"
     for command in (["inspect"], ["plan", "--max-tokens", "100"]):
-        plain = " ".join(CliRunner().invoke(app, [*command, str(path)]).stdout.split())
+        plain = " ".join(run_command(*command, path).stdout.split())
         assert advice in plain
         assert f"a fold ratio of {logical / physical:.2f}x instead of" in plain
-        assert "give --expand-turns" not in CliRunner().invoke(app, [*command, str(path), "--expand-turns"]).stdout
+        assert "give --expand-turns" not in run_command(*command, path, "--expand-turns").stdout
 
 
 def test_idle_ranks_are_named(rows):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_data_huggingface import CHATML, make_folder
+from harness.tokenizer_folders import CHATML, make_folder
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app

@@ -23,9 +23,9 @@ from megatron_lm import (
     megatron,
     require_checkout,
     trained,
+    write_rollouts,
 )
 from megatron_lm import saved_tensors as tensors_of
-from test_pretrain_objectives import write_rollouts
 
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.commands import run_command
 from harness.train_jobs import train
+from harness.xtoken_recipes import WORDS, make_tokenizers
 from megatron_lm import (
     BATCH,
     CPU,
@@ -28,13 +30,9 @@ from megatron_lm import (
     only_checkpoint,
     require_checkout,
     trained,
+    write_rollouts,
 )
-from test_data_huggingface import PLAIN, make_folder
-from test_pretrain_objectives import write_rollouts
-from test_train_xtoken import WORDS
-from typer.testing import CliRunner
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer
 
 require_checkout()
@@ -83,18 +81,14 @@ def write_texts(path: Path, tokenizer: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tokenizers, the student's data, a projection, and a teacher that was trained for some steps."""
     made = tmp_path_factory.mktemp("teachers")
-    for name, prepend_space in (("student", False), ("teacher", True)):
-        (made / name).mkdir()
-        make_folder(made / name, PLAIN, prepend_space=prepend_space)
+    make_tokenizers(made)
+    for name in ("student", "teacher"):
         write_texts(made / f"{name}.jsonl", made / name)
     recipe = made / "teacher.yaml"
     recipe.write_text(
         TEACHER.format(data=made / "teacher.jsonl", tokenizer=made / "teacher", save=made / "teacher_runs")
     )
     train(recipe)
-    named = ["--student", str(made / "student"), "--teacher", str(made / "teacher")]
-    built = CliRunner().invoke(app, ["xtoken", "build-projection", *named, str(made / "w.safetensors")])
-    assert built.exit_code == 0, built.output
     return made
 
 
@@ -177,7 +171,7 @@ def test_rows_that_the_teacher_exported(
         + f"objective: {{name: xtoken, teacher_recipe: {folder / 'teacher.yaml'}, options: {json.dumps(options)}}}\n"
     )
     export = ["xtoken", "export-teacher", str(recipe), "--top-k", str(size), "--output", str(rows)]
-    done = CliRunner().invoke(app, export)
+    done = run_command(*export)
     assert done.exit_code == 0, done.output
     given = words(folder, "reverse", teacher="top_k").replace(str(folder / "student.jsonl"), str(rows))
     check(stock_runs, tmp_path, "reverse", layout, given)
@@ -201,7 +195,7 @@ def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: st
     recipe.write_text(text.replace("model: {", sure))
     train(recipe)
     scored = ["score", str(recipe), "--teacher-top-k", str(VOCAB), "--output", str(rows)]
-    done = CliRunner().invoke(app, scored)
+    done = run_command(*scored)
     assert done.exit_code == 0, done.output
 
     def given(path: Path, **options: str) -> str:

@@ -15,10 +15,19 @@ import numpy as np
 import torch
 from harness.folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
 from harness.worlds import Layout
-from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
-from test_objectives_distill import full_loss, top_k_loss
-from test_objectives_preference import kto_loss, pair_loss
-from test_objectives_scalar_head import critic_loss, reward_model_loss
+from objective_oracles import (
+    Alone,
+    ValuesAlone,
+    critic_loss,
+    full_loss,
+    kto_loss,
+    pair_loss,
+    policy_loss,
+    reward_model_loss,
+    token_weights,
+    top_k_loss,
+    with_teachers,
+)
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.layout import Padding

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.torchrun_jobs import TRACKER, VOCAB, Ended, run
+from harness.torchrun_jobs import LAYOUTS, TRACKER, VOCAB, reported, run
 
 RECIPE = f"""
 model:
@@ -65,22 +65,6 @@ def write_job(folder: Path) -> Path:
     return recipe
 
 
-def figures(parts: list[str]) -> dict[str, float]:
-    return {name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)}
-
-
-def reported(done: Ended) -> list[dict[str, float]]:
-    """Metrics of each step, and its loss, gradient and learning rate."""
-    assert done.code == 0, done.err
-    steps = []
-    for line in done.out.splitlines():
-        if line.startswith("step "):
-            steps.append(figures(line.split(" | ")[1:4]))
-        elif line.startswith("  ") and steps:
-            steps[-1] |= figures(line.strip().split(" | "))
-    return steps
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("job"))
@@ -94,11 +78,6 @@ def in_one_process(job: Path, name: str) -> tuple[Path, list[dict[str, float]]]:
     return folder, reported(run(1, "train", job, OBJECTIVES[name], *saving))
 
 
-LAYOUTS = {
-    "tensor and sequence": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
-    "pipeline": ("parallel.pipeline_model_parallel_size=2",),
-    "data": (),
-}
 # test_objective_layouts tests an objective's results in each layout; that its head is saved and read in each,
 # by a critic's.
 # A job takes half a minute on two cores: each layout once, the rest where slow tests run.
