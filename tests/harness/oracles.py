@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,6 +99,14 @@ def random_forest(
     rng = random.Random(seed)
     parents = random_parents(rng, nodes, root_rate=root_rate)
     return [rng.choice(node_lens) for _ in range(nodes)], parents
+
+
+def content_of(samples: Sequence[Sample], plan: Any) -> list[list[Any]]:
+    """Contents of each micro-batch of each rank, without reference to the caller's order."""
+    return [
+        [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
+        for rank in plan.micro_batches
+    ]
 
 
 def metadata_of(node_lens: Sequence[int], node_parent: Sequence[int], *, padding: int = 0) -> TreeMetadata:

@@ -42,15 +42,19 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def score_alone(model: torch.nn.Module, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities ``[n - 1]`` and entropies ``[n]`` of one sample, through a stock model."""
+    ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
+    logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0]
+    rows = torch.log_softmax(logits / sample.temperature, dim=-1)
+    return rows[:-1].gather(1, ids[0, 1:, None])[:, 0], -(rows.exp() * rows).sum(dim=1)
+
+
 def unfolded(model: torch.nn.Module, *, entropy_weight: float = ENTROPY_WEIGHT) -> Outcome:
     logprobs, entropies = [], []
     loss = torch.zeros((), dtype=torch.float64)
     for sample in SAMPLES:
-        ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
-        logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0]
-        log_softmax = torch.log_softmax(logits, dim=-1)
-        logprob = log_softmax[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
+        logprob, entropy = score_alone(model, sample)
         mask = torch.tensor(sample.loss_mask[1:].tolist())
         loss = loss - (logprob * mask).sum() + entropy_weight * entropy.sum()
         logprobs.append(logprob.detach())
@@ -239,15 +243,11 @@ def unfolded_rows(model: torch.nn.Module, samples: list[Sample], *, entropy_weig
     """Each sample by itself through a stock model: rows, loss, and gradients by name."""
     logprobs, entropies, loss = [], [], torch.zeros((), dtype=torch.float64)
     for sample in samples:
-        ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
-        logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0]
-        scores = torch.log_softmax(logits / sample.temperature, dim=-1)
-        logprob = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        entropy = -(scores.exp() * scores).sum(dim=1)[:-1]
+        logprob, entropy = score_alone(model, sample)
         mask = torch.tensor(sample.loss_mask[1:].tolist())
-        loss = loss - (logprob * mask).sum() + entropy_weight * (entropy * mask).sum()
+        loss = loss - (logprob * mask).sum() + entropy_weight * (entropy[:-1] * mask).sum()
         logprobs.append(logprob.detach())
-        entropies.append(entropy.detach())
+        entropies.append(entropy[:-1].detach())
     loss.backward()
     return {"logprob": logprobs, "entropy": entropies, "loss": loss.detach(), "grads": take_gradients(model)}
 

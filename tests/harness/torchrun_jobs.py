@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.commands import write_rows
 from harness.forked_ranks import launch
 
 VOCAB = 64
@@ -44,8 +44,7 @@ def rows() -> list[dict[str, Any]]:
 
 def write_job(folder: Path, recipe: str) -> Path:
     """A recipe's file, with the rows as its data."""
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    data = write_rows(folder / "data.jsonl", rows())
     file = folder / "recipe.yaml"
     file.write_text(f"data: {{path: {data}}}\n{recipe}")
     return file

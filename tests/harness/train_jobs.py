@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 
+from harness.commands import write_rows
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -60,11 +62,6 @@ def rows(seed: int = 0) -> list[dict[str, Any]]:
     made.append({"tokens": [3]})
     made.append({"tokens": run(9)})
     return made  # 16 samples in 16 lines: batches of 6 reach over the end of an epoch
-
-
-def write_rows(path: Path, content: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return path
 
 
 def write_job(folder: Path, content: Sequence[dict[str, Any]] | None = None) -> Path:
@@ -196,6 +193,51 @@ def stock_model(recipe: Recipe, place: Any) -> torch.nn.Module:
         share_embeddings_and_output_weights=False,
     )
     return cast("torch.nn.Module", model.to(place.config.params_dtype))
+
+
+def stock_twin(recipe: Recipe, place: Any) -> torch.nn.Module:
+    """The stock model with the weights that ``train`` starts with."""
+    initial = built(recipe, place).state_dict()
+    model = stock_model(recipe, place)
+    model.load_state_dict(initial)
+    return model
+
+
+def check_steps(
+    recipe: Recipe,
+    reports: Sequence[Any],
+    weights: Sequence[torch.Tensor],
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    least: float = 1e-12,
+) -> None:
+    """Take the reported steps with AdamW on a stock model's weights: losses and gradient norms are equal.
+
+    Args:
+        recipe: of the run.
+        reports: of its steps.
+        weights: of the stock model.
+        loss_of: the loss of a report's step, by the stock model.
+        least: difference of losses that counts.
+    """
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in weights if p.ndim > 1], "weight_decay": recipe.optimizer.weight_decay},
+            {"params": [p for p in weights if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
+    )
+    assert len(reports) == 6
+    for report in reports:
+        for group in optimizer.param_groups:
+            group["lr"] = report.lr
+        optimizer.zero_grad()
+        loss = loss_of(report)
+        assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=least)
+        loss.backward()
+        norm = torch.linalg.vector_norm(torch.stack([cast("torch.Tensor", p.grad).norm() for p in weights]))
+        assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
+        optimizer.step()
 
 
 def logits_of(model: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:

@@ -19,7 +19,6 @@ from harness.transformers_models import SMALL, InDouble, gradients  # noqa: E402
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone  # noqa: E402
 
-VOCAB = SMALL["vocab_size"]
 PAD = 0
 SIZES = SMALL | {"pad_token_id": PAD, "attn_implementation": "sdpa"}
 FAMILIES = {

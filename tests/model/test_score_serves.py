@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 
 from mcore_prefix_tree.data import read_samples
 
@@ -86,8 +86,7 @@ def test_the_documented_distillation_folds_as_the_rollouts(job: Path, tmp_path: 
         teacher = row["teacher"]
         teacher["token_ids"] = [[*range(32)] if one is None else one for one in teacher["token_ids"]]
         teacher["logprobs"] = [[None] * 32 if one is None else one for one in teacher["logprobs"]]
-    full = tmp_path / "full.jsonl"
-    full.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    full = write_rows(tmp_path / "full.jsonl", rows)
     assert steps(job, *unsaved, f"data.path={full}", "objective.name=distill") == learnt
     assert full.stat().st_size > 3 * taught.stat().st_size
     # Written again, into a table, and read from there.

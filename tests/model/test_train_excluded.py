@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.commands import run_command
-from harness.train_jobs import FLOAT64, rows, train, write_job, write_rows
+from harness.commands import run_command, write_rows
+from harness.train_jobs import FLOAT64, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from harness.commands import run_command
-from harness.train_jobs import FLOAT64, rows_with_signals, train, write_job, write_rows
+from harness.commands import run_command, write_rows
+from harness.train_jobs import FLOAT64, rows_with_signals, train, write_job
 
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.data.write import make_row

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from harness.marks import quick
 from harness.train_jobs import (
     BATCH,
@@ -22,16 +22,17 @@ from harness.train_jobs import (
     PAIRED,
     Notes,
     built,
+    check_steps,
     logits_of,
     objective_job,
     resolved,
     rows_with_signals,
-    stock_model,
+    stock_twin,
     train,
     world_of_one,
     write_job,
 )
-from objective_oracles import Alone, kto_loss, pair_loss, policy_loss, scored_positions, token_weights
+from objective_oracles import Alone, kto_loss, pair_loss, policy_loss, scored_positions, sft_loss
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups
@@ -52,13 +53,6 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     groups = whole_groups(lines, by, step=BATCH, setting="the test")
     order = SampleOrder(groups, seed=recipe.seed, order=recipe.data.order, step=BATCH, whole_steps=True)
     return order.take((iteration - 1) * BATCH, BATCH)
-
-
-def sft_loss(objective: Any, world: Any) -> torch.Tensor:
-    """The mean over samples or groups of each one's mean weighted negative log-likelihood."""
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    total = sum((-weight * world.logprobs(index)[t] for (index, t), weight in weights.items()), world.logits.sum() * 0)
-    return total / divisor
 
 
 @pytest.mark.parametrize(
@@ -86,39 +80,17 @@ def test_every_step_equals_the_stock_models_step(
         overrides.append("data.order=file")
     recipe = load_recipe(job, [*FLOAT64, *overrides, f"fused_head={str(fused_head).lower()}"])
     notes = train(recipe)
-    assert len(notes.reports) == 6
     with world_of_one(recipe) as place:
-        initial = built(recipe, place).state_dict()
-        model = stock_model(recipe, place)
-        model.load_state_dict(initial)
-        vectors = [p for p in model.parameters() if p.ndim == 1]
-        optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in model.parameters() if p.ndim > 1],
-                    "weight_decay": recipe.optimizer.weight_decay,
-                },
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
-        )
+        model = stock_twin(recipe, place)
         lines = [line[0] for line in iter_sample_groups(recipe.data.path)]
-        for report in notes.reports:
-            for group in optimizer.param_groups:
-                group["lr"] = report.lr
-            optimizer.zero_grad()
+
+        def step(report: Any) -> torch.Tensor:
             start = (report.iteration - 1) * BATCH
-            samples = (
-                [lines[i % len(lines)] for i in range(start, start + BATCH)]
-                if one_by_one
-                else batch_of(recipe, report.iteration)
-            )
-            loss = oracle(make_objective(name, options), Alone(partial(logits_of, model), samples))
-            assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
-            loss.backward()
-            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
-            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
-            optimizer.step()
+            in_file_order = [lines[i % len(lines)] for i in range(start, start + BATCH)]
+            samples = in_file_order if one_by_one else batch_of(recipe, report.iteration)
+            return oracle(make_objective(name, options), Alone(partial(logits_of, model), samples))
+
+        check_steps(recipe, notes.reports, list(model.parameters()), step)
 
 
 def test_policy_metrics(tmp_path: Path) -> None:
@@ -150,7 +122,7 @@ def with_scores(job: Path, recipe: Recipe, columns: Sequence[str]) -> None:
     for line, own in zip(lines, scores, strict=True):
         logprobs = [None if math.isnan(value) else value for value in own.logprobs.tolist()]
         line |= dict.fromkeys(columns, logprobs)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(path, lines)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

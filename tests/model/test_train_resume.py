@@ -12,7 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import torch
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from harness.marks import quick
 from harness.train_jobs import (
     BATCH,
@@ -26,7 +26,6 @@ from harness.train_jobs import (
     train,
     world_of_one,
     write_job,
-    write_rows,
 )
 from megatron.core import dist_checkpointing
 

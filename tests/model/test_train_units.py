@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from harness.marks import quick
-from harness.train_jobs import FLOAT64, VOCAB, Notes, train, world_of_one, write_job, write_rows
+from harness.train_jobs import FLOAT64, VOCAB, Notes, train, world_of_one, write_job
 from rollouts import Rollout, mask, rollouts
 
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, read_data

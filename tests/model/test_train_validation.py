@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.commands import write_rows
 from harness.marks import quick
 from harness.train_jobs import (
     BATCH,
@@ -31,7 +32,6 @@ from harness.train_jobs import (
     train,
     world_of_one,
     write_job,
-    write_rows,
 )
 
 from mcore_prefix_tree import SampleError

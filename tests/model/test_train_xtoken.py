@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from harness.tokenizer_folders import PLAIN, make_folder
 from harness.train_jobs import FLOAT64, train
 from harness.xtoken_recipes import make_student_and_teacher, options, settings
@@ -66,8 +66,7 @@ def test_a_teacher_may_read_conversations_in_its_own_chat_format(folder, tmp_pat
         {"messages": [{"role": "user", "content": "look up the parcel"}, {"role": "assistant", "content": text}]}
         for text in ("it is lost", "it is lost sorry", "no", "bye bye", "you are terse", "the parcel is lost")
     ]
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "chats.jsonl", rows)
     (tmp_path / "teacher").mkdir()
     other = PLAIN.replace("{{ m.role }}", "{{ m.role | upper }}").replace("assistant:", "ASSISTANT:")
     make_folder(tmp_path / "teacher", other, prepend_space=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from harness.train_jobs import FLOAT64, train
 from harness.xtoken_recipes import make_student_and_teacher, options, settings
 
@@ -89,7 +89,7 @@ def test_wrong_rows_are_refused_before_a_step(folder, lines, all_rows, tmp_path)
             written = [dict(row) for row in rows]
             if number is not None:
                 written[number]["teacher"] = written[number]["teacher"] | changes
-            path.write_text("".join(json.dumps(row) + "\n" for row in written))
+            write_rows(path, written)
         with pytest.raises((RecipeError, SampleError, ValueError)) as caught:
             train(folder / "student.yaml", *settings(folder, mode), EXPORTED, f"data.path={path}")
         return str(caught.value)

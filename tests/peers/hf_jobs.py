@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import transformers
 from harness import torchrun_jobs
-from harness.commands import run_command
-from harness.train_jobs import write_rows
+from harness.commands import run_command, write_rows
 from hf_folders import SIZES, rows, saved_model
 from safetensors.torch import load_file
 

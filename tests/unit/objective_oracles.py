@@ -8,6 +8,7 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -319,6 +320,12 @@ def advantages(config: PolicyGradient, samples: Sequence[Sample]) -> dict[tuple[
         std = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
         result = {key: (x - mean) / (std + config.advantage_eps) for key, x in result.items()}
     return result
+
+
+def sft_loss(objective: Any, world: World | Alone) -> torch.Tensor:
+    """The weighted negative log-likelihood, token by token."""
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    return sum((-weight * world.logprobs(i)[t] for (i, t), weight in weights.items()), world.logits.sum() * 0) / divisor
 
 
 def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from harness.oracles import comb
 
 import mcore_prefix_tree.data
@@ -30,8 +30,7 @@ NO_CAUSE = "No cause found in token ids; give --tokenizer to compare their text.
 
 
 def write_tokens(path, rows):
-    path.write_text("".join(json.dumps({"tokens": list(map(int, row))}) + "\n" for row in rows))
-    return path
+    return write_rows(path, ({"tokens": list(map(int, row))} for row in rows))
 
 
 @pytest.fixture
@@ -42,10 +41,8 @@ def forest(tmp_path):
 
 @pytest.fixture
 def chat(tmp_path):
-    path = tmp_path / "chat.jsonl"
     rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in CHAT]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "chat.jsonl", rows)
 
 
 def test_json_is_one_object_and_nothing_else(forest):

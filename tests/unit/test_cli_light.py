@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from harness.commands import SLOW_PACKAGES, run_command
+from harness.commands import SLOW_PACKAGES, run_command, write_rows
 
 from mcore_prefix_tree.cli.main import app
 
@@ -28,9 +28,8 @@ for arguments in json.load(sys.stdin):
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    data = tmp_path / "data.jsonl"
     lines = [{"tokens": [1, 2, token], "group": token // 2, "reward": token} for token in range(4, 10)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = write_rows(tmp_path / "data.jsonl", lines)
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{path: {data}}}\n"

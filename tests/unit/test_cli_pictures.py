@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.layout.stats import tokens_by_depth
@@ -19,8 +18,7 @@ PNG, SVG = b"\x89PNG", b"<?xml"
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"tokens": [1, 2, token]}) + "\n" for token in range(4, 10)))
+    data = write_rows(tmp_path / "data.jsonl", ({"tokens": [1, 2, token]} for token in range(4, 10)))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{path: {data}}}\n"
@@ -86,7 +84,7 @@ def test_train_draws_reported_rewards(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     row = {"group": "a", "old_logprobs": [None, None, -2.0], "ref_logprobs": [None, None, -2.5]}
     rows = [{"tokens": [1, 2, 4 + at], "loss_mask": [0, 0, 1], "reward": at, **row} for at in range(2)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_rows(tmp_path / "data.jsonl", rows)
     grpo = ["objective.name=grpo", "objective.options={kl_coef: 0.1}", "validation.path=null"]
     texts = []
     for overrides in (["validation.path=null"], grpo):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import signal
 import sys
@@ -9,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from rich.console import Console
 
 from mcore_prefix_tree.cli import numbers
@@ -316,8 +315,7 @@ def test_numbers_have_one_format(name, number, text):
 
 @pytest.fixture
 def recipe(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"tokens": [1, 2, token]}) + "\n" for token in range(3, 9)))
+    data = write_rows(tmp_path / "data.jsonl", ({"tokens": [1, 2, token]} for token in range(3, 9)))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{path: {data}}}\n"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_sources import CharacterTokenizer
+from harness.commands import write_rows
 from harness.tokenizer_folders import CHATML, make_folder, official
 
 from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, load_tokenizer, read_samples
@@ -28,7 +28,7 @@ def read(folder, *rows, table=False, **options):
         columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
         pq.write_table(pa.table(columns), path)
     else:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(path, rows)
     options = {"tokenizer": CharacterTokenizer()} | options
     samples = read_samples(path, **options)
     streamed = [sample for line in StreamedGroups(path, LineOptions(**options)) for sample in line]
@@ -161,7 +161,7 @@ def test_both_sides_of_a_pair_are_skipped(tmp_path, limit):
     """One side that is too long leaves nothing to compare the other with."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": [USER], "chosen": one, "rejected": "c"} for one in ("longer than that", "b")]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(path, rows)
     skipped = Skipped()
     options = {"tokenizer": CharacterTokenizer(), "limits": {"batch.max_tokens": limit + 2}}
     if limit == 3:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 from data_sources import Words
+from harness.commands import write_rows
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import LineOptions, iter_sample_groups
@@ -87,7 +87,7 @@ def test_turns_of_a_conversation_are_one_rollout(tmp_path):
     """Also if the data have no field but ``messages``: nothing else identifies the rollout of a turn."""
     write = tmp_path / "chats.jsonl"
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
-    write.write_text("".join(f"{json.dumps({'messages': chat[:count]})}\n" for count in (4, 6)))
+    write_rows(write, ({"messages": chat[:count]} for count in (4, 6)))
     read = list(iter_sample_groups(write, LineOptions(tokenizer=Words(), expand_turns=True)))
     assert [len(group) for group in whole_groups(read, "rollout", step=None, setting="sft")] == [2, 3]
     targets = SupervisedFineTuning(normalise="rollout").targets([sample for line in read for sample in line])

@@ -44,7 +44,7 @@ def official_tokens(tokenizer, messages, *, add_generation_prompt=False):
     return list(encoded["input_ids"])
 
 
-def write_rows(tmp_path, rows):
+def write_chat(tmp_path, rows):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": rows}))
     return path
@@ -128,7 +128,7 @@ def test_every_turn_of_any_text_is_the_official_encoding(tokenizers, template, v
 def test_scored_tokens_decode_to_the_assistants_text(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
     tokenizer, reference = load_tokenizer(folder), official(folder)
-    path = write_rows(tmp_path, ROWS)
+    path = write_chat(tmp_path, ROWS)
     (whole,) = read_samples(path, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
     expanded = read_samples(path, tokenizer=tokenizer, expand_turns=True)
     assert [reference.decode(sample.tokens[sample.loss_mask > 0]) for sample in expanded] == [
@@ -194,7 +194,7 @@ def test_a_tokenizer_that_cannot_write_behind_such_a_prompt(tmp_path):
     """Each text gets a space in front, and text that could stand before the answer joins it."""
     folder = make_folder(tmp_path / "tokenizer", PROMPT_ENDS_WITH_SPACE, prepend_always=True, joins=["\nn", ":n"])
     rows = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "no"}]
-    path = write_rows(tmp_path, rows)
+    path = write_chat(tmp_path, rows)
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=load_tokenizer(folder))
     assert str(caught.value).startswith(
@@ -222,7 +222,7 @@ def test_a_template_that_removes_reasoning(tmp_path):
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "d"},
     ]
-    path = write_rows(tmp_path, rows)
+    path = write_chat(tmp_path, rows)
     assert len(read_samples(path, tokenizer=tokenizer, expand_turns=True)) == 2
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=tokenizer)
@@ -240,7 +240,7 @@ def test_history_with_equal_text_and_other_tokens(tmp_path):
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "d"},
     ]
-    path = write_rows(tmp_path, rows)
+    path = write_chat(tmp_path, rows)
     with pytest.raises(SampleError) as caught:
         read_samples(path, tokenizer=load_tokenizer(folder))
     assert str(caught.value) == (
@@ -263,7 +263,7 @@ def test_a_template_that_refuses(tmp_path):
     with pytest.raises(
         SampleError, match=r"data\.jsonl:1: field 'messages' does not fit the chat template .* not supp"
     ):
-        read_samples(write_rows(tmp_path, ROWS), tokenizer=tokenizer)
+        read_samples(write_chat(tmp_path, ROWS), tokenizer=tokenizer)
 
 
 FAULTY = {
@@ -284,7 +284,7 @@ FAULTY = {
 @pytest.mark.parametrize("template", FAULTY)
 def test_a_template_that_fails(tmp_path, template):
     folder = make_folder(tmp_path / "tokenizer", template)
-    path = write_rows(tmp_path, ROWS)
+    path = write_chat(tmp_path, ROWS)
     with pytest.raises(SampleError, match=FAULTY[template]) as caught:
         read_samples(path, tokenizer=load_tokenizer(folder))
     start = f"{path}:1: field 'messages' does not fit the chat template of tokenizer '{folder}': "
@@ -359,7 +359,7 @@ def test_unknown_keywords_of_a_template(tmp_path):
         ValueError, match=r"chat_template_kwargs \(a, b\) are for the chat template of a Hugging Face tok"
     ):
         load_tokenizer("mistral-v7", {"a": 1, "b": 2})
-    path = write_rows(tmp_path, ROWS)
+    path = write_chat(tmp_path, ROWS)
     reads = load_tokenizer(make_folder(tmp_path / "reads", "{{ strftime_now('%Y') }}" + CHATML), {"date_string": "x"})
     with pytest.raises(
         SampleError, match="it reads the clock: chat_template_kwargs has no strftime_now, as 2026-11-20"

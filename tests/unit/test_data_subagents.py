@@ -7,6 +7,7 @@ import re
 
 import pytest
 from data_sources import Words, streamed, told_groups, write_files
+from harness.commands import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,7 +165,7 @@ def test_subagents_lines_count_on_with_expanded_turns(tmp_path):
 
     path = tmp_path / "chats.jsonl"
     rows = [chat("r0", 0, 4, "a"), chat("r1", 0, 4, "a"), chat("r0", 2, 2, "b"), chat("r1", 2, 2, "b")]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(path, rows)
     options = LineOptions(tokenizer=Words(), expand_turns=True)
     (group,) = whole_groups(list(iter_sample_groups(path, options)), "group", step=None, setting="the test")
     assert [(one.signals.rollout, one.signals.turn) for one in group] == [

@@ -17,7 +17,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from data_sources import CHAT, CharacterTokenizer, by_ranks, write_table
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,9 +34,7 @@ KEYWORDS = dict(vars(OPTIONS))
 
 
 def write_lines(folder, rows):
-    path = Path(folder) / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(Path(folder) / "rows.jsonl", rows))
 
 
 def told(samples):

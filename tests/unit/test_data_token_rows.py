@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from harness.commands import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ FORMS = ("jsonl", "parquet", "arrow")
 def write(folder, rows, form):
     path = folder / f"rows.{form}"
     if form == "jsonl":
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(path, rows)
         return path
     table = pa.table({name: [row.get(name) for row in rows] for row in rows for name in row})
     if form == "parquet":

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
 
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -25,10 +25,8 @@ parallel: {tensor_model_parallel_size: 8, sequence_parallel: true}
 
 @pytest.fixture
 def rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
     tokens = [[*range(10), 20 + leaf] for leaf in range(6)] + [[40] * 12]
-    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in tokens))
-    return str(path)
+    return str(write_rows(tmp_path / "rows.jsonl", ({"tokens": row} for row in tokens)))
 
 
 def plan(*arguments):
@@ -91,8 +89,7 @@ def test_table_names_the_key_figures(rows):
 
 
 def test_ranks_of_many_micro_batches_fit_80_columns(tmp_path):
-    path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"tokens": [first] * 9}) + "\n" for first in range(200)))
+    path = write_rows(tmp_path / "long.jsonl", ({"tokens": [first] * 9} for first in range(200)))
     result = plan(str(path), "--max-tokens", "9", "--dp", "2")
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[1].split() == ["0", "100", "900", "900", "100.0%", *["9"] * 6, "…", "94", "more"]
@@ -110,7 +107,7 @@ def turns(tmp_path):
     """Six prompts of four completions each, one per line, none next to another of the same prompt."""
     path = tmp_path / "turns.jsonl"
     rows = [{"tokens": [prompt] * 20 + [30 + leaf] * 4, "group": leaf} for leaf in range(4) for prompt in range(6)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 
@@ -271,9 +268,8 @@ def test_the_command_plans_like_the_library(rows):
 
 
 def test_less_sharing(rows, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
     masked = [{"tokens": [*range(10), 20 + leaf], "loss_mask": [0] * 5 + [1] * 6} for leaf in range(6)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in masked))
+    prompts = write_rows(tmp_path / "prompts.jsonl", masked)
 
     def unique(*arguments):
         return json.loads(plan(str(prompts), "--max-tokens", "100", "--json", *arguments).stdout)["unique_tokens"]
@@ -327,7 +323,7 @@ def test_a_recipe_keeps_pairs_together(tmp_path):
 
     def plan_pairs(rows, *options, objective="simpo", max_tokens=14):
         recipe.write_text(RECIPE + f"objective: {{name: {objective}}}\n")
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(data, rows)
         result = plan(str(data), "--max-tokens", str(max_tokens), "--model", str(recipe), "--json", *options)
         return result.exit_code, json.loads(result.stdout) if result.exit_code == 0 else result.stderr
 
@@ -409,8 +405,7 @@ def test_plan_needs_no_megatron(rows, tmp_path, without_megatron):
     done = without_megatron("plan", rows, "--max-tokens", 64, "--dp", 2, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["unique_tokens"] == 10 + 6 + 12
-    data = tmp_path / "groups.jsonl"
-    data.write_text("".join(json.dumps({"tokens": [1, 2, 3 + n], "group": n // 2}) + "\n" for n in range(8)))
+    data = write_rows(tmp_path / "groups.jsonl", ({"tokens": [1, 2, 3 + n], "group": n // 2} for n in range(8)))
     done = without_megatron("plan", data, "--model", recipe, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "megatron-core is not installed, so the model's settings are checked only by train\n"

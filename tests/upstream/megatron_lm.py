@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness.commands import write_rows
 from harness.forked_ranks import launch
 
 VARIABLE = "MEGATRON_LM_PATH"
@@ -294,7 +297,7 @@ def write_samples(path: Path, count: int = 200, scale: int = 1) -> None:
                 mask = [0.0] * len(prompt) + rng.choice([0.0, 0.5, 1.0], size=len(path_tokens) - len(prompt)).tolist()
                 rows.append({"tokens": path_tokens, "loss_mask": mask})
         rows += [{"tokens": path_tokens}, {"tokens": prompt}, {"tokens": prompt[:1]}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    write_rows(path, rows[:count])
 
 
 OBJECTIVE_OPTIONS = {
@@ -341,7 +344,24 @@ def write_rollouts(path: Path) -> None:
                     "teacher": {"token_ids": ids, "logprobs": likely},
                 }
             )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
+
+
+StockRuns = Callable[[str], tuple[Run, Path]]
+
+
+def cached_stock_runs(model: str, words: Callable[[str], str], folders: pytest.TempPathFactory) -> StockRuns:
+    """Return what runs an objective on unfolded samples, once for all layouts; from the second iteration on."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Run, Path]:
+        folder = folders.mktemp(name)
+        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
+        common = (CPU, model, TRAIN, whole, words(name), f"--save {folder}")
+        trained(STOCK, *common, f"--exit-interval {FIRST}")
+        return trained(STOCK, *common, f"--load {folder}"), folder
+
+    return run
 
 
 def objective_words(rollouts: Path, name: str) -> str:

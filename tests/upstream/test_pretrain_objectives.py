@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from harness.commands import write_rows
 from megatron_lm import (
     BATCH,
     CPU,
@@ -17,11 +18,10 @@ from megatron_lm import (
     LOSS,
     MODEL,
     OBJECTIVE_OPTIONS,
-    STOCK,
     TRAIN,
-    UNFOLDED,
-    Run,
+    StockRuns,
     assert_same_tensors,
+    cached_stock_runs,
     megatron,
     objective_words,
     only_checkpoint,
@@ -58,25 +58,13 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock_runs(
-    rollouts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
-    """Run an objective on unfolded samples, once for all layouts; from the second iteration on."""
-
-    @functools.cache
-    def run(name: str) -> tuple[Run, Path]:
-        folder = tmp_path_factory.mktemp(name)
-        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
-        common = (CPU, MODEL, TRAIN, whole, objective_words(rollouts, name), f"--save {folder}")
-        trained(STOCK, *common, f"--exit-interval {FIRST}")
-        return trained(STOCK, *common, f"--load {folder}"), folder
-
-    return run
+def stock_runs(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRuns:
+    return cached_stock_runs(MODEL, functools.partial(objective_words, rollouts), tmp_path_factory)
 
 
 @pytest.mark.parametrize(("name", "layout"), EVERY)
 def test_every_objective_trains_like_unfolded_samples(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], rollouts: Path, tmp_path: Path, name: str, layout: str
+    stock_runs: StockRuns, rollouts: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
     stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
@@ -139,7 +127,7 @@ def test_missing_field_error_names_the_argument_that_writes_it(rollouts: Path, t
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
     for row in rows:
         del row["old_logprobs"]
-    (tmp_path / "bare.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(tmp_path / "bare.jsonl", rows)
     run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, objective_words(tmp_path / "bare.jsonl", "grpo"))
     (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert "bare.jsonl:1: field 'old_logprobs' is missing" in error
@@ -152,7 +140,7 @@ def test_renamed_fields_and_groups_that_lie_apart_train_alike(rollouts: Path, tm
     theirs = {"tokens": "input_ids", "group": "task", "reward": "score"}
     apart = [row for member in range(4) for row in rows[member::4]]
     renamed = [{theirs.get(name, name): value for name, value in row.items()} for row in apart]
-    (tmp_path / "renamed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in renamed))
+    write_rows(tmp_path / "renamed.jsonl", renamed)
     common = (CPU, MODEL, TRAIN, FOLDED, "--exit-interval 2")
     fields = f"--prefix-tree-fields {json.dumps(theirs, separators=(',', ':'))}"
     run = trained(ENTRY, *common, objective_words(tmp_path / "renamed.jsonl", "grpo"), fields)

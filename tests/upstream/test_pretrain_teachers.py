@@ -20,12 +20,11 @@ from megatron_lm import (
     ITERATIONS,
     LOSS,
     MODEL,
-    STOCK,
     TRAIN,
-    UNFOLDED,
     VOCAB,
-    Run,
+    StockRuns,
     assert_same_tensors,
+    cached_stock_runs,
     megatron,
     only_checkpoint,
     require_checkout,
@@ -108,25 +107,11 @@ STUDENT = MODEL.replace(f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}", "")
 
 
 @pytest.fixture(scope="session")
-def stock_runs(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
-    """Run a loss on unfolded samples, once for all layouts; from the second iteration on."""
-
-    @functools.cache
-    def run(name: str) -> tuple[Run, Path]:
-        saved = tmp_path_factory.mktemp(name)
-        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
-        common = (CPU, STUDENT, TRAIN, whole, words(folder, name), f"--save {saved}")
-        trained(STOCK, *common, f"--exit-interval {FIRST}")
-        return trained(STOCK, *common, f"--load {saved}"), saved
-
-    return run
+def stock_runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRuns:
+    return cached_stock_runs(STUDENT, functools.partial(words, folder), tmp_path_factory)
 
 
-def check(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], tmp_path: Path, name: str, layout: str, given: str
-) -> None:
+def check(stock_runs: StockRuns, tmp_path: Path, name: str, layout: str, given: str) -> None:
     stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
@@ -152,7 +137,7 @@ def check(
     ],
 )
 def test_a_teacher_with_another_tokenizer(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, name: str, layout: str
+    stock_runs: StockRuns, folder: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
     check(stock_runs, tmp_path, name, layout, words(folder, name))
 
@@ -160,9 +145,7 @@ def test_a_teacher_with_another_tokenizer(
 @pytest.mark.parametrize(
     "layout", [pytest.param("pp2", marks=pytest.mark.ci), pytest.param("tp2", marks=pytest.mark.slow)]
 )
-def test_rows_that_the_teacher_exported(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, layout: str
-) -> None:
+def test_rows_that_the_teacher_exported(stock_runs: StockRuns, folder: Path, tmp_path: Path, layout: str) -> None:
     rows, recipe = tmp_path / "rows.parquet", tmp_path / "student.yaml"
     size = load_tokenizer(str(folder / "teacher")).vocab_size
     options = OPTIONS["reverse"] | {"projection": str(folder / "w.safetensors")}

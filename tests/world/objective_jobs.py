@@ -24,7 +24,7 @@ from objective_oracles import (
     pair_loss,
     policy_loss,
     reward_model_loss,
-    token_weights,
+    sft_loss,
     top_k_loss,
     with_teachers,
 )
@@ -177,14 +177,6 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=job.vocab_size)]
     fill(chunks, seed=TEACHER_SEED)
     return TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=())
-
-
-def sft_loss(objective: Any, world: Any) -> torch.Tensor:
-    """The weighted negative log-likelihood, token by token."""
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    parts = (-weight * world.logprobs(index)[t] for (index, t), weight in weights.items())
-    total: torch.Tensor = sum(parts, world.logits.sum() * 0)
-    return total / divisor
 
 
 ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, "sft": sft_loss, "distill": top_k_loss}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.commands import write_rows
 from harness.torchrun_jobs import LAYOUTS, TRACKER, VOCAB, reported, run
 
 RECIPE = f"""
@@ -58,8 +59,7 @@ def write_job(folder: Path) -> Path:
                 "values": (0.3 * rng.standard_normal(len(tokens))).tolist(),
             }
         )
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = write_rows(folder / "data.jsonl", lines)
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
     return recipe
@@ -142,7 +142,7 @@ def test_groups_of_unequal_sizes_are_streamed_to_two_ranks(tmp_path: Path) -> No
     for number in (4, 5):
         lines[number] |= {"rollout": 0, "reward": lines[4]["reward"]}
     kept = [line for number, line in enumerate(lines) if number not in (3, 9, 10, 11, 17)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    write_rows(data, kept)
     overrides = (
         "objective={name: grpo, options: {alone: zero, normalise: rollout, kl_coef: 0.05}}",
         "batch.global_batch_size=null",
