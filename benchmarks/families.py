@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("local", "transformer_engine")
-FOLDERS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("peers", "model", "world", "torchrun", "."))]
+FOLDERS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("peers", "."))]
 sys.path[:0] = FOLDERS
 # Of the server that ranks are forked from, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(FOLDERS)

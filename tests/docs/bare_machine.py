@@ -10,6 +10,8 @@ import zipfile
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
+from requirement_pins import packed_pins
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 # In addition to the packages of requirements/pack-*.txt.
@@ -31,17 +33,11 @@ TOOLS = {
 }
 
 
-def pins(name: str) -> dict[str, str]:
-    """Return the pinned versions of ``requirements/pack-NAME.txt``."""
-    lines = (ROOT / f"requirements/pack-{name}.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
-
-
 def make(folder: Path) -> Path:
     """Make the environment, with a fake GPU and NVIDIA's tools; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    absent = {_normal(name) for name in (*ABSENT, *pins("steps"), *pins("fa4"))} - {"typing_extensions"}
+    absent = {_normal(name) for name in (*ABSENT, *packed_pins("steps"), *packed_pins("fa4"))} - {"typing_extensions"}
     modules = {module for module, names in packages_distributions().items() if {_normal(one) for one in names} & absent}
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         stem = _normal(path.name.partition("-")[0].removesuffix(".py"))
@@ -59,7 +55,7 @@ def make(folder: Path) -> Path:
 def wheels(folder: Path) -> None:
     """Pack the installed packages of ``requirements/pack-steps.txt`` into wheels again."""
     folder.mkdir()
-    for name in pins("steps"):
+    for name in packed_pins("steps"):
         found = distribution(name)
         target = folder / f"{_normal(name)}-{found.version}-py3-none-any.whl"
         with zipfile.ZipFile(target, "w") as packed:

@@ -125,6 +125,16 @@ def strong_parts(graph: dict[str, set[str]]) -> list[list[str]]:
     return parts
 
 
+def imports_of_tests(file: Path) -> list[str]:
+    """Return the test files that a file imports from, as ``file:line: module``."""
+    found = []
+    for node in ast.walk(tree_of(file)):
+        modules = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [f"{file.name}:{node.lineno}: {name}" for name in modules if name.split(".")[-1].startswith("test_")]
+    return found
+
+
 def measure() -> list[tuple[str, float, float | None]]:
     """Return each measure with its value and its goal, None where it is reported only."""
     files = files_in(PACKAGE)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from pages import PAGES, ROOT
-from test_requirements import pins
+from requirement_pins import pins
 
 EXTRAS: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "lib" / "extras.py"))
 IMPORTS: dict[str, tuple[str, ...]] = EXTRAS["IMPORTS"]

@@ -10,10 +10,10 @@ import zipfile
 from importlib.metadata import requires
 from pathlib import Path
 
-import bare_machine
 import pytest
 from gpu_check_parts import pack, wheels
 from packaging.requirements import Requirement
+from requirement_pins import packed_pins
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def test_packed_pins_agree_with_the_others():
     files = [ROOT / "requirements" / f"{name}.txt" for name in ("base", "gpu")]
     elsewhere = [line for file in files for line in file.read_text().splitlines()]
     for name in pack.FOLDERS:
-        packed = bare_machine.pins(name)
+        packed = packed_pins(name)
         for line in elsewhere:
             pin = Requirement(line) if "==" in line and not line.startswith("#") else None
             if (
@@ -33,7 +33,7 @@ def test_packed_pins_agree_with_the_others():
             ):
                 assert f"=={packed[pin.name]}" == str(pin.specifier)
     if sys.version_info[:2] == (3, 12):
-        packed = bare_machine.pins("steps")
+        packed = packed_pins("steps")
         for name in packed:
             for needed in map(Requirement, requires(name) or ()):
                 if needed.name in packed and (needed.marker is None or needed.marker.evaluate({"extra": ""})):

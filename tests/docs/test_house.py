@@ -22,6 +22,11 @@ def test_a_file_name_stands_in_one_room() -> None:
     assert house.repeated_names() == {}
 
 
+def test_no_file_imports_from_a_test_file() -> None:
+    """What tests share is in helper modules, in ``tests/harness`` if several folders use it."""
+    assert [found for file in house.files_in(house.TESTS) for found in house.imports_of_tests(file)] == []
+
+
 def test_functions_are_named_by_verbs() -> None:
     assert house.share_of_nouns() <= 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from torchrun_jobs import run
+from harness.torchrun_jobs import run
 
 ROOT = Path(__file__).parents[2]
 

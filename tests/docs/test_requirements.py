@@ -19,6 +19,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from pages import PAGES
+from requirement_pins import pins
 
 from mcore_prefix_tree.mcore.compat import MAIN, MAIN_COMMIT, RELEASES
 
@@ -29,11 +30,6 @@ else:
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("requirements/*.txt"), *ROOT.glob("requirements/versions/*.txt")])
-
-
-def pins(file: Path) -> list[Requirement]:
-    lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
-    return [Requirement(line) for line in lines if line and not line.startswith("-")]
 
 
 def pinned_version(name: str, file: str = "torch") -> str:

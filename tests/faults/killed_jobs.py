@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from harness.commands import write_rows
 
 from mcore_prefix_tree.bench.machine import describe_machine
 
@@ -170,8 +171,7 @@ def write_job(folder: Path) -> Path:
     for _ in range(5):
         root = rng.integers(1, VOCAB, size=6).tolist()
         rows += [{"tokens": root + rng.integers(1, VOCAB, size=int(rng.integers(2, 8))).tolist()} for _ in range(3)]
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(folder / "data.jsonl", rows)
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"data: {{path: {data}}}\nvalidation: {{path: {data}, eval_interval: 2}}\n{RECIPE}")
     (folder / "killed.py").write_text(_PROGRAM)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.commands import write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +28,7 @@ LIMIT_S = 20 if os.cpu_count() and os.getloadavg()[0] < (os.cpu_count() or 1) el
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"tokens": [*range(20), 40 + row]}) + "\n" for row in range(8)))
+    data = write_rows(tmp_path / "data.jsonl", ({"tokens": [*range(20), 40 + row]} for row in range(8)))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(data=data))
     return recipe

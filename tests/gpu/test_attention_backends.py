@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import random_inputs, results
 from gpu_check_parts.using import gpu_case
-from oracles import forest_samples, metadata_of, random_forest, worst
+from harness.oracles import forest_samples, metadata_of, random_forest, worst
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mcore_prefix_tree import TreeMetadata, fold

@@ -9,11 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -235,3 +231,37 @@ class Trainer:
         success, _, _ = self.optimizer.step()
         assert success, "the optimizer skipped a step"
         return reported
+
+
+VOCAB = 128
+LENGTHS = (16, 24, 32, 20)
+Microbatch = tuple[torch.Tensor, torch.Tensor]
+
+
+def microbatches() -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for length in LENGTHS:
+        tokens = torch.randint(0, VOCAB, (1, length + 1), generator=generator)
+        mask = (torch.rand(1, length, generator=generator) < 0.7).double()
+        made.append((tokens, mask))
+    return made
+
+
+def forward_step(
+    data: Iterator[Microbatch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]]:
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    tokens, mask = next(data)
+    positions = torch.arange(tokens.shape[1] - 1)[None]
+    output = model(tokens[:, :-1], positions, None)
+
+    def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        # Megatron's own vocabulary-parallel cross entropy goes through float32.
+        logits_of_ranks = gather_from_tensor_model_parallel_region(logits)
+        per_token = torch.nn.functional.cross_entropy(logits_of_ranks[0], tokens[0, 1:], reduction="none")
+        total = (per_token * mask[0].to(per_token.dtype)).sum()
+        return total, mask.sum().int(), {"loss": total.item(), "tokens": mask.sum().item()}
+
+    return output, loss

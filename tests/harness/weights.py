@@ -134,9 +134,7 @@ def fill(chunks: Sequence[torch.nn.Module], *, seed: int = 0, std: float = 0.05)
             piece.data.copy_(values)
 
 
-def local_parts(
-    chunks: Sequence[torch.nn.Module], values_of: Callable[[torch.nn.Parameter], torch.Tensor]
-) -> list[Piece]:
+def local_parts(chunks: Sequence[torch.nn.Module], values_of: Callable[[Any], torch.Tensor]) -> list[Piece]:
     """Return this rank's parts of a parameter-shaped quantity, for example the gradients, ready to send and assemble.
 
     Args:

@@ -95,7 +95,7 @@ def assert_are(results, expected, inputs, *, limit=None, sink_terms=0.0):
 
 
 def relative_error(actual, expected, *, floor=0.0):
-    """In the norm, as ``oracles.worst``, of at least ``floor``."""
+    """In the norm, as ``harness.oracles.worst``, of at least ``floor``."""
     assert actual.shape == expected.shape
     return (actual.double() - expected).norm().item() / max(expected.norm().item(), floor, 1e-300)
 

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from fake_flash_attention import install
+from harness.oracles import metadata_of
 from kernel_cases import options_of, small_configs
-from oracles import metadata_of
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 

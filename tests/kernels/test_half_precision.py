@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from harness.oracles import metadata_of
 from interpreted_bf16 import bfloat16, rounded, widened
 from kernel_cases import LIMITS, assert_is_reference, make_inputs, options_of, with_engine
-from oracles import metadata_of
 
 from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.oracles import metadata_of, random_forest
 from kernel_cases import DEVICE, make_inputs, options_of, run, small_configs
-from oracles import metadata_of, random_forest
 from torch.utils.checkpoint import checkpoint
 
 from mcore_prefix_tree.attention import tree_attention

@@ -6,29 +6,14 @@ import heapq
 
 import numpy as np
 import pytest
-import torch
+from harness.oracles import metadata_of, random_forest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICE
-from oracles import metadata_of, random_forest
 
-from mcore_prefix_tree.attention import AttentionOptions, Case
 from mcore_prefix_tree.attention.tile_blocks import block_plan
 from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch
 from mcore_prefix_tree.attention.triton_tree.kernel_calls import PARTIAL_BYTES, splits_for
-
-CASE = Case(
-    device=DEVICE,
-    capability=None,
-    dtype=torch.float32,
-    heads=2,
-    kv_heads=1,
-    head_dim=64,
-    value_dim=64,
-    needs_grad=True,
-    options=AttentionOptions(softmax_scale=1.0),
-)
 
 
 def busy(metadata, heads, kv_heads, splits, processors):

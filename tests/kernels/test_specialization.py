@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from harness.oracles import metadata_of, random_forest
 from kernel_cases import options_of
-from oracles import metadata_of, random_forest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature

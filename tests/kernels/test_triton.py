@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.marks import quick
+from harness.oracles import metadata_of, random_forest, worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
@@ -21,7 +22,6 @@ from kernel_cases import (
     truth,
     with_engine,
 )
-from oracles import metadata_of, random_forest, worst
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import Case, tree_attention

@@ -23,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from seam_models import branching_samples, build, local_spec, tiny_config
+from harness.seam_models import branching_samples, build, local_spec, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 

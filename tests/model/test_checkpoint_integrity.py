@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import train, write_job
-from typer.testing import CliRunner
+from harness.commands import run_command
+from harness.train_jobs import train, write_job
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 
 FLIPS = 24
@@ -41,7 +40,7 @@ def folder(job: Path, tmp_path: Path) -> Path:
 def score(job: Path, run: Path) -> Any:
     output = run.parent / "scored.jsonl"
     output.unlink(missing_ok=True)
-    result = CliRunner().invoke(app, ["score", str(job), f"checkpoint.save={run}", "--output", str(output)])
+    result = run_command("score", job, f"checkpoint.save={run}", "--output", output)
     return result, output.read_text() if output.exists() else None
 
 
@@ -106,7 +105,7 @@ def test_special_files_are_rejected_without_waiting(job: Path, folder: Path, put
         put(path)
         with ended_within(60):
             result, scored = score(job, run)
-            resumed = CliRunner().invoke(app, ["train", str(job), "--resume", f"checkpoint.save={run}"])
+            resumed = run_command("train", job, "--resume", f"checkpoint.save={run}")
         for done in (result, resumed):
             (line,) = done.stderr.splitlines()
             assert line == f"error: {path}: is not a regular file; put the file itself there", path
@@ -159,7 +158,7 @@ DOORS = {
 @pytest.mark.parametrize("setting", OTHER_FUNCTIONS)
 @pytest.mark.parametrize("door", DOORS)
 def test_weights_of_another_function_are_rejected(job: Path, folder: Path, door: str, setting: str) -> None:
-    result = CliRunner().invoke(app, [*map(str, DOORS[door](job, folder.parent)), setting])
+    result = run_command(*DOORS[door](job, folder.parent), setting)
     key, value = setting.split("=")
     assert result.exit_code in (1, 2)
     assert f"trained with {key}=" in result.output
@@ -170,7 +169,7 @@ def test_weights_of_another_function_are_rejected(job: Path, folder: Path, door:
 
 def test_setting_that_keeps_the_function_is_accepted(job: Path, folder: Path) -> None:
     same = ["model.transformer.layernorm_epsilon=1e-5", "model.transformer.recompute_granularity=selective"]
-    result = CliRunner().invoke(app, [*map(str, DOORS["score"](job, folder.parent)), *same])
+    result = run_command(*DOORS["score"](job, folder.parent), *same)
     assert result.exit_code == 0, result.output
 
 
@@ -178,12 +177,12 @@ def test_damaged_recipe_in_a_checkpoint_blocks_nothing(job: Path, folder: Path) 
     (folder / "recipe.yaml").write_text("model: [")
     resume = ["train", str(job), f"checkpoint.save={folder.parent}", "seed=97", "train_iters=3", "--resume"]
     for words in (list(map(str, DOORS["score"](job, folder.parent))), resume):
-        result = CliRunner().invoke(app, words)
+        result = run_command(*words)
         assert result.exit_code == 0, result.output
 
 
 def run(job: Path, saved: Path, *words: str) -> Any:
-    return CliRunner().invoke(app, ["train", str(job), f"checkpoint.save={saved}", "seed=97", "train_iters=3", *words])
+    return run_command("train", job, f"checkpoint.save={saved}", "seed=97", "train_iters=3", *words)
 
 
 @pytest.mark.parametrize("resume", [(), ("--resume",)])

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from train_jobs import batch_of, command, write_job
+from harness.commands import run_command
+from harness.train_jobs import batch_of, write_job
 
 from mcore_prefix_tree.mcore.engine import comparison as module
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
@@ -269,7 +270,9 @@ def test_a_far_slower_way_is_timed_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_training_ends_with_the_bound(tmp_path: Path) -> None:
     """Through the door: the last lines that ``train`` prints."""
-    done = command("train", write_job(tmp_path), "device=cpu", "train_iters=2", "compare=true", "batch.max_tokens=400")
+    done = run_command(
+        "train", write_job(tmp_path), "device=cpu", "train_iters=2", "compare=true", "batch.max_tokens=400"
+    )
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     at = lines.index("forward and backward of one batch, in one process")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import train
+from harness.train_jobs import train
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.settings import load_recipe

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import causal_attention, worst
+from harness.oracles import causal_attention, worst
 
 transformers = pytest.importorskip("transformers")
-from test_integration_transformers import InDouble, gradients, tiny, unfolded_logprobs  # noqa: E402
+from harness.transformers_models import InDouble, gradients, tiny, unfolded_logprobs  # noqa: E402
 
 from mcore_prefix_tree import Sample  # noqa: E402
-from mcore_prefix_tree.integrations.automodel import (  # noqa: E402
-    fold_shared_prefix_rollouts,
-    prefix_tree_collate_fn,
-)
+from mcore_prefix_tree.integrations.automodel import fold_shared_prefix_rollouts, prefix_tree_collate_fn  # noqa: E402
 from mcore_prefix_tree.integrations.prefix_grouper import PrefixGrouper, register_attention  # noqa: E402
 from mcore_prefix_tree.integrations.transformers import check_model  # noqa: E402
 

@@ -5,57 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracles import forest_samples, random_forest, worst
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from harness.each_tensor import EachTensor
+from harness.oracles import forest_samples, random_forest, worst
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.sample import Tempered
 
 transformers = pytest.importorskip("transformers")
+from harness.transformers_models import MODELS, SMALL, InDouble, gradients, tiny, unfolded_logprobs  # noqa: E402
+
 from mcore_prefix_tree.integrations.transformers import model_inputs, sample_logprobs  # noqa: E402
-
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "attn_implementation": "prefix_tree",
-}
-LAYERS = ["sliding_attention", "full_attention"]
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-MODELS = {
-    "llama": ("Llama", {}),
-    "qwen3": ("Qwen3", {}),
-    "gemma3": ("Gemma3", {"layer_types": LAYERS, "sliding_window": 5}),
-    "gpt_oss": ("GptOss", dict(layer_types=LAYERS, sliding_window=5, **EXPERTS)),
-}
-
-
-class InDouble(TorchFunctionMode):
-    """Norms, softmax and routers of Transformers compute in float32 for any model dtype: make that float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-
-        def wide(one):
-            return torch.float64 if one is torch.float32 else one
-
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-
-
-def tiny(name, **settings):
-    family, own = MODELS[name]
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config" if family != "Gemma3" else "Gemma3TextConfig")
-    model = getattr(transformers, f"{family}ForCausalLM")
-    return model._from_config(config(**SMALL | own | settings), attn_implementation="prefix_tree").double()
 
 
 def forest(seed):
@@ -69,20 +28,6 @@ def forest(seed):
 def loss_of(rows, seed):
     rng = torch.Generator().manual_seed(seed)
     return sum((row * torch.randn(len(row), generator=rng, dtype=torch.float64)).sum() for row in rows)
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def unfolded_logprobs(model, sample):
-    """Log-probabilities by Transformers' own attention, without a batch."""
-    tokens = torch.tensor(sample.tokens[None], dtype=torch.long)
-    logits = model(input_ids=tokens).logits[0, :-1] / sample.temperature
-    row = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
-    return torch.cat([row.new_zeros(1), row])
 
 
 def compare(name, backend, seed, **settings):
@@ -140,22 +85,12 @@ def test_recomputed_layers_are_given_the_tree_of_their_batch():
 def test_no_tensor_is_as_large_as_a_mask():
     model = tiny("qwen3")
     layout = fold([Sample(tokens=[*range(90), *[last] * 400]) for last in (1, 2)])
-    with Shapes() as seen:
+    shapes = set()
+    with EachTensor(lambda one: shapes.add(tuple(one.shape))):
         sample_logprobs(model, layout, backend="path")
     size = layout.padded_size
-    assert (1, size, 32) in seen.shapes
-    assert not any(shape[-2:] == (size, size) for shape in seen.shapes)
-
-
-class Shapes(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        self.shapes |= {tuple(one.shape) for one in tree_leaves(made) if isinstance(one, torch.Tensor)}
-        return made
+    assert (1, size, 32) in shapes
+    assert not any(shape[-2:] == (size, size) for shape in shapes)
 
 
 def call(model, **changed):

@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.forks import fork_context
+from harness.oracles import worst
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import worst
 
 transformers = pytest.importorskip("transformers")
-from test_integration_transformers import SMALL, InDouble, gradients  # noqa: E402
+from harness.transformers_models import SMALL, InDouble, gradients  # noqa: E402
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone  # noqa: E402
 
-VOCAB = SMALL["vocab_size"]
 PAD = 0
 SIZES = SMALL | {"pad_token_id": PAD, "attn_implementation": "sdpa"}
 FAMILIES = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.seam_models import branching_samples, tiny_config, twins
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from seam_models import branching_samples, tiny_config, twins
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.mcore import MicroBatch, tree_forward

@@ -8,11 +8,26 @@ from typing import Any
 import pytest
 import torch
 from harness.marks import quick
-from oracles import worst
-from seam_models import VOCAB, noisy, tiny_config
-from test_mcore_output_layer import SAMPLES, WARM, assert_same_gradients, batch_of, run_unfolded, supervised
-from test_mcore_output_layer import gradients as taken
-from test_mcore_seam import FP32_INSIDE, LATENT, LATENT_YARN, MOE, YARN, assert_equal, folded, folded_batch, unfolded
+from harness.oracles import worst
+from harness.seam_models import VOCAB, hybrid, hybrid_twins, tiny_config
+from harness.seam_runs import (
+    FP32_INSIDE,
+    LATENT,
+    LATENT_YARN,
+    MOE,
+    SAMPLES,
+    WARM,
+    YARN,
+    assert_equal,
+    assert_same_gradients,
+    batch_of,
+    folded,
+    folded_batch,
+    supervised,
+    take_gradients,
+    unfolded,
+    unfolded_rows,
+)
 
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
@@ -26,7 +41,6 @@ if not HAS_HYBRID_MODEL:
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -34,20 +48,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
-
-
-def hybrid(config: Any, pattern: str, spec: Any = hybrid_stack, **model: Any) -> Any:
-    torch.manual_seed(0)
-    settings = {"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"} | model
-    return noisy(HybridModel(config, spec, hybrid_layer_pattern=pattern, **settings))
-
-
-def twins(config: Any, pattern: str, **model: Any) -> tuple[Any, Any]:
-    """A stock model and one whose layers follow a tree, with the same weights."""
-    stock = hybrid(config, pattern, **model)
-    tree = hybrid(config, pattern, with_prefix_tree(hybrid_stack), **model)
-    tree.load_state_dict(stock.state_dict(), strict=True)
-    return stock, tree
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -94,7 +94,7 @@ def test_folded_is_unfolded(name: str) -> None:
     pattern, settings, model = VARIANTS[name]
     if not set(pattern) <= Symbols.VALID_LAYERS:
         pytest.skip("latent attention in a pattern came with megatron-core 0.19")
-    stock, tree = twins(tiny_config(num_layers=len(pattern), **settings), pattern, **model)
+    stock, tree = hybrid_twins(tiny_config(num_layers=len(pattern), **settings), pattern, **model)
     assert_equal(folded(tree, folded_batch()), unfolded(stock), limit=FP32_INSIDE if "E" in pattern else 1e-12)
 
 
@@ -102,7 +102,7 @@ def test_folded_is_unfolded(name: str) -> None:
 def test_windows_are_of_the_layers_that_have_them() -> None:
     """Layers are numbered over the full pattern, also those without attention."""
     config = tiny_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[1, 0, 0, 1])
-    stock, tree = twins(config, "*-*-")
+    stock, tree = hybrid_twins(config, "*-*-")
     assert [layer.self_attention.core_attention.tree_window for layer in tree.decoder.layers[::2]] == [4, None]
     assert_equal(folded(tree, folded_batch("reference")), unfolded(stock), limit=1e-12)
 
@@ -110,16 +110,16 @@ def test_windows_are_of_the_layers_that_have_them() -> None:
 @pytest.mark.parametrize("readout", [WeightedSum(), Logprobs(entropy=True)], ids=str)
 @pytest.mark.parametrize("tied", quick(True, of=[False, True]), ids=["tied", "untied"])
 def test_fused_head_takes_no_output_processor(readout: Any, tied: bool) -> None:
-    stock, tree = twins(tiny_config(num_layers=4), "*-*-", share_embeddings_and_output_weights=tied)
-    expected = run_unfolded(stock, WARM)
+    stock, tree = hybrid_twins(tiny_config(num_layers=4), "*-*-", share_embeddings_and_output_weights=tied)
+    expected = unfolded_rows(stock, WARM)
     loss = supervised(with_edge_head(tree), batch_of(WARM, only_supervised=True), readout)
     loss.backward()
     assert worst(loss.detach(), expected["loss"]) < 1e-12
-    assert_same_gradients(taken(tree), expected["grads"], 1e-12)
+    assert_same_gradients(take_gradients(tree), expected["grads"], 1e-12)
 
 
 def test_fused_head_makes_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, tree = twins(tiny_config(num_layers=2), "*-")
+    _, tree = hybrid_twins(tiny_config(num_layers=2), "*-")
     model, batch = with_edge_head(tree), batch_of()
     seen = []
     monkeypatch.setattr(model, "_scale_logits", lambda answer: seen.append(tuple(answer.shape)) or answer)
@@ -129,7 +129,7 @@ def test_fused_head_makes_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_without_a_tree_is_upstreams() -> None:
-    stock, tree = twins(tiny_config(num_layers=4), "*-*-")
+    stock, tree = hybrid_twins(tiny_config(num_layers=4), "*-*-")
     ids = torch.tensor(SAMPLES[0].tokens.tolist()).unsqueeze(0)
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
     assert torch.equal(tree(ids, positions, None), stock(ids, positions, None))
@@ -172,7 +172,7 @@ def test_stack_rejects_settings_before_building_layers(monkeypatch: pytest.Monke
 
 def test_a_model_is_refused_on_every_pipeline_stage() -> None:
     """By its full pattern, for any layers of this stage."""
-    _, tree = twins(tiny_config(num_layers=2), "*-")
+    _, tree = hybrid_twins(tiny_config(num_layers=2), "*-")
     check_model(tree)
     tree.hybrid_layer_pattern = "*-|M-"
     with pytest.raises(NotImplementedError, match=r"support M \(Mamba"):

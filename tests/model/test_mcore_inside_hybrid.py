@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from harness.marks import quick
-from oracles import worst
-from seam_models import VOCAB, tiny_config
-from test_mcore_inside import (
+from harness.oracles import worst
+from harness.seam_models import VOCAB, hybrid, hybrid_twins, tiny_config
+from packed_calls import (
     FP64,
     MODELS,
     ROWS,
@@ -31,7 +31,8 @@ if not HAS_HYBRID_MODEL:
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from test_mcore_hybrid import hybrid, hybrid_stack, twins
+
+from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -50,7 +51,7 @@ def inside(name: str, **settings: Any) -> tuple[Any, Any]:
     pattern, fields, model = VARIANTS[name]
     if not set(pattern) <= Symbols.VALID_LAYERS:
         pytest.skip("latent attention in a pattern came with megatron-core 0.19")
-    stock, tree = twins(tiny_config(num_layers=len(pattern), **fields), pattern, **model)
+    stock, tree = hybrid_twins(tiny_config(num_layers=len(pattern), **fields), pattern, **model)
     return fold_inside(tree, **settings), stock
 
 
@@ -86,7 +87,7 @@ def test_logprobs_and_entropy_of_rows() -> None:
 
 
 def test_values_of_a_scalar_head() -> None:
-    stock, tree = (with_scalar_head(one) for one in twins(tiny_config(num_layers=2), "*-"))
+    stock, tree = (with_scalar_head(one) for one in hybrid_twins(tiny_config(num_layers=2), "*-"))
     tree.load_state_dict(stock.state_dict())
     check_logits(fold_inside(tree), stock, packed(ROWS, gap=1))
 
@@ -105,7 +106,7 @@ def test_a_class_that_folds() -> None:
 def test_the_report_counts_the_layers_of_the_pattern() -> None:
     """Attention in one layer of three: its work is that layer's, and MLPs are in the others."""
     config = tiny_config(num_layers=1)  # upstream does not compare it with the pattern
-    few, many = (fold_inside(twins(config, pattern)[1]) for pattern in ("*--", "***"))
+    few, many = (fold_inside(hybrid_twins(config, pattern)[1]) for pattern in ("*--", "***"))
     call = packed([*ROWS, ROWS[0]])
     for model in (few, many):
         model(**call)

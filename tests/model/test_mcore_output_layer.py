@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from harness.marks import quick
+from harness.oracles import worst
+from harness.seam_models import VOCAB, tiny_config, twins
+from harness.seam_runs import SAMPLES, WARM, assert_same_gradients, batch_of, supervised, take_gradients, unfolded_rows
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
-from oracles import worst
-from seam_models import VOCAB, branching_samples, tiny_config, twins
 
-from mcore_prefix_tree import Sample, Signals, fold
+from mcore_prefix_tree import Sample, Signals
 from mcore_prefix_tree.logprob import head_chunks, restore
 from mcore_prefix_tree.mcore import with_edge_head
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
@@ -33,39 +34,20 @@ from mcore_prefix_tree.mcore.outputs import (
     WeightedSum,
     make_readout,
 )
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.mcore.teachers.load_teachers import HOOKS
-from mcore_prefix_tree.objectives import LossOutput, make_objective, sft_loss
+from mcore_prefix_tree.objectives import LossOutput, make_objective
 from mcore_prefix_tree.objectives.objective import Output
-from mcore_prefix_tree.sample import Tempered
 from mcore_prefix_tree.signals import Teacher
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
-SAMPLES = branching_samples()
-WARM = [
-    Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.6 + 0.2 * (i % 3), key=s.merge_key))
-    for i, s in enumerate(SAMPLES)
-]
 SCORED = [s for s in SAMPLES if s.loss_mask[1:].any()]
 SCORED = SCORED[: len(SCORED) // 2 * 2]
 LOGITS = WeightedSum(fused=False)
 FUSED = [Logprobs(), Logprobs(entropy=True), WeightedSum()]
 SFT = [LOGITS, *FUSED]
-
-
-def batch_of(samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
-    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
-    needed = layout.loss_weight != 0 if only_supervised else None
-    return MicroBatch.from_layout(layout, needed=needed)
-
-
-def supervised(model: torch.nn.Module, batch: MicroBatch, readout: Readout[Any]) -> torch.Tensor:
-    """The loss that a readout gives."""
-    found = readout.read(tree_forward(model, batch, readout), batch)
-    return found.loss if isinstance(found, LossOutput) else sft_loss(found[0], batch.loss_weight)
 
 
 class SumOfSquares:
@@ -81,54 +63,24 @@ class SumOfSquares:
         return LossOutput(loss=scores.square().sum())
 
 
-def run_unfolded(model: torch.nn.Module, samples: list[Sample], *, entropy_weight: float = 0.0) -> dict[str, Any]:
-    """Each sample by itself through a stock model: rows, loss, and gradients by name."""
-    logprobs, entropies, loss = [], [], torch.zeros((), dtype=torch.float64)
-    for sample in samples:
-        ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
-        logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0]
-        scores = torch.log_softmax(logits / sample.temperature, dim=-1)
-        logprob = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        entropy = -(scores.exp() * scores).sum(dim=1)[:-1]
-        mask = torch.tensor(sample.loss_mask[1:].tolist())
-        loss = loss - (logprob * mask).sum() + entropy_weight * (entropy * mask).sum()
-        logprobs.append(logprob.detach())
-        entropies.append(entropy.detach())
-    loss.backward()
-    return {"logprob": logprobs, "entropy": entropies, "loss": loss.detach(), "grads": gradients(model)}
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return grads
-
-
-def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, wanted in expected.items():
-        assert worst(actual[name], wanted) < limit, name
-
-
 @pytest.mark.parametrize("samples", [SAMPLES, WARM], ids=["plain", "tempered"])
 @pytest.mark.parametrize("tied", quick(False, of=[False, True]), ids=["untied", "tied"])
 @pytest.mark.parametrize("only_supervised", [False, True])
 @pytest.mark.parametrize("readout", SFT, ids=str)
 def test_supervised_training(readout: Readout[Any], only_supervised: bool, tied: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
-    expected = run_unfolded(stock, samples)
+    expected = unfolded_rows(stock, samples)
     loss = supervised(with_edge_head(tree), batch_of(samples, only_supervised=only_supervised), readout)
     loss.backward()
     assert worst(loss.detach(), expected["loss"]) < 1e-12
-    assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
+    assert_same_gradients(take_gradients(tree), expected["grads"], 1e-12)
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, WARM], ids=["plain", "tempered"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_rows_and_the_gradient_of_entropies(fused: bool, samples: list[Sample]) -> None:
     stock, tree = twins(tiny_config())
-    expected = run_unfolded(stock, samples, entropy_weight=0.1)
+    expected = unfolded_rows(stock, samples, entropy_weight=0.1)
     batch, readout = batch_of(samples), Logprobs(entropy=True, fused=fused)
     logprob, entropy = readout.read(tree_forward(with_edge_head(tree), batch, readout), batch)
     assert entropy is not None
@@ -140,7 +92,7 @@ def test_rows_and_the_gradient_of_entropies(fused: bool, samples: list[Sample]) 
         mask = torch.tensor(sample.loss_mask[1:].tolist())
         loss = loss - (scores[1:] * mask).sum() + 0.1 * (spread[:-1] * mask).sum()
     loss.backward()
-    assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
+    assert_same_gradients(take_gradients(tree), expected["grads"], 1e-12)
 
 
 def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
@@ -153,7 +105,7 @@ def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
         objective: Any = SumOfSquares(watches_entropy)
         readout = EdgeLoss(objective=objective)
         readout.read(tree_forward(tree, batch, readout), batch).loss.backward()
-        found.append((objective.given[1], gradients(tree)))
+        found.append((objective.given[1], take_gradients(tree)))
     wanted = Logprobs(entropy=True).read(tree_forward(tree, batch, Logprobs(entropy=True)), batch)[1]
     (nothing, plain), (watched, grads) = found
     assert nothing is None
@@ -252,7 +204,7 @@ def test_objectives_form_their_gradients_in_forward(
         scores, loss_of = step(iter([batch]), with_edge_head(tree))
         loss, count, reported = loss_of(scores)
         loss.backward()
-        found.append((loss.detach(), count, reported["metrics"], gradients(tree)))
+        found.append((loss.detach(), count, reported["metrics"], take_gradients(tree)))
     (loss, count, metrics, grads), (wanted_loss, wanted_count, wanted_metrics, wanted_grads) = found
     assert worst(loss, wanted_loss) < 1e-12
     assert count == wanted_count
@@ -283,12 +235,12 @@ def test_bf16_is_no_further_off_than_the_path_with_logits() -> None:
     wrapped = Float16Module(half.config, with_edge_head(half))
     batch = batch_of()
     supervised(double, batch, LOGITS).backward()
-    exact = gradients(double)
+    exact = take_gradients(double)
     errors = {}
     for readout in SFT:
         assert tree_forward(wrapped, batch, readout).dtype == torch.float32
         supervised(wrapped, batch, readout).backward()
-        errors[readout] = {name: worst(grad, exact[name]) for name, grad in gradients(half).items()}
+        errors[readout] = {name: worst(grad, exact[name]) for name, grad in take_gradients(half).items()}
     for readout in FUSED:
         for name, error in errors[readout].items():
             assert error < 1.5 * errors[LOGITS][name], (readout, name)
@@ -333,7 +285,7 @@ def test_hooks_of_the_output_layer_run() -> None:
 def test_gradient_accumulation_fusion(readout: Any, tied: bool) -> None:
     """Its protocol, with DDP's own hooks and buffers: two micro-batches add up in main_grad, once each."""
     stock, tree = twins(tiny_config(), share_embeddings_and_output_weights=tied)
-    expected = run_unfolded(stock, SAMPLES)["grads"]
+    expected = unfolded_rows(stock, SAMPLES)["grads"]
     with_edge_head(tree)
     wrapped = DistributedDataParallel(tree.config, DistributedDataParallelConfig(), tree)
     wrapped.zero_grad_buffer()
@@ -359,11 +311,11 @@ def test_overlapped_gradient_reduction() -> None:
 
 def test_a_frozen_output_layer() -> None:
     stock, tree = twins(tiny_config())
-    expected = run_unfolded(stock, SAMPLES)["grads"]
+    expected = unfolded_rows(stock, SAMPLES)["grads"]
     tree.output_layer.weight.requires_grad_(False)
     for readout in FUSED:
         supervised(with_edge_head(tree), batch_of(), readout).backward()
-        grads = gradients(tree)
+        grads = take_gradients(tree)
         assert grads.pop("output_layer.weight") is None
         assert_same_gradients(grads, {name: expected[name] for name in grads}, 1e-12)
 
@@ -417,12 +369,12 @@ def test_a_model_with_scaled_logits() -> None:
     if not hasattr(config, "use_mup"):
         pytest.skip("this megatron-core has no muP")
     stock, tree = twins(tiny_config(use_mup=True, mup_base_hidden_size=8))
-    expected = run_unfolded(stock, SAMPLES)
+    expected = unfolded_rows(stock, SAMPLES)
     for readout in SFT:
         loss = supervised(with_edge_head(tree), batch_of(), readout)
         loss.backward()
         assert worst(loss.detach(), expected["loss"]) < 1e-12
-        assert_same_gradients(gradients(tree), expected["grads"], 1e-12)
+        assert_same_gradients(take_gradients(tree), expected["grads"], 1e-12)
 
 
 def test_hidden_states_are_not_scaled_like_logits() -> None:

@@ -8,6 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.seam_models import (
+    REFUSED_EXPERT_SETTINGS,
+    REFUSED_SETTINGS,
+    build,
+    config_with,
+    ids_of,
+    local_spec,
+    tiny_config,
+    twins,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -17,7 +27,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from seam_models import build, local_spec, tiny_config, twins
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import TreePackedSeqParams, local_layer_spec, te_layer_spec, with_prefix_tree
@@ -34,71 +43,12 @@ from mcore_prefix_tree.mcore.seam.validation import _refusals, check_config, che
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
-def config_with(**changes):
-    """Set past ``__post_init__``, which itself rejects some of these."""
-    config = tiny_config()
-    for name, value in changes.items():
-        assert hasattr(config, name) or name in NEWER | LATENT, name
-        setattr(config, name, value)
-    return config
-
-
 def batch(*lengths: int, **options) -> MicroBatch:
     samples = [Sample(tokens=[1, 2, *([3 + index] * (length - 2))]) for index, length in enumerate(lengths or (4, 6))]
     return MicroBatch.from_layout(fold(samples), **options)
 
 
-SETTINGS = [
-    {"context_parallel_size": 2},
-    {"attention_dropout": 0.1},
-    {"hidden_dropout": 0.1},
-    {"multi_latent_attention": True, "apply_rope_fusion": True},
-    {"multi_latent_attention": True, "tensor_model_parallel_size": 2},
-    {"multi_latent_attention": True, "cache_mla_latents": True},
-    {"experimental_attention_variant": "dsa"},
-    {"mtp_num_layers": 1},
-    {"window_size": (128, 1)},
-    {"window_size": (-1, 0)},
-    {"fused_single_qkv_rope": True},
-    {"qk_clip": True},
-    {"log_max_attention_logit": True},
-    {"fp8": "hybrid"},
-    {"fp4": "e2m1"},
-    {"use_kitchen": True},
-    {"quant_recipe": "of its own"},
-    {"cuda_graph_impl": "local"},
-    {"tp_comm_overlap": True},
-    {"overlap_moe_expert_parallel_comm": True},
-    {"enable_mhc_connections": True},
-]
-MOE_SETTINGS = [
-    {"moe_router_load_balancing_type": "sinkhorn"},
-    {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
-    {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01},
-    {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.0, 0.01]},
-    {"moe_expert_capacity_factor": 1.25},
-    {"moe_input_jitter_eps": 0.01},
-    {"moe_router_load_balancing_type": "quantile_balancing"},
-    {"moe_router_force_load_balancing": True},
-    {"moe_router_force_biased": 0.1},
-    {"moe_expert_rank_capacity_factor": 1.5},
-    {"moe_dispatch_fwd_dtype": "mxfp8"},
-    {"moe_combine_bwd_dtype": "mxfp8"},
-]
-# Fields that older releases of megatron-core lack.
-NEWER = {
-    *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
-    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections"),
-}
-# A setting of MLATransformerConfig only.
-LATENT = {"cache_mla_latents"}
-
-
-def ids_of(settings):
-    return [", ".join(f"{name}={value}" for name, value in setting.items()) for setting in settings]
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=ids_of(SETTINGS))
+@pytest.mark.parametrize("setting", REFUSED_SETTINGS, ids=ids_of(REFUSED_SETTINGS))
 def test_settings_are_refused_by_name(setting):
     with pytest.raises(NotImplementedError, match="does not support ") as raised:
         check_config(config_with(**setting))
@@ -106,7 +56,7 @@ def test_settings_are_refused_by_name(setting):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("setting", MOE_SETTINGS, ids=ids_of(MOE_SETTINGS))
+@pytest.mark.parametrize("setting", REFUSED_EXPERT_SETTINGS, ids=ids_of(REFUSED_EXPERT_SETTINGS))
 def test_unsupported_expert_settings_are_rejected_by_name(setting):
     check_config(config_with(**setting))
     with pytest.raises(NotImplementedError, match="does not support ") as raised:
@@ -116,7 +66,7 @@ def test_unsupported_expert_settings_are_rejected_by_name(setting):
 
 def test_every_refusal_is_tested_here():
     triggered = set()
-    for setting in SETTINGS + MOE_SETTINGS:
+    for setting in REFUSED_SETTINGS + REFUSED_EXPERT_SETTINGS:
         refusals = _refusals(config_with(num_moe_experts=4, **setting))
         hits = [index for index, (applies, _) in enumerate(refusals) if applies]
         assert len(hits) == 1, setting

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness.seam_models import VOCAB, branching_samples, local_spec, tiny_config
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
-from seam_models import VOCAB, branching_samples, local_spec, tiny_config
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.mcore import with_prefix_tree

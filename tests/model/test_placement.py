@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from harness.marks import quick
+from harness.torchrun_jobs import run
 from placement_job import BACKENDS, READOUTS
-from torchrun_jobs import run
 
 from mcore_prefix_tree.objectives import OBJECTIVES
 

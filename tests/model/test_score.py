@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from train_jobs import BATCH, command, logits_of, rows, stock_model, train, world_of_one, write_job
-from typer.testing import CliRunner
+from harness.commands import run_command
+from harness.train_jobs import BATCH, logits_of, rows, stock_model, train, world_of_one, write_job
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import FieldNames, read_samples
 from mcore_prefix_tree.data.write import make_row, rows_file
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
@@ -82,7 +81,7 @@ def as_array(values: list[float | None]) -> np.ndarray:
 def test_scores_equal_unfolded_samples(job: Path, reference: Path, tmp_path: Path, all_tokens: bool, head: str) -> None:
     output = tmp_path / "scored.jsonl"
     flags = ["--all-tokens"] if all_tokens else []
-    result = command("score", job, *FLOAT64, head, "--output", str(output), "--reference", str(reference), *flags)
+    result = run_command("score", job, *FLOAT64, head, "--output", output, "--reference", reference, *flags)
     assert result.exit_code == 0, result.output
     of_policy, of_reference = score_unfolded(job, job.parent / "runs"), score_unfolded(job, reference)
     samples, lines = read_samples(job.parent / "data.jsonl"), written(output)
@@ -131,7 +130,7 @@ def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path
 
 def test_without_a_reference_and_entropies(job: Path, tmp_path: Path) -> None:
     output = tmp_path / "scored.jsonl"
-    result = command("score", job, "--no-entropy", "--output", str(output))
+    result = run_command("score", job, "--no-entropy", "--output", output)
     assert result.exit_code == 0, result.output
     assert all({"entropy", "ref_logprobs"}.isdisjoint(line) for line in written(output))
     report, is_main = run_score(load_recipe(job), tmp_path / "more.jsonl")
@@ -176,7 +175,7 @@ def test_bad_weights_name_the_sample_and_leave_no_file(
             chunks[0].embedding.word_embeddings.weight[6] = float("nan")
 
     monkeypatch.setattr(score_recipe.checkpoint, "load_weights", broken)
-    result = command("score", job, "--output", str(output))
+    result = run_command("score", job, "--output", output)
     assert result.exit_code == 2
     assert "the log-probability of token" in result.stderr
     assert "data.jsonl:" in result.stderr
@@ -189,7 +188,7 @@ def test_tables_hold_the_same_rows_as_lines(job: Path, reference: Path, tmp_path
     """In the data's order, with columns that only some samples have; and they are data to train on."""
     lines, table = tmp_path / "scored.jsonl", tmp_path / name
     for output in (lines, table):
-        result = command("score", job, "--output", str(output), "--reference", str(reference))
+        result = run_command("score", job, "--output", output, "--reference", reference)
         assert result.exit_code == 0, result.output
     content = pq.read_table(table) if name.endswith(".parquet") else pa.ipc.open_file(table).read_all()
     rows = [{column: value for column, value in row.items() if value is not None} for row in content.to_pylist()]
@@ -222,7 +221,7 @@ def test_tables_hold_the_same_rows_as_lines(job: Path, reference: Path, tmp_path
 )
 def test_mistakes_are_one_sentence(job: Path, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     filled = [argument.format(folder=tmp_path, runs=job.parent / "runs") for argument in arguments]
-    result = command("score", job, *filled, "--output", str(tmp_path / "out.jsonl"))
+    result = run_command("score", job, *filled, "--output", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -234,7 +233,7 @@ def test_the_data_are_not_replaced(job: Path, tmp_path: Path) -> None:
     before = data.read_bytes()
     (tmp_path / "link.jsonl").symlink_to(data)
     for output in (data, tmp_path / "link.jsonl"):
-        result = command("score", job, "--output", str(output))
+        result = run_command("score", job, "--output", output)
         assert result.exit_code == 2
         assert f"--output {output}: is read by this command, which would replace it; name another file" in result.stderr
     assert data.read_bytes() == before
@@ -242,7 +241,7 @@ def test_the_data_are_not_replaced(job: Path, tmp_path: Path) -> None:
 
 def test_missing_pyarrow_is_reported_before_the_run(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    result = command("score", job, "--output", str(tmp_path / "out.parquet"), "model.hidden_size=64")
+    result = run_command("score", job, "--output", tmp_path / "out.parquet", "model.hidden_size=64")
     assert result.exit_code == 2
     assert result.stderr == (
         f"error: {tmp_path / 'out.parquet'}: Parquet and Arrow files need pyarrow: pip install 'pyarrow>=16'\n"
@@ -251,22 +250,20 @@ def test_missing_pyarrow_is_reported_before_the_run(job: Path, tmp_path: Path, m
 
 def test_unknown_output_suffix_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
-    result = command("score", job, "--output", str(output), "model.hidden_size=64")
+    result = run_command("score", job, "--output", output, "model.hidden_size=64")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: --output {output}: give a name that ends in .jsonl, ")
     assert not output.exists()
 
 
 def test_help_names_read_and_replaced_files() -> None:
-    said = " ".join(
-        CliRunner().invoke(app, ["score", "--help"], env={"COLUMNS": "400"}).stdout.replace("│", " ").split()
-    )
+    said = " ".join(run_command("score", "--help", env={"COLUMNS": "400"}).stdout.replace("│", " ").split())
     assert "An existing file is replaced once all samples are scored." in said
     assert "checkpoint.save is the folder of a run, in the recipe or given here; it is only read." in said
 
 
 def test_missing_output_folder_is_rejected_before_the_run(job: Path, tmp_path: Path) -> None:
-    result = command("score", job, "--output", str(tmp_path / "no" / "out.jsonl"))
+    result = run_command("score", job, "--output", tmp_path / "no" / "out.jsonl")
     assert result.exit_code == 2
     assert "its folder does not exist; create it" in result.stderr
 
@@ -278,7 +275,7 @@ def test_the_file_keeps_its_other_fields_and_names(job: Path, tmp_path: Path, na
     (tmp_path / "in.jsonl").write_text(f"{line}\n{line.replace('7', '8')}\n")
     fields = "data.fields={tokens: ids, group: task, reward: score}"
     path = f"data.path={tmp_path / 'in.jsonl'}"
-    result = command("score", job, fields, path, "--no-entropy", "--output", str(tmp_path / name))
+    result = run_command("score", job, fields, path, "--no-entropy", "--output", tmp_path / name)
     assert result.exit_code == 0, result.output
     if name.endswith(".jsonl"):
         rows = written(tmp_path / name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_jobs import command
+from harness.commands import run_command, write_rows
 
 from mcore_prefix_tree.data import read_samples
 
@@ -43,14 +43,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steps(recipe: Path, *overrides: str) -> list[tuple[float, float]]:
     """Return the loss and the fold ratio of each step of a training run."""
     log = recipe.parent / "metrics.jsonl"
-    done = command("train", recipe, *overrides, f"log.metrics={log}")
+    done = run_command("train", recipe, *overrides, f"log.metrics={log}")
     assert done.exit_code == 0, done.output
     rows: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
     return [(row["loss"], row["fold_ratio"]) for row in rows]
 
 
 def score(recipe: Path, output: Path, *arguments: str) -> str:
-    done = command("score", recipe, *arguments, "--output", str(output))
+    done = run_command("score", recipe, *arguments, "--output", output)
     assert done.exit_code == 0, done.output
     return str(done.stdout)
 
@@ -86,8 +86,7 @@ def test_the_documented_distillation_folds_as_the_rollouts(job: Path, tmp_path: 
         teacher = row["teacher"]
         teacher["token_ids"] = [[*range(32)] if one is None else one for one in teacher["token_ids"]]
         teacher["logprobs"] = [[None] * 32 if one is None else one for one in teacher["logprobs"]]
-    full = tmp_path / "full.jsonl"
-    full.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    full = write_rows(tmp_path / "full.jsonl", rows)
     assert steps(job, *unsaved, f"data.path={full}", "objective.name=distill") == learnt
     assert full.stat().st_size > 3 * taught.stat().st_size
     # Written again, into a table, and read from there.
@@ -108,11 +107,11 @@ def test_no_file_that_is_read_is_replaced(job: Path, tmp_path: Path) -> None:
     around = metadata.parent / ".." / "iter_0000003" / "metadata.json"
     linked = [tmp_path / name for name in ("link.json", "folder/metadata.json", "hard.json")]
     for path in (metadata, around, *linked):
-        done = command("score", job, "--output", str(path))
+        done = run_command("score", job, "--output", path)
         assert done.exit_code == 2
         assert f"--output {path}: is read by this command, which would replace it" in done.stderr
     options = ("--reference", str(job.parent / "run"), "--output", str(metadata))
-    done = command("score", job, f"checkpoint.save={tmp_path / 'other'}", *options)
+    done = run_command("score", job, f"checkpoint.save={tmp_path / 'other'}", *options)
     assert done.exit_code == 2
     assert "is read by this command" in done.stderr
     assert metadata.read_bytes() == before
@@ -125,9 +124,9 @@ def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
-    done = command("train", job, "checkpoint.save=~/run", "log.metrics=~/metrics.jsonl", "train_iters=1")
+    done = run_command("train", job, "checkpoint.save=~/run", "log.metrics=~/metrics.jsonl", "train_iters=1")
     assert done.exit_code == 0, done.output
-    done = command("score", job, "checkpoint.save=~/run", "--output=~/scored.jsonl")
+    done = run_command("score", job, "checkpoint.save=~/run", "--output=~/scored.jsonl")
     assert done.exit_code == 0, done.output
     assert sorted(os.listdir(tmp_path / "home")) == ["metrics.jsonl", "run", "scored.jsonl"]
     settings = (
@@ -135,13 +134,13 @@ def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch
         *("log.tensorboard", "batch.calibration", "objective.teacher_recipe", "model.hf", "checkpoint.export_hf"),
     )
     for setting in settings:
-        done = command("train", job, f"{setting}=s3://bucket/one")
+        done = run_command("train", job, f"{setting}=s3://bucket/one")
         assert done.exit_code == 2
         assert setting in done.stderr
         assert "s3://bucket/one is a URL" in done.stderr
-    done = command("train", job, "log.metrics=https://host/one.jsonl")
+    done = run_command("train", job, "log.metrics=https://host/one.jsonl")
     assert "log.metrics: https://host/one.jsonl is a URL" in done.stderr
-    done = command("train", job, "checkpoint.save=~nobody-of-this-name/run")
+    done = run_command("train", job, "checkpoint.save=~nobody-of-this-name/run")
     assert "~nobody-of-this-name is no user's home" in done.stderr
     options = (
         ("score", job, "--output", "s3://bucket/one.jsonl"),
@@ -155,7 +154,7 @@ def test_home_folder_in_paths_is_expanded(job: Path, tmp_path: Path, monkeypatch
         ("inspect", "s3://bucket/one.jsonl"),
     )
     for name, first, *others in options:
-        done = command(name, first, *others)  # type: ignore[arg-type]  # a recipe, or another command's first argument
+        done = run_command(name, first, *others)  # type: ignore[arg-type]  # a recipe, or another command's first argument
         assert done.exit_code == 2
         assert "is a URL" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["home"]

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     Notes,
     batch_of,
     built,
+    check_steps,
     rows,
     stock_loss,
     stock_model,
+    stock_twin,
     train,
     world_of_one,
     write_job,
@@ -56,25 +58,9 @@ def test_every_step_equals_the_stock_models_step(job: Path) -> None:
     recipe = load_recipe(job, [*FLOAT64, "optimizer.weight_decay=0.1"])
     notes = train(recipe)
     with world_of_one(recipe) as place:
-        initial = built(recipe, place).state_dict()
-        model = stock_model(recipe, place)
-        model.load_state_dict(initial)
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.ndim == 1]
-        optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
-        )
-        for report in notes.reports:
-            for group in optimizer.param_groups:
-                group["lr"] = report.lr
-            optimizer.zero_grad()
-            loss = stock_loss(model, batch_of(recipe, report.iteration))
-            assert report.loss == pytest.approx(loss.item(), rel=1e-9)
-            loss.backward()
-            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
-            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
-            optimizer.step()
+        model = stock_twin(recipe, place)
+        weights = list(model.parameters())
+        check_steps(recipe, notes.reports, weights, lambda one: stock_loss(model, batch_of(recipe, one.iteration)))
     assert notes.losses[-1] < notes.losses[0]
 
 

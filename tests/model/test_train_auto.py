@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_jobs import BATCH, Notes, rows, train, write_job
+from harness.train_jobs import BATCH, Notes, rows, train, write_job
 
 from mcore_prefix_tree.attention import cascade, path
 from mcore_prefix_tree.attention.auto import TreeShape

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.train_jobs import write_job
 from torch.utils.flop_counter import FlopCounterMode, mm_flop, sdpa_backward_flop_count, sdpa_flop_count
-from train_jobs import write_job
 
 from mcore_prefix_tree.attention import path as path_attention
 from mcore_prefix_tree.mcore.engine import comparison

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import batch_of, command, resolved, train, world_of_one, write_job
+from harness.commands import run_command
+from harness.train_jobs import batch_of, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.engine import calibration as module
 from mcore_prefix_tree.mcore.loop.jobs import measure_costs, run_once
@@ -66,7 +67,7 @@ def test_a_policy_is_timed_by_the_supervised_loss(job: Path) -> None:
 
 def test_command_writes_a_file_that_plans_read(job: Path, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
-    result = command("calibrate", job, "--output", str(path), "--repeats", "1")
+    result = run_command("calibrate", job, "--output", path, "--repeats", "1")
     assert result.exit_code == 0, result.stderr
     assert "a token costs" in result.stdout
     measured = read_measured(str(path))
@@ -84,7 +85,7 @@ def test_command_writes_a_file_that_plans_read(job: Path, tmp_path: Path) -> Non
     assert train(recipe).losses == pytest.approx(train(job).losses, rel=1e-4)
 
     data = str(job.parent / "data.jsonl")
-    planned = command("plan", Path(data), "--max-tokens", "40", "--calibration", str(path), "--json")
+    planned = run_command("plan", Path(data), "--max-tokens", "40", "--calibration", path, "--json")
     report = json.loads(planned.stdout)
     assert report["cost_unit"] == "seconds"
     (rank,) = report["ranks"]
@@ -98,7 +99,7 @@ def test_unwritable_output_is_rejected_before_measuring(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "calibrate", None)
-    result = command("calibrate", job, "--output", str(tmp_path / "nowhere" / "measured.json"))
+    result = run_command("calibrate", job, "--output", tmp_path / "nowhere" / "measured.json")
     assert result.exit_code == 2
     assert result.stderr.endswith("nowhere/measured.json: its folder does not exist; create it\n")
 
@@ -127,5 +128,5 @@ NONE = "holds no measurements; make it with mcore-prefix-tree calibrate RECIPE -
 def test_a_file_of_something_else_is_named(job: Path, tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
-    result = command("train", job, f"batch.calibration={path}")
+    result = run_command("train", job, f"batch.calibration={path}")
     assert (result.exit_code, result.stderr) == (2, f"error: {path}: {says}\n")

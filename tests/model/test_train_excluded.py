@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import FLOAT64, command, rows, train, write_job, write_rows
+from harness.commands import run_command, write_rows
+from harness.train_jobs import FLOAT64, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
 
@@ -97,7 +98,7 @@ def test_score_keeps_the_excluded_in_its_place(tmp_path: Path, name: str) -> Non
     save = f"checkpoint.save={tmp_path / 'runs'}"
     train(job, *BY_GROUP, save)
     scored = tmp_path / name
-    result = command("score", job, save, *BY_GROUP[:2], "--output", str(scored))
+    result = run_command("score", job, save, *BY_GROUP[:2], "--output", scored)
     assert result.exit_code == 0, result.output
     if name.endswith("jsonl"):
         written = [json.loads(line) for line in scored.read_text().splitlines()]
@@ -127,9 +128,9 @@ def test_files_without_a_scored_token(tmp_path: Path, streaming: str) -> None:
         (("score", job, save, *more, "--output", output), of_data),
         (("bench", Path("step"), str(job), *more), of_data),
     ):
-        result = command(*arguments)  # type: ignore[arg-type]
+        result = run_command(*arguments)  # type: ignore[arg-type]
         assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"error: {says}")
-    result = command("score", job, save, *more, "--output", output, "--all-tokens")
+    result = run_command("score", job, save, *more, "--output", output, "--all-tokens")
     assert result.exit_code == 0, result.output
     write_rows(bad, [*UNSCORED, {"tokens": [1, 2, 3], "loss_mask": [0, 0, 0.5]}])
     notes = train(job, f"validation.path={bad}", "train_iters=1", "optimizer.lr_warmup_steps=0")
@@ -143,6 +144,6 @@ def test_reward_model_scores_samples_without_a_scored_token(tmp_path: Path) -> N
     more = ("objective.name=reward_model", f"checkpoint.save={tmp_path / 'runs'}")
     train(job, *more, "train_iters=1", "optimizer.lr_warmup_steps=0")
     bad = write_rows(tmp_path / "bad.jsonl", UNSCORED)
-    result = command("score", job, *more, f"data.path={bad}", "--output", str(tmp_path / "scored.jsonl"))
+    result = run_command("score", job, *more, f"data.path={bad}", "--output", tmp_path / "scored.jsonl")
     assert result.exit_code == 0, result.output
     assert all("reward" in json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines())

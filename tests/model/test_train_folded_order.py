@@ -6,17 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_jobs import (
-    BATCH,
-    FLOAT64,
-    assert_same_bits,
-    batch_of,
-    checkpoint_content,
-    rows,
-    train,
-    write_job,
-    write_rows,
-)
+from harness.commands import write_rows
+from harness.train_jobs import BATCH, FLOAT64, assert_same_bits, batch_of, checkpoint_content, rows, train, write_job
 
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_train_objectives import rows as signal_rows
-from train_jobs import FLOAT64, command, train, write_job, write_rows
+from harness.commands import run_command, write_rows
+from harness.train_jobs import FLOAT64, rows_with_signals, train, write_job
 
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.data.write import make_row
@@ -44,7 +44,7 @@ def list_of(array: object) -> object:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_groups_that_lie_apart_train_as_neighbours_do(tmp_path: Path, streaming: bool) -> None:
     """The same steps, also where files are streamed and the job is resumed."""
-    neighbours = signal_rows(neighbours=3)
+    neighbours = rows_with_signals(neighbours=3)
     apart = [row for member in range(3) for row in neighbours[member::3]]
     recipe = write_job(tmp_path, apart)
     path = write_rows(tmp_path / "sorted.jsonl", neighbours)
@@ -61,15 +61,15 @@ def test_groups_that_lie_apart_train_as_neighbours_do(tmp_path: Path, streaming:
 def test_names_on_the_command_line(tmp_path: Path) -> None:
     line = {"ids": [1, 2, 3], "task": "a"}
     path = write_rows(tmp_path / "renamed.jsonl", [line, line | {"ids": [1, 2, 4]}])
-    given = command("inspect", path, "--fields", '{"tokens": "ids", "group": "task"}')
+    given = run_command("inspect", path, "--fields", '{"tokens": "ids", "group": "task"}')
     assert given.exit_code == 0, given.output
     plain = write_rows(tmp_path / "plain.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 4]}])
-    assert given.output.splitlines()[-3:] == command("inspect", plain).output.splitlines()[-3:]
+    assert given.output.splitlines()[-3:] == run_command("inspect", plain).output.splitlines()[-3:]
     for fields, says in (
         ("[3]", "--fields: '[3]' is not a JSON object"),
         ('{"grop": "a"}', "--fields: 'grop' is not a"),
     ):
-        failed = command("plan", path, "--max-tokens", "9", "--fields", fields)
+        failed = run_command("plan", path, "--max-tokens", "9", "--fields", fields)
         assert failed.exit_code != 0
         assert says in failed.output
 

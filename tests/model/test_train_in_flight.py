@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_jobs import VOCAB, rows, train, write_job
+from harness.train_jobs import VOCAB, rows, train, write_job
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention import flex, path
@@ -98,7 +98,7 @@ def test_attention_is_planned_in_the_planning_thread(
 
 def test_windows_of_some_layers_are_planned_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention has no backward on a CPU; its lists are made for both kinds of layers before it is asked."""
-    from train_jobs import world_of_one
+    from harness.train_jobs import world_of_one
 
     from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model
     from mcore_prefix_tree.settings import load_recipe

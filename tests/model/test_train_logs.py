@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_objectives import job_of
-from train_jobs import Notes, command, train, write_job
+from harness.commands import run_command
+from harness.train_jobs import Notes, objective_job, train, write_job
 
 from mcore_prefix_tree.mcore.loop import logs
 from mcore_prefix_tree.mcore.loop.logs import LogError
@@ -68,7 +68,7 @@ def test_the_file_has_all_that_was_reported(job: Path, tmp_path: Path) -> None:
 
 
 def test_metrics_file_has_the_objectives_metrics(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "grpo", {"kl_coef": 0.05})
+    job, overrides = objective_job(tmp_path, "grpo", {"kl_coef": 0.05})
     notes = train(job, *overrides, f"log.metrics={tmp_path / 'metrics.jsonl'}", "train_iters=2")
     written = lines(tmp_path / "metrics.jsonl")
     assert written == [line_of(report) for report in notes.reports]
@@ -127,7 +127,7 @@ def test_a_run_that_starts_again_starts_its_file_again(job: Path, tmp_path: Path
 def test_file_with_other_content_is_not_changed(job: Path, tmp_path: Path, content: str, number: int) -> None:
     file = tmp_path / "notes.jsonl"
     file.write_text(content)
-    result = command("train", job, f"log.metrics={file}", "train_iters=2")
+    result = run_command("train", job, f"log.metrics={file}", "train_iters=2")
     assert result.exit_code == 2
     assert result.stderr == (
         f"error: log.metrics={file}: line {number} is not a step of a run, and the run would append to the file; name "
@@ -151,7 +151,7 @@ def test_unwritable_metrics_file_is_rejected_before_the_first_step(
 ) -> None:
     (tmp_path / "in_the_way").touch()
     (tmp_path / "folder.jsonl").mkdir()
-    result = command("train", job, f"log.metrics={tmp_path / name}", "train_iters=2")
+    result = run_command("train", job, f"log.metrics={tmp_path / name}", "train_iters=2")
     assert result.exit_code == 2
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -201,7 +201,7 @@ def test_non_finite_metrics_are_null(tmp_path: Path) -> None:
 
 def test_tensorboard_has_the_usual_names(tmp_path: Path) -> None:
     board = tmp_path / "board"
-    job, overrides = job_of(tmp_path, "grpo", {"kl_coef": 0.05})
+    job, overrides = objective_job(tmp_path, "grpo", {"kl_coef": 0.05})
     pytest.importorskip("tensorboard")
     notes = train(job, *overrides, f"log.tensorboard={board}", "train_iters=2")
     shown = scalars(board)
@@ -242,7 +242,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(job: Path, tmp_path: Pat
 def test_unwritable_tensorboard_folder_is_rejected_before_the_first_step(job: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "in_the_way").touch()
-    result = command("train", job, f"log.tensorboard={tmp_path / 'in_the_way' / 'board'}", "train_iters=2")
+    result = run_command("train", job, f"log.tensorboard={tmp_path / 'in_the_way' / 'board'}", "train_iters=2")
     assert result.exit_code == 2
     assert result.stderr == (
         f"error: log.tensorboard={tmp_path / 'in_the_way' / 'board'}: Not a directory; name a folder that can be "
@@ -258,7 +258,7 @@ def test_missing_tensorboard_is_reported_before_the_run(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     board = tmp_path / "board"
-    result = command("train", job, f"log.tensorboard={board}")
+    result = run_command("train", job, f"log.tensorboard={board}")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         f"error: log.tensorboard={board} needs tensorboard: pip install 'tensorboard>=2.18', or unset it\n"

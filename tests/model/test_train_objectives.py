@@ -12,23 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.commands import run_command, write_rows
 from harness.marks import quick
-from objective_oracles import Alone, policy_loss, scored_positions, token_weights
-from test_objectives_preference import kto_loss, pair_loss
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
-    VOCAB,
+    GROUPS,
+    GRPO,
+    PAIRED,
     Notes,
     built,
-    command,
+    check_steps,
     logits_of,
+    objective_job,
     resolved,
-    stock_model,
+    rows_with_signals,
+    stock_twin,
     train,
     world_of_one,
     write_job,
 )
+from objective_oracles import Alone, kto_loss, pair_loss, policy_loss, scored_positions, sft_loss
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups
@@ -41,44 +45,6 @@ from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
-PAIRED = ("dpo", "ipo", "simpo", "orpo")
-GROUPS = 5  # of three: a step of six takes two, and one is dropped from each epoch
-GRPO = {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
-
-
-def rows(seed: int = 0, *, neighbours: int) -> list[dict[str, Any]]:
-    """Prompts with two turns, of which the second one is shared by some; every signal, near a new model's values."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for number in range(GROUPS * 3 // neighbours):
-        prompt, turn = (rng.integers(1, VOCAB, size=size).tolist() for size in (5, 3))
-        for member in range(neighbours):
-            tokens = prompt + (turn if member else []) + rng.integers(1, VOCAB, size=2 + member).tolist()
-            mask = [0.0] * 5 + rng.choice([0.5, 1.0], size=len(tokens) - 5).tolist()
-            made.append(
-                {
-                    "tokens": tokens,
-                    "loss_mask": mask,
-                    "reward": float(rng.choice([0.0, 0.25, 1.0])),
-                    "group": f"prompt {number}",
-                    "old_logprobs": (-math.log(VOCAB) + 0.1 * rng.standard_normal(len(tokens))).tolist(),
-                    "ref_logprobs": (-math.log(VOCAB) + 0.3 * rng.standard_normal(len(tokens))).tolist(),
-                    "rollout_logprobs": [0.0] * len(tokens),
-                    "pair": number,
-                    "chosen": member == 1,
-                    "label": bool(rng.integers(2)),
-                    "mismatched": member == 0 and number % 2 == 0,
-                }
-            )
-    return made
-
-
-def job_of(folder: Path, name: str, options: dict[str, Any] | None = None) -> tuple[Path, list[str]]:
-    """A recipe file and the overrides that choose the objective."""
-    neighbours = 2 if name in PAIRED else 3
-    job = write_job(folder, rows(neighbours=neighbours)[: GROUPS * 3 // neighbours * neighbours])
-    return job, [f"objective.name={name}", f"objective.options={json.dumps(options or {})}"]
-
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     """The samples of a step, from only the documented order."""
@@ -87,13 +53,6 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     groups = whole_groups(lines, by, step=BATCH, setting="the test")
     order = SampleOrder(groups, seed=recipe.seed, order=recipe.data.order, step=BATCH, whole_steps=True)
     return order.take((iteration - 1) * BATCH, BATCH)
-
-
-def sft_loss(objective: Any, world: Any) -> torch.Tensor:
-    """The mean over samples or groups of each one's mean weighted negative log-likelihood."""
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    total = sum((-weight * world.logprobs(index)[t] for (index, t), weight in weights.items()), world.logits.sum() * 0)
-    return total / divisor
 
 
 @pytest.mark.parametrize(
@@ -115,49 +74,27 @@ def test_every_step_equals_the_stock_models_step(
     tmp_path: Path, name: str, options: dict[str, Any], oracle: Any, fused_head: bool
 ) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""
-    job, overrides = job_of(tmp_path, name, options)
+    job, overrides = objective_job(tmp_path, name, options)
     one_by_one = name == "kto" or options.get("normalise") == "sample"
     if one_by_one:
         overrides.append("data.order=file")
     recipe = load_recipe(job, [*FLOAT64, *overrides, f"fused_head={str(fused_head).lower()}"])
     notes = train(recipe)
-    assert len(notes.reports) == 6
     with world_of_one(recipe) as place:
-        initial = built(recipe, place).state_dict()
-        model = stock_model(recipe, place)
-        model.load_state_dict(initial)
-        vectors = [p for p in model.parameters() if p.ndim == 1]
-        optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in model.parameters() if p.ndim > 1],
-                    "weight_decay": recipe.optimizer.weight_decay,
-                },
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
-        )
+        model = stock_twin(recipe, place)
         lines = [line[0] for line in iter_sample_groups(recipe.data.path)]
-        for report in notes.reports:
-            for group in optimizer.param_groups:
-                group["lr"] = report.lr
-            optimizer.zero_grad()
+
+        def step(report: Any) -> torch.Tensor:
             start = (report.iteration - 1) * BATCH
-            samples = (
-                [lines[i % len(lines)] for i in range(start, start + BATCH)]
-                if one_by_one
-                else batch_of(recipe, report.iteration)
-            )
-            loss = oracle(make_objective(name, options), Alone(partial(logits_of, model), samples))
-            assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
-            loss.backward()
-            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
-            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
-            optimizer.step()
+            in_file_order = [lines[i % len(lines)] for i in range(start, start + BATCH)]
+            samples = in_file_order if one_by_one else batch_of(recipe, report.iteration)
+            return oracle(make_objective(name, options), Alone(partial(logits_of, model), samples))
+
+        check_steps(recipe, notes.reports, list(model.parameters()), step)
 
 
 def test_policy_metrics(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "grpo", GRPO)
+    job, overrides = objective_job(tmp_path, "grpo", GRPO)
     recipe = load_recipe(job, [*FLOAT64, *overrides])
     notes = train(recipe)
     for report in notes.reports:
@@ -185,13 +122,13 @@ def with_scores(job: Path, recipe: Recipe, columns: Sequence[str]) -> None:
     for line, own in zip(lines, scores, strict=True):
         logprobs = [None if math.isnan(value) else value for value in own.logprobs.tolist()]
         line |= dict.fromkeys(columns, logprobs)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(path, lines)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_first_importance_ratios_are_1_to_the_bit(tmp_path: Path, dtype: str) -> None:
     """Scored and trained by one plan, the old policy is the policy."""
-    job, overrides = job_of(tmp_path, "grpo", {"kl_coef": 0.1})
+    job, overrides = objective_job(tmp_path, "grpo", {"kl_coef": 0.1})
     recipe = load_recipe(
         job,
         [
@@ -217,7 +154,7 @@ def test_the_first_importance_ratios_are_1_to_the_bit(tmp_path: Path, dtype: str
 
 
 def test_preferences_are_learnt(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "dpo", {"beta": 0.5})
+    job, overrides = objective_job(tmp_path, "dpo", {"beta": 0.5})
     recipe = load_recipe(
         job, [*overrides, "train_iters=40", "optimizer.lr_decay_style=constant", "attention_backend=path"]
     )
@@ -231,8 +168,8 @@ def test_preferences_are_learnt(tmp_path: Path) -> None:
 
 
 def test_command_line_shows_metrics_and_dropped_samples(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "grpo")
-    done = command("train", job, *overrides, "train_iters=2")
+    job, overrides = objective_job(tmp_path, "grpo")
+    done = run_command("train", job, *overrides, "train_iters=2")
     assert done.exit_code == 0, done.output
     assert len([line for line in done.output.splitlines() if line.startswith("step ")]) == 2
     below = done.output.partition("step 1 ")[2].partition("step 2 ")[0].splitlines()[1:]
@@ -244,15 +181,15 @@ def test_command_line_shows_metrics_and_dropped_samples(tmp_path: Path) -> None:
 
 def test_verification_and_comparison_support_every_objective(tmp_path: Path) -> None:
     for name in ("grpo", "dpo"):
-        job, overrides = job_of(tmp_path, name)
+        job, overrides = objective_job(tmp_path, name)
         notes = train(job, *overrides, "train_iters=2", "verify.enabled=true", "compare=true")
         assert notes.verifications[0].passed
         assert len(notes.comparisons) == 1
-        assert command("verify", job, *overrides).exit_code == 0
+        assert run_command("verify", job, *overrides).exit_code == 0
 
 
 def test_a_run_that_is_continued(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "grpo")
+    job, overrides = objective_job(tmp_path, "grpo")
     whole = train(job, *overrides, f"checkpoint.save={tmp_path / 'whole'}")
     saved = [*overrides, f"checkpoint.save={tmp_path / 'cut'}", "checkpoint.save_interval=3"]
     train(job, *saved, stop_after=4)
@@ -272,26 +209,26 @@ def test_a_run_that_is_continued(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_recipe_is_refused_by_the_key(tmp_path: Path, name: str, overrides: list[str], says: str) -> None:
-    job, _ = job_of(tmp_path, "grpo")
+    job, _ = objective_job(tmp_path, "grpo")
     with pytest.raises(RecipeError, match=says):
         train(job, f"objective.name={name}", *overrides)
 
 
 def test_unknown_keys_of_an_objective(tmp_path: Path) -> None:
-    job, _ = job_of(tmp_path, "grpo")
+    job, _ = objective_job(tmp_path, "grpo")
     with pytest.raises(RecipeError, match=r"objective\.kl_coef: there is no such key"):
         load_recipe(job, ["objective.kl_coef=1"])
 
 
 def test_step_that_cuts_a_group_is_rejected(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "grpo")
+    job, overrides = objective_job(tmp_path, "grpo")
     with pytest.raises(SampleError, match=r"data.jsonl:1: group 'prompt 0' has 3 samples, and steps .* multiple of 3"):
         train(job, *overrides, "batch.global_batch_size=4")
 
 
 def test_missing_signals_are_reported_before_the_first_step(tmp_path: Path) -> None:
     """Reported before the first step, although a later one is the first to take it."""
-    content = rows(neighbours=3)
+    content = rows_with_signals(neighbours=3)
     del content[10]["old_logprobs"]
     job = write_job(tmp_path, content)
     notes = Notes()
@@ -343,7 +280,9 @@ def test_missing_signals_are_reported_before_the_first_step(tmp_path: Path) -> N
 def test_missing_field_error_names_the_command_that_writes_it(
     tmp_path: Path, name: str, options: dict[str, Any], field: str, ends: str
 ) -> None:
-    content = [{key: value for key, value in row.items() if key != field} for row in rows(neighbours=2)[:12]]
+    content = [
+        {key: value for key, value in row.items() if key != field} for row in rows_with_signals(neighbours=2)[:12]
+    ]
     with pytest.raises(SampleError) as error:
         train(write_job(tmp_path, content), f"objective.name={name}", f"objective.options={json.dumps(options)}")
     assert f"field '{field}' is missing, " in str(error.value)
@@ -351,14 +290,14 @@ def test_missing_field_error_names_the_command_that_writes_it(
 
 
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "grpo")
+    job, overrides = objective_job(tmp_path, "grpo")
     with pytest.raises(SampleError, match=r"data.jsonl:\d+: the model's output for this sample is NaN or infinite"):
         train(job, *overrides, "model.transformer.init_method_std=1e38")
 
 
 def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_path: Path) -> None:
     """The only one is among the first six samples, which the first of two steps takes."""
-    content = [row | {"mismatched": at == 1} for at, row in enumerate(rows(neighbours=3))]
+    content = [row | {"mismatched": at == 1} for at, row in enumerate(rows_with_signals(neighbours=3))]
     job = write_job(tmp_path, content)
     overrides = ["objective.name=kto", "data.order=file", "train_iters=2"]
     notes = Notes()
@@ -373,9 +312,13 @@ def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_p
 
 def test_head_chunks_follow_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are those of any other; of samples that are longer than a chunk, logits are formed twice."""
-    job, overrides = job_of(tmp_path, "gspo")
+    job, overrides = objective_job(tmp_path, "gspo")
     formed, logits = [], head_chunks.Chunks.logits
-    monkeypatch.setattr(head_chunks.Chunks, "logits", lambda self, rows: formed.append(rows) or logits(self, rows))
+    monkeypatch.setattr(
+        head_chunks.Chunks,
+        "logits",
+        lambda self, rows: formed.append(rows) or logits(self, rows),
+    )
 
     def run(*settings: str) -> list[float]:
         formed.clear()
@@ -392,7 +335,7 @@ def test_head_chunks_follow_the_recipe(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("without", ["fused_head=false", "objective.name=critic"])
 def test_chunks_of_no_head_are_refused(tmp_path: Path, without: str) -> None:
-    job, _ = job_of(tmp_path, "sft")
+    job, _ = objective_job(tmp_path, "sft")
     message = f"head_chunk_rows requires the fused head, which {without} disables; unset it"
     with pytest.raises(RecipeError, match=f"{job}: {message}$"):
         load_recipe(job, [without, "head_chunk_rows=8"])

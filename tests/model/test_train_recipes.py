@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from train_jobs import command, train
+from harness.commands import run_command
+from harness.train_jobs import train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "one_gpu.yaml"
 NARROW = (
@@ -39,6 +40,6 @@ def test_missing_gpu_is_reported(tmp_path: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    result = command("train", RECIPE, f"checkpoint.save={tmp_path}")
+    result = run_command("train", RECIPE, f"checkpoint.save={tmp_path}")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: device=cuda, but torch sees no GPU; set device=auto or device=cpu\n"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_jobs import command, rows, write_job
+from harness.commands import run_command
+from harness.train_jobs import rows, write_job
 
 from mcore_prefix_tree.settings import RecipeError, command_checks, load_recipe
 from mcore_prefix_tree.settings.command_checks import Task, list_checks
@@ -133,7 +134,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_one_sentence_and_exit_code_2(job: Path, name: str, overrides: str, says: str) -> None:
-    result = command(name, job, *overrides.split())
+    result = run_command(name, job, *overrides.split())
     assert says in result.stderr
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
@@ -158,11 +159,11 @@ def test_one_sentence_and_exit_code_2(job: Path, name: str, overrides: str, says
     ],
 )
 def test_settings_that_only_training_rejects(job: Path, overrides: str, says: str) -> None:
-    result = command("train", job, *overrides.split())
+    result = run_command("train", job, *overrides.split())
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
     assert (result.exit_code, result.stdout) == (2, "")
-    assert command("verify", job, *overrides.split()).exit_code == 0
+    assert run_command("verify", job, *overrides.split()).exit_code == 0
 
 
 def test_loading_for_a_task_reports_all_mistakes(job: Path) -> None:
@@ -188,20 +189,20 @@ def test_a_command_checks_a_recipe_once(job: Path, monkeypatch: pytest.MonkeyPat
     checked: list[object] = []
     honest = command_checks.resolve_paths
     monkeypatch.setattr(command_checks, "resolve_paths", lambda paths: (checked.append(paths), honest(paths))[1])
-    assert command("verify", job).exit_code == 0
+    assert run_command("verify", job).exit_code == 0
     assert checked == [load_recipe(job).data.path]
 
 
 def test_an_optimizer_without_float64(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True)
-    result = command("train", job, "model.dtype=float64", "optimizer.clip_grad=0")
+    result = run_command("train", job, "model.dtype=float64", "optimizer.clip_grad=0")
     assert result.exit_code == 2
     assert "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex if" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there(job: Path) -> None:
-    result = command("train", job, "device=cuda")
+    result = run_command("train", job, "device=cuda")
     assert result.stderr == "error: device=cuda, but torch sees no GPU; set device=auto or device=cpu\n"
     assert result.exit_code == 2
 
@@ -211,7 +212,7 @@ def test_transformer_engine_that_is_not_there(job: Path) -> None:
 
     if HAVE_TE:
         pytest.skip("TransformerEngine is installed")
-    result = command("train", job, "model.transformer_impl=transformer_engine")
+    result = run_command("train", job, "model.transformer_impl=transformer_engine")
     assert result.exit_code == 2
     assert "TransformerEngine is not installed; pip install transformer-engine[pytorch] or set" in result.stderr
 
@@ -219,7 +220,7 @@ def test_transformer_engine_that_is_not_there(job: Path) -> None:
 def test_unwritable_checkpoint_folder_is_rejected_before_the_first_step(job: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     setting = f"checkpoint.save={tmp_path / 'file' / 'saved'}"
-    result = command("train", job, setting)
+    result = run_command("train", job, setting)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {setting}: Not a directory; name a folder to write to\n"
 
@@ -233,7 +234,7 @@ def test_unwritable_checkpoint_folder_is_rejected_before_the_first_step(job: Pat
     ],
 )
 def test_bad_data_on_standard_input(job: Path, line: str, says: str) -> None:
-    result = command("train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n' + line + "\n")
+    result = run_command("train", job, "data.path=-", stdin='{"tokens": [1, 2]}\n' + line + "\n")
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
 
@@ -241,7 +242,7 @@ def test_bad_data_on_standard_input(job: Path, line: str, says: str) -> None:
 def test_the_edges_of_the_limits_are_inside(job: Path) -> None:
     longest = max(len(row["tokens"]) for row in rows())
     highest = max(max(row["tokens"]) for row in rows())
-    result = command(
+    result = run_command(
         "train",
         job,
         f"batch.max_tokens={longest}",

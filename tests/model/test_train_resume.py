@@ -12,23 +12,22 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import torch
+from harness.commands import run_command, write_rows
 from harness.marks import quick
-from megatron.core import dist_checkpointing
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     assert_same_bits,
     batch_of,
     built,
     checkpoint_content,
-    command,
     logits_of,
     rows,
     stock_model,
     train,
     world_of_one,
     write_job,
-    write_rows,
 )
+from megatron.core import dist_checkpointing
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.checkpoints.lock import exclusive_save
@@ -132,14 +131,14 @@ def test_a_half_written_checkpoint_is_ignored_and_overwritten(
 def test_resuming_a_finished_run_trains_nothing(undisturbed: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
     recipe, reference, _ = undisturbed
     shutil.copytree(reference, tmp_path / "saved")
-    result = command("train", recipe, *saving(tmp_path / "saved"), "--resume")
+    result = run_command("train", recipe, *saving(tmp_path / "saved"), "--resume")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[1:] == [  # after the choice of auto
         f"resumed from {tmp_path / 'saved' / 'iter_0000006'}",
         "nothing to train: train_iters=6 are done",
         f"saved: {tmp_path / 'saved' / 'iter_0000006'}",
     ]
-    fewer = command("train", recipe, *saving(tmp_path / "saved"), "--resume", "train_iters=4")
+    fewer = run_command("train", recipe, *saving(tmp_path / "saved"), "--resume", "train_iters=4")
     assert fewer.stdout.splitlines()[-1] == f"saved: {tmp_path / 'saved' / 'iter_0000006'}"
 
 
@@ -182,7 +181,7 @@ def test_folder_is_locked_by_one_run_at_a_time(job: Path, tmp_path: Path) -> Non
         checkpoint.make_folder(saved)
         claim = exclusive_save(saved)
         claim.__enter__()
-    result = command("train", job, *saving(saved))
+    result = run_command("train", job, *saving(saved))
     assert result.exit_code == 2
     assert result.stderr == (
         f"error: checkpoint.save={saved}: another run is saving there at this moment; wait for its end or choose "
@@ -205,7 +204,7 @@ def test_resuming_from_nothing_starts_at_the_first_step(
 def test_a_folder_that_holds_a_checkpoint_is_not_written_into(undisturbed: tuple[Path, Path, list[float]]) -> None:
     recipe, saved, _ = undisturbed
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
-    result = command("train", recipe, *saving(saved))
+    result = run_command("train", recipe, *saving(saved))
     assert result.exit_code == 2
     assert result.stderr == (
         f"error: checkpoint.save={saved} already holds iteration 6; "
@@ -215,7 +214,7 @@ def test_a_folder_that_holds_a_checkpoint_is_not_written_into(undisturbed: tuple
 
 
 def test_resume_needs_a_folder(job: Path) -> None:
-    result = command("train", job, "--resume")
+    result = run_command("train", job, "--resume")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: --resume needs checkpoint.save, the folder to resume from\n"
 
@@ -285,7 +284,7 @@ def test_new_data_start_at_their_first_sample_on_request(job: Path, tmp_path: Pa
 
     done = train(job, *saving(tmp_path / "second", *options, "compare=true"), resume=True, new_data=True)
     assert (done.spans, len(done.comparisons)) == ([(9, 8)], 1)
-    result = command("train", job, *saving(tmp_path / "fourth"), "--new-data")
+    result = run_command("train", job, *saving(tmp_path / "fourth"), "--new-data")
     assert result.stderr == "error: --new-data goes with --resume: a run that begins has no other data\n"
 
 

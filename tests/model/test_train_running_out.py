@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from train_jobs import command, write_job
+from harness.commands import run_command
+from harness.train_jobs import write_job
 
 from mcore_prefix_tree.mcore.engine import pipeline, step_planner
 from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
@@ -55,7 +56,7 @@ def test_a_step_without_memory_names_the_largest_micro_batch(
         raise error
 
     monkeypatch.setattr(pipeline, "get_forward_backward_func", lambda: run_out)
-    said = sentence(command("train", job))
+    said = sentence(run_command("train", job))
     assert said.startswith("memory ran out")
     assert ("2.00 GiB" in said) == isinstance(error, torch.OutOfMemoryError)
     assert ": the forward and backward pass of " in said
@@ -84,7 +85,7 @@ def test_memory_runs_out_in_other_places(
         raise MemoryError
 
     monkeypatch.setattr(module, name, run_out)
-    assert says in sentence(command("train", job))
+    assert says in sentence(run_command("train", job))
 
 
 def test_samples_that_do_not_fit_name_streaming(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +93,14 @@ def test_samples_that_do_not_fit_name_streaming(job: Path, monkeypatch: pytest.M
         raise MemoryError("Unable to allocate 1.25 GiB for an array")
 
     monkeypatch.setattr("mcore_prefix_tree.data.source.iter_sample_groups", run_out)
-    said = sentence(command("train", job))
+    said = sentence(run_command("train", job))
     assert said.startswith("memory ran out, 1.25 GiB more were asked for: the samples of ")
     assert said.endswith("do not fit; set data.streaming=true")
 
 
 @pytest.mark.parametrize("override", ["model.hidden_size=40000000", "model.vocab_size=2000000000"])
 def test_a_model_larger_than_the_memory_is_refused_with_its_size(job: Path, override: str) -> None:
-    said = sentence(command("train", job, override))
+    said = sentence(run_command("train", job, override))
     assert said.startswith("the weights of this rank take ")
     assert override.removeprefix("model.") in said
 
@@ -123,7 +124,7 @@ def test_a_model_larger_than_the_memory_is_refused_with_its_size(job: Path, over
     ],
 )
 def test_every_field_of_the_transformer_has_its_type(job: Path, setting: str, says: str) -> None:
-    said = sentence(command("train", job, f"model.transformer.{setting}"))
+    said = sentence(run_command("train", job, f"model.transformer.{setting}"))
     assert said.startswith(f"model.transformer.{setting.partition('=')[0]}: ")
     assert says in said
 
@@ -131,7 +132,7 @@ def test_every_field_of_the_transformer_has_its_type(job: Path, setting: str, sa
 def test_plan_checks_the_model_that_it_plans_for(job: Path) -> None:
     job.write_text(job.read_text().replace("num_layers: 2", "num_layers: 2\n  transformer: {layernorm_epsilon: abc}"))
     for name in ("plan", "inspect"):
-        said = sentence(command(name, job.with_name("data.jsonl"), "--model", str(job)))
+        said = sentence(run_command(name, job.with_name("data.jsonl"), "--model", job))
         assert said.startswith("model.transformer.layernorm_epsilon: input should be a valid number")
 
 
@@ -141,27 +142,29 @@ def test_an_output_that_is_an_input_is_refused(job: Path, name: str, target: str
     (job.parent / "link.jsonl").symlink_to(job.parent / "data.jsonl")
     before = job.read_text(), (job.parent / "data.jsonl").read_text()
     output = job.with_name(target)
-    said = sentence(command(name, job, "--output", str(output)))
+    said = sentence(run_command(name, job, "--output", output))
     assert said.endswith(f"--output {output}: is read by this command, which would replace it; name another file")
     assert (job.read_text(), (job.parent / "data.jsonl").read_text()) == before
 
 
 def test_metrics_do_not_replace_the_data(job: Path) -> None:
     data = job.with_name("data.jsonl")
-    assert sentence(command("train", job, f"log.metrics={data}")).startswith(f"log.metrics={data}: is read by this ")
+    assert sentence(run_command("train", job, f"log.metrics={data}")).startswith(
+        f"log.metrics={data}: is read by this "
+    )
 
 
 def test_two_runs_do_not_write_to_one_file_of_metrics(job: Path) -> None:
     metrics = job.with_name("metrics.jsonl")
-    done = command("train", job, f"log.metrics={metrics}", "train_iters=2")
+    done = run_command("train", job, f"log.metrics={metrics}", "train_iters=2")
     assert done.exit_code == 0, done.output
     before = metrics.read_text()
     with metrics.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        said = sentence(command("train", job, f"log.metrics={metrics}", "train_iters=2"))
+        said = sentence(run_command("train", job, f"log.metrics={metrics}", "train_iters=2"))
     assert said == f"log.metrics={metrics}: another run writes to this file; name another"
     assert metrics.read_text() == before
-    done = command("train", job, f"log.metrics={metrics}", "train_iters=2")
+    done = run_command("train", job, f"log.metrics={metrics}", "train_iters=2")
     assert done.exit_code == 0, done.output
 
 
@@ -178,7 +181,7 @@ def test_full_disk_error_names_the_path(job: Path, name: str, option: str, file:
     if file == "tb":
         pytest.importorskip("tensorboard")
     with at_most(64):
-        said = sentence(command(name, job, *given))
+        said = sentence(run_command(name, job, *given))
     assert str(output) in said
     assert "File too large" in said or "(ulimit -f)" in said
     assert not list(job.parent.glob("*.unfinished"))
@@ -204,7 +207,7 @@ def test_nonsensical_ranks_are_rejected_at_once(
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", **variables}
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    assert sentence(command("train", job)).startswith(says)
+    assert sentence(run_command("train", job)).startswith(says)
 
 
 def test_port_in_use_is_reported(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +215,7 @@ def test_port_in_use_is_reported(job: Path, monkeypatch: pytest.MonkeyPatch) -> 
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **where}.items():
         monkeypatch.setenv(variable, value)
-    said = sentence(command("train", job))
+    said = sentence(run_command("train", job))
     assert said.startswith(f"the ranks do not meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={store.port}: ")
     assert "already in use" in said
 
@@ -220,5 +223,5 @@ def test_port_in_use_is_reported(job: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_unreadable_files_are_named(job: Path) -> None:
     used = len(os.listdir("/proc/self/fd"))
     with at_most(used - 1, resource.RLIMIT_NOFILE):
-        said = sentence(command("train", job))
+        said = sentence(run_command("train", job))
     assert said == f"too many open files: this process may have {used - 1} (ulimit -n); raise that"

@@ -12,23 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.commands import run_command, write_rows
 from harness.marks import quick
-from objective_oracles import ValuesAlone
-from test_objectives_scalar_head import critic_loss, reward_model_loss
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
     VOCAB,
     assert_same_bits,
     built,
+    check_steps,
     checkpoint_content,
-    command,
     stock_model,
     train,
     world_of_one,
     write_job,
-    write_rows,
 )
+from objective_oracles import ValuesAlone, critic_loss, reward_model_loss
 
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import iter_sample_groups, read_samples
@@ -109,30 +108,17 @@ def test_every_step_equals_the_stock_models_step(job: Path, name: str) -> None:
     """Losses, gradient norms and weights of six steps in fp64 equal AdamW on unfolded samples."""
     recipe = load_recipe(job, [*FLOAT64, *overrides_of(name)])
     notes = train(recipe)
-    assert len(notes.reports) == 6
     with world_of_one(recipe) as place:
         initial = built(recipe, place).state_dict()
         model = stock_model(recipe, place)
         head = stock_with(model, initial).requires_grad_()
         own = [head, *(p for n, p in model.named_parameters() if n != "output_layer.weight")]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in own if p.ndim > 1], "weight_decay": recipe.optimizer.weight_decay},
-                {"params": [p for p in own if p.ndim == 1], "weight_decay": 0.0},
-            ],
-            betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
-        )
-        for report in notes.reports:
-            for group in optimizer.param_groups:
-                group["lr"] = report.lr
-            optimizer.zero_grad()
+
+        def step(report: Any) -> torch.Tensor:
             world = ValuesAlone(lambda tokens: hidden_of(model, tokens) @ head[0], batch_of(recipe, report.iteration))
-            loss = ORACLES[name](make_objective(name, OPTIONS[name]), world)
-            assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
-            loss.backward()
-            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in own]))
-            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
-            optimizer.step()
+            return ORACLES[name](make_objective(name, OPTIONS[name]), world)
+
+        check_steps(recipe, notes.reports, own, step)
 
 
 def test_resumed_run_and_its_checkpoints(job: Path, tmp_path: Path) -> None:
@@ -166,7 +152,7 @@ def test_a_critic_starts_from_a_language_model(job: Path, tmp_path: Path, tied: 
     said = f"the weights start from {source / 'iter_0000002'}, with a new scalar head"
     assert said in notes.messages
     assert notes.verifications[0].passed
-    assert command("verify", job, *starting).exit_code == 0
+    assert run_command("verify", job, *starting).exit_code == 0
     recipe = load_recipe(job, starting)
     with world_of_one(recipe) as place:
         chunk = built(recipe, place)
@@ -207,13 +193,13 @@ def test_checkpoints_of_another_kind_of_model_are_rejected(job: Path, tmp_path: 
         train(job, f"checkpoint.pretrained_checkpoint={tmp_path / 'critic'}")
     with pytest.raises(RecipeError, match=r"sft/iter_0000002 is damaged or does not fit .*scalar_head\.weight"):
         train(job, *overrides_of("critic"), f"checkpoint.save={language_model}", resume=True)
-    scoring = command(
+    scoring = run_command(
         "score",
         job,
         *overrides_of("critic"),
         f"checkpoint.save={language_model}",
         "--output",
-        str(tmp_path / "x.jsonl"),
+        tmp_path / "x.jsonl",
     )
     assert scoring.exit_code == 2
     assert "does not fit this recipe's model" in scoring.stderr
@@ -234,7 +220,7 @@ def test_the_loop_of_ppo_closes(job: Path, tmp_path: Path) -> None:
     for number, (name, folder) in enumerate((("reward_model",) * 2, ("critic",) * 2, ("ppo", "policy"))):
         target = tmp_path / f"scored_{number}.jsonl"
         arguments = (f"objective.name={name}", f"checkpoint.save={tmp_path / folder}", f"data.path={written}")
-        done = command("score", fresh, *arguments, "--no-entropy", "--output", str(target))
+        done = run_command("score", fresh, *arguments, "--no-entropy", "--output", target)
         assert done.exit_code == 0, done.output
         written = target
     for row in map(json.loads, written.read_text().splitlines()):
@@ -263,7 +249,7 @@ def test_scores_equal_the_stock_model_on_unfolded_samples(job: Path, tmp_path: P
     saving = [*FLOAT64, *overrides_of(name), f"checkpoint.save={tmp_path / 'runs'}"]
     train(job, *saving, "train_iters=2")
     output = tmp_path / "scored.jsonl"
-    done = command("score", job, *saving, "--all-tokens", "--output", str(output))
+    done = run_command("score", job, *saving, "--all-tokens", "--output", output)
     assert done.exit_code == 0, done.output
     recipe = load_recipe(job, saving)
     with world_of_one(recipe) as place:
@@ -278,7 +264,7 @@ def test_scores_equal_the_stock_model_on_unfolded_samples(job: Path, tmp_path: P
                 assert row["values"][1:] == pytest.approx(values[:-1], rel=1e-11)
             else:
                 assert row["reward"] == pytest.approx(values[-1], rel=1e-11)
-    refused = command("score", job, *saving, "--reference", str(tmp_path / "runs"), "--output", str(output))
+    refused = run_command("score", job, *saving, "--reference", tmp_path / "runs", "--output", output)
     assert refused.exit_code == 2
     assert "--reference adds ref_logprobs to those of a policy, but this model gives only" in refused.stderr
 
@@ -303,7 +289,7 @@ def test_verification_detects_wrong_values(job: Path, monkeypatch: pytest.Monkey
     report, _ = run_once(load_recipe(job, overrides_of("critic")), verify_first)
     assert not report.passed
     assert min(report.value_error, report.loss_error, report.gradient_error) > 1e-3
-    done = command("verify", job, *overrides_of("critic"))
+    done = run_command("verify", job, *overrides_of("critic"))
     assert done.exit_code == 1
     assert "values of a sample" in done.output
 
@@ -312,7 +298,7 @@ def test_verification_detects_wrong_values(job: Path, monkeypatch: pytest.Monkey
 def test_comparison_and_calibration_support_scalar_heads(job: Path, tmp_path: Path, name: str) -> None:
     notes = train(job, *overrides_of(name), "train_iters=2", "compare=true")
     assert notes.comparisons[0].stock is not None
-    done = command("calibrate", job, *overrides_of(name), "--output", str(tmp_path / "costs.json"))
+    done = run_command("calibrate", job, *overrides_of(name), "--output", tmp_path / "costs.json")
     assert done.exit_code == 0, done.output
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness.train_jobs import train, world_of_one, write_job
 from megatron.core import optimizer, parallel_state
-from train_jobs import train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.loop.session import _device_index

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness.train_jobs import batch_of, resolved, train, world_of_one, write_job
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from train_jobs import batch_of, resolved, train, world_of_one, write_job
 
 from mcore_prefix_tree.mcore.engine import unfolded
 from mcore_prefix_tree.mcore.engine.unfolded import why_stock_does_not_fit

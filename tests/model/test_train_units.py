@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from harness.commands import run_command, write_rows
 from harness.marks import quick
+from harness.train_jobs import FLOAT64, VOCAB, Notes, train, world_of_one, write_job
 from rollouts import Rollout, mask, rollouts
-from train_jobs import FLOAT64, VOCAB, Notes, command, train, world_of_one, write_job, write_rows
 
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, read_data
 from mcore_prefix_tree.objectives import KTO, OBJECTIVES, PolicyGradient, Targets, make_objective
@@ -249,11 +250,11 @@ def test_equal_rewards_give_exactly_0_without_eps(
 def test_command_line_deals_complete_rollouts(tmp_path: Path) -> None:
     job = write_job(tmp_path, lines(by_turn=True))
     rollout = ("objective.options={normalise: rollout}", "batch.max_tokens=80", "train_iters=3")
-    done = command("train", job, *rollout, "batch.global_batch_size=null", "batch.groups_per_step=5")
+    done = run_command("train", job, *rollout, "batch.global_batch_size=null", "batch.groups_per_step=5")
     assert done.exit_code == 0, done.output
     told = " ".join(done.output.split())
     assert "each epoch skips 1 rollout: steps take complete rollouts, and a step of 5 does not divide all" in told
-    done = command("train", job, *rollout, "batch.global_batch_size=4")
+    done = run_command("train", job, *rollout, "batch.global_batch_size=4")
     assert done.exit_code != 0
     told = " ".join(done.output.split())
     assert "rollout 1 has 3 samples and rollout 0 has 1 sample; a step of batch.global_batch_size=4 takes" in told

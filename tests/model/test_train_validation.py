@@ -10,25 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from harness.commands import write_rows
 from harness.marks import quick
-from test_train_objectives import GROUPS, GRPO, PAIRED, job_of
-from test_train_objectives import rows as rows_with_signals
-from train_jobs import (
+from harness.train_jobs import (
     BATCH,
     FLOAT64,
+    GROUPS,
+    GRPO,
+    PAIRED,
     VOCAB,
     Notes,
     assert_same_bits,
     built,
     checkpoint_content,
+    objective_job,
     resolved,
     rows,
+    rows_with_signals,
     stock_loss,
     stock_model,
     train,
     world_of_one,
     write_job,
-    write_rows,
 )
 
 from mcore_prefix_tree import SampleError
@@ -103,7 +106,7 @@ def test_loss_equals_a_step_on_all_held_out_samples(
         for row in rows_with_signals(seed, neighbours=2 + (not paired))
     ]
     count = len(made) // 2
-    job, overrides = job_of(tmp_path, name, options)
+    job, overrides = objective_job(tmp_path, name, options)
     trained, held_out = (write_rows(tmp_path / f"{at}.jsonl", made[at * count :][:count]) for at in (0, 1))
     overrides += [*FLOAT64, *SGD, f"fused_head={str(fused_head).lower()}", "data.order=file"]
     saved = tmp_path / "saved"
@@ -210,7 +213,7 @@ def test_restarted_run_drops_evaluations_of_another_run(tmp_path: Path, job: Pat
 
 def test_tensorboard_shows_evaluations(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    job, overrides = job_of(tmp_path, "dpo")
+    job, overrides = objective_job(tmp_path, "dpo")
     held_out = write_rows(tmp_path / "held_out.jsonl", rows_with_signals(1, neighbours=2)[:6])
     board = tmp_path / "board"
     notes = train(job, *overrides, "train_iters=2", f"validation.path={held_out}", f"log.tensorboard={board}")
@@ -238,7 +241,7 @@ def test_a_signal_ends_the_run_before_an_evaluation(tmp_path: Path, job: Path, h
 
 
 def test_unusable_held_out_samples_are_rejected_before_the_first_step(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "dpo")
+    job, overrides = objective_job(tmp_path, "dpo")
     good = rows_with_signals(1, neighbours=2)[:6]
 
     def refused(content: list[dict[str, Any]], *settings: str) -> str:
@@ -270,7 +273,7 @@ def test_skipped_held_out_samples_are_reported(tmp_path: Path, job: Path) -> Non
 
 
 def test_an_output_that_is_not_finite_names_the_sample(tmp_path: Path) -> None:
-    job, overrides = job_of(tmp_path, "dpo")
+    job, overrides = objective_job(tmp_path, "dpo")
     held_out = write_rows(tmp_path / "held_out.jsonl", rows_with_signals(1, neighbours=2)[:6])
     recipe = load_recipe(job, [*overrides, "attention_backend=path", f"validation.path={held_out}"])
     with world_of_one(recipe) as place:
@@ -287,7 +290,7 @@ def test_an_output_that_is_not_finite_names_the_sample(tmp_path: Path) -> None:
 def test_parts_take_complete_groups(tmp_path: Path) -> None:
     """Groups of three and of two, two groups a part; steps that count groups evaluate the same."""
     assert GROUPS == 5
-    job, overrides = job_of(tmp_path, "grpo", {"on_policy": True})
+    job, overrides = objective_job(tmp_path, "grpo", {"on_policy": True})
     made = [row for at, row in enumerate(rows_with_signals(1, neighbours=3)) if at not in (3, 7)]
     held_out = write_rows(tmp_path / "held_out.jsonl", made)
     common = [*overrides, *FLOAT64, *SGD, "train_iters=1", f"validation.path={held_out}"]

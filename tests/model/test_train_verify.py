@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.commands import run_command
 from harness.marks import quick
+from harness.train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, resolved, rows, train, world_of_one, write_job
 from megatron.core.transformer.mlp import MLP
-from train_jobs import BATCH, FLOAT64, VOCAB, batch_of, built, command, resolved, rows, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
@@ -330,7 +331,7 @@ def test_random_draws_in_training_are_refused(job: Path, monkeypatch: pytest.Mon
         return plain(layer, F.dropout(hidden, 0.01, layer.training), **options)
 
     monkeypatch.setattr(MLP, "forward", noisy)
-    result = command("train", job, "verify.enabled=true")
+    result = run_command("train", job, "verify.enabled=true")
     assert result.exit_code == 2
     assert "verify: a second run on the same tokens in training mode gives other answers" in result.output
     assert "step 1" not in result.output
@@ -346,7 +347,7 @@ def test_a_nan_does_not_pass(job: Path, broken: Callable[[Break], None]) -> None
 def test_nothing_is_trained_when_folding_is_broken(job: Path, broken: Callable[[Break], None], tmp_path: Path) -> None:
     broken(every_token_at_its_flat_position)
     saved = tmp_path / "saved"
-    result = command("train", job, "verify.enabled=true", f"checkpoint.save={saved}")
+    result = run_command("train", job, "verify.enabled=true", f"checkpoint.save={saved}")
     assert result.exit_code == 1
     assert "TOO LARGE" in result.stdout
     assert "step 1" not in result.stdout
@@ -417,14 +418,14 @@ def test_verify_runs_only_on_request_before_the_first_step(
 
 
 def test_the_command_prints_a_table(job: Path) -> None:
-    result = command("verify", job)
+    result = run_command("verify", job)
     assert result.exit_code == 0
     assert result.stdout.count(" ok ") == 4
     assert "TOO LARGE" not in result.stdout
 
 
 def test_the_limit_can_be_set(job: Path) -> None:
-    result = command("verify", job, "verify.tolerance=1e-30")
+    result = run_command("verify", job, "verify.tolerance=1e-30")
     assert (result.exit_code, result.stderr) == (1, "")
     assert "TOO LARGE" in result.stdout
     assert "1.0e-30" in result.stdout
@@ -432,7 +433,7 @@ def test_the_limit_can_be_set(job: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_json_has_every_field(job: Path, dtype: str) -> None:
-    result = command("verify", job, "--json", f"model.dtype={dtype}")
+    result = run_command("verify", job, "--json", f"model.dtype={dtype}")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.count("\n") == 1
     report = json.loads(result.stdout)
@@ -444,7 +445,7 @@ def test_json_has_every_field(job: Path, dtype: str) -> None:
 
 def test_json_of_a_failure(job: Path, broken: Callable[[Break], None]) -> None:
     broken(every_token_at_its_flat_position)
-    result = command("verify", job, "--json", "batch.global_batch_size=16")
+    result = run_command("verify", job, "--json", "batch.global_batch_size=16")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["passed"] is False

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_jobs import command, train, write_job
+from harness.commands import run_command
+from harness.train_jobs import train, write_job
 
 # The part of the client's interface that is used, with the same names and parameters.
 STAND_IN = """
@@ -108,7 +109,7 @@ def test_failed_wandb_start_is_reported_before_the_first_step(
     job: Path, wandb: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_FAILS", "1")
-    done = command("train", job, "log.wandb=trees", "train_iters=2")
+    done = run_command("train", job, "log.wandb=trees", "train_iters=2")
     assert (done.exit_code, "step 1" in done.stdout) == (2, False)
     assert done.stderr == (
         "error: log.wandb=trees: No API key configured; log in with wandb login, or set WANDB_MODE=offline\n"
@@ -128,7 +129,7 @@ def test_missing_wandb_is_reported_before_the_run(job: Path, tmp_path: Path, mon
     (tmp_path / "cwd" / "wandb").mkdir(parents=True)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr("sys.path", [str(tmp_path / "cwd"), *without_wandb()])
-    done = command("train", job, "log.wandb=trees")
+    done = run_command("train", job, "log.wandb=trees")
     assert (done.exit_code, done.stdout) == (2, "")
     # The path lacks this package's metadata too: if it is read from a clone, the clone's extra is named.
     wanted = r"(wandb>=0\.19|/.*\[wandb\])"

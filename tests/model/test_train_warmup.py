@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from train_jobs import BATCH, command, train, write_job
+from harness.commands import run_command
+from harness.train_jobs import BATCH, train, write_job
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 NARROW = (
@@ -52,7 +53,7 @@ def test_a_fraction_may_end_between_two_steps(job: Path) -> None:
 
 @pytest.mark.parametrize("train_iters", [1, 2, 3])
 def test_the_quickstart_trains_any_number_of_steps(train_iters: int) -> None:
-    result = command("train", QUICKSTART, *NARROW, f"train_iters={train_iters}")
+    result = run_command("train", QUICKSTART, *NARROW, f"train_iters={train_iters}")
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"step {train_iters}" in result.stdout
 

@@ -5,84 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from test_data_huggingface import PLAIN, make_folder
-from train_jobs import FLOAT64, command, train
-from typer.testing import CliRunner
+from harness.commands import run_command, write_rows
+from harness.tokenizer_folders import PLAIN, make_folder
+from harness.train_jobs import FLOAT64, train
+from harness.xtoken_recipes import make_student_and_teacher, options, settings
 
-from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError
 
 pytest.importorskip("transformers")
 
-WORDS = ["look", "up", "the", "parcel", "it", "is", "lost", "sorry", "you", "are", "terse", "no", "bye"]
-RECIPE = """
-data: {{path: {data}, tokenizer: {tokenizer}}}
-model:
-  dtype: float64
-  num_layers: 2
-  hidden_size: {hidden}
-  num_attention_heads: 4
-  num_query_groups: 2
-  ffn_hidden_size: 48
-batch: {{global_batch_size: 6, max_tokens: 60}}
-optimizer: {{lr: 1e-2, lr_warmup_steps: 1, min_lr: 1e-3}}
-train_iters: 6
-compare: false
-verify: {{enabled: false}}
-"""
-
-
-def write_texts(path: Path, tokenizer: Path) -> Path:
-    """Write two-level trees of words in a tokenizer's tokens, some of them masked."""
-    rng = np.random.default_rng(0)
-    encoder = load_tokenizer(str(tokenizer))
-    texts = []
-    for _ in range(3):
-        root = " ".join(rng.choice(WORDS, size=4))
-        for _ in range(2):
-            trunk = f"{root} {' '.join(rng.choice(WORDS, size=3))}"
-            texts += [f"{trunk} {' '.join(rng.choice(WORDS, size=int(rng.integers(2, 5))))}" for _ in range(2)]
-    texts.append(texts[0])
-    with path.open("w") as stream:
-        for text in texts:
-            tokens = encoder.encode_text(text)
-            mask = rng.choice([0.0, 0.5, 1.0], size=len(tokens), p=[0.2, 0.2, 0.6]).tolist()
-            stream.write(json.dumps({"tokens": tokens, "loss_mask": mask}) + "\n")
-    return path
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizers, data, a projection, and a teacher that was trained for some steps."""
-    made = tmp_path_factory.mktemp("xtoken")
-    for name, prepend_space in (("student", False), ("teacher", True)):
-        (made / name).mkdir()
-        make_folder(made / name, PLAIN, prepend_space=prepend_space)
-        data = write_texts(made / f"{name}.jsonl", made / name)
-        recipe = RECIPE.format(data=data, tokenizer=made / name, hidden={"student": 32, "teacher": 48}[name])
-        (made / f"{name}.yaml").write_text(recipe + f"checkpoint: {{save: {made / f'{name}_runs'}}}\n")
-    (made / "student.yaml").write_text((made / "student.yaml").read_text().partition("checkpoint:")[0])
-    train(made / "teacher.yaml", "train_iters=12", "seed=3", "checkpoint.save_interval=12", *FLOAT64)
-    named = ["--student", str(made / "student"), "--teacher", str(made / "teacher")]
-    built = CliRunner().invoke(app, ["xtoken", "build-projection", *named, str(made / "w.safetensors")])
-    assert built.exit_code == 0, built.output
-    return made
-
-
-def options(**changes: object) -> tuple[str, ...]:
-    return tuple(f"objective.options.{name}={json.dumps(value)}" for name, value in changes.items())
-
-
-def settings(folder: Path, mode: str = "p_kl", **changes: object) -> list[str]:
-    """Overrides of the student's recipe, in float64."""
-    if mode not in ("alm", "uld"):
-        changes = {"projection": str(folder / "w.safetensors")} | changes
-    teacher = f"objective.teacher_recipe={folder / 'teacher.yaml'}"
-    return [*FLOAT64, "objective.name=xtoken", teacher, *options(mode=mode, **changes)]
+    return make_student_and_teacher(tmp_path_factory.mktemp("xtoken"))
 
 
 @pytest.mark.ci
@@ -129,8 +66,7 @@ def test_a_teacher_may_read_conversations_in_its_own_chat_format(folder, tmp_pat
         {"messages": [{"role": "user", "content": "look up the parcel"}, {"role": "assistant", "content": text}]}
         for text in ("it is lost", "it is lost sorry", "no", "bye bye", "you are terse", "the parcel is lost")
     ]
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "chats.jsonl", rows)
     (tmp_path / "teacher").mkdir()
     other = PLAIN.replace("{{ m.role }}", "{{ m.role | upper }}").replace("assistant:", "ASSISTANT:")
     make_folder(tmp_path / "teacher", other, prepend_space=True)
@@ -170,7 +106,7 @@ def test_average_of_one_teacher_is_that_teacher_for_any_weight(folder):
 
 
 def test_verification_supports_a_teacher(folder):
-    assert command("verify", folder / "student.yaml", *settings(folder)).exit_code == 0
+    assert run_command("verify", folder / "student.yaml", *settings(folder)).exit_code == 0
 
 
 def test_mistakes_are_named_before_a_step(folder, tmp_path):
@@ -199,7 +135,7 @@ def test_mistakes_are_named_before_a_step(folder, tmp_path):
     trimmed, names = tmp_path / "trimmed.safetensors", ["--student", str(folder / "student")]
     names += ["--teacher", str(folder / "teacher"), "--top-k", "1"]
     trim = ["xtoken", "trim", str(folder / "w.safetensors"), "--output", str(trimmed), *names]
-    assert CliRunner().invoke(app, trim).exit_code == 0
+    assert run_command(*trim).exit_code == 0
     files = [str(folder / "w.safetensors"), str(trimmed)]
     assert "name one file for all" in refused(*good, twice, *options(projection=files, **averaged))
     larger = tmp_path / "larger.yaml"

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from test_train_xtoken import folder, options, settings  # noqa: F401  # the fixture
-from train_jobs import FLOAT64, train
-from typer.testing import CliRunner
+from harness.commands import run_command, write_rows
+from harness.train_jobs import FLOAT64, train
+from harness.xtoken_recipes import make_student_and_teacher, options, settings
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError
@@ -21,26 +20,31 @@ pytest.importorskip("transformers")
 EXPORTED = "objective.options.teacher=top_k"
 
 
-def run_export(folder: Path, output: Path, *given: str) -> Result:  # noqa: F811
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_student_and_teacher(tmp_path_factory.mktemp("xtoken"))
+
+
+def run_export(folder: Path, output: Path, *given: str) -> Result:
     recipe = str(folder / "student.yaml")
-    return CliRunner().invoke(app, ["xtoken", "export-teacher", recipe, *given, "--output", str(output)])
+    return run_command("xtoken", "export-teacher", recipe, *given, "--output", output)
 
 
-def export(folder: Path, output: Path, *, k: int) -> Path:  # noqa: F811
+def export(folder: Path, output: Path, *, k: int) -> Path:
     done = run_export(folder, output, *settings(folder, "alm"), "--top-k", str(k))
     assert done.exit_code == 0, done.output
     return output
 
 
 @pytest.fixture(scope="module")
-def all_rows(folder, tmp_path_factory) -> Path:  # noqa: F811
+def all_rows(folder, tmp_path_factory) -> Path:
     """Rows of the full vocabulary, in float64."""
     size = token_bytes(load_tokenizer(str(folder / "teacher"))).vocab_size
     return export(folder, tmp_path_factory.mktemp("rows") / "whole.parquet", k=size)
 
 
 @pytest.fixture(scope="module")
-def lines(folder, tmp_path_factory) -> Path:  # noqa: F811
+def lines(folder, tmp_path_factory) -> Path:
     return export(folder, tmp_path_factory.mktemp("rows") / "rows.jsonl", k=20)
 
 
@@ -55,7 +59,7 @@ def lines(folder, tmp_path_factory) -> Path:  # noqa: F811
         pytest.param("uld", {}, marks=pytest.mark.slow),
     ],
 )
-def test_rows_of_the_full_vocabulary_equal_the_teacher(folder, all_rows, mode, changes):  # noqa: F811
+def test_rows_of_the_full_vocabulary_equal_the_teacher(folder, all_rows, mode, changes):
     given = [*settings(folder, mode, **changes), "train_iters=3"]
     asked = train(folder / "student.yaml", *given)
     read = train(folder / "student.yaml", *given, EXPORTED, f"data.path={all_rows}")
@@ -64,7 +68,7 @@ def test_rows_of_the_full_vocabulary_equal_the_teacher(folder, all_rows, mode, c
 
 
 @pytest.mark.parametrize("mode", ["p_kl", "alm"])
-def test_likeliest_tokens_train_equally_for_any_cut_of_a_step(folder, lines, mode):  # noqa: F811
+def test_likeliest_tokens_train_equally_for_any_cut_of_a_step(folder, lines, mode):
     given = [*settings(folder, mode), EXPORTED, f"data.path={lines}", "train_iters=3"]
     narrow = train(folder / "student.yaml", *given)
     held_out = [f"validation.path={lines}", "validation.eval_interval=3"]
@@ -76,7 +80,7 @@ def test_likeliest_tokens_train_equally_for_any_cut_of_a_step(folder, lines, mod
         assert narrow.losses == pytest.approx(asked.losses, rel=1e-5), "float32 in lines"
 
 
-def test_wrong_rows_are_refused_before_a_step(folder, lines, all_rows, tmp_path):  # noqa: F811
+def test_wrong_rows_are_refused_before_a_step(folder, lines, all_rows, tmp_path):
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
 
     def refused(number: int | None = None, mode: str = "p_kl", *, path: Path | None = None, **changes: object) -> str:
@@ -85,7 +89,7 @@ def test_wrong_rows_are_refused_before_a_step(folder, lines, all_rows, tmp_path)
             written = [dict(row) for row in rows]
             if number is not None:
                 written[number]["teacher"] = written[number]["teacher"] | changes
-            path.write_text("".join(json.dumps(row) + "\n" for row in written))
+            write_rows(path, written)
         with pytest.raises((RecipeError, SampleError, ValueError)) as caught:
             train(folder / "student.yaml", *settings(folder, mode), EXPORTED, f"data.path={path}")
         return str(caught.value)
@@ -117,7 +121,7 @@ def test_wrong_rows_are_refused_before_a_step(folder, lines, all_rows, tmp_path)
     assert str(torn) in refused(path=torn)
 
 
-def test_settings_that_exported_rows_leave_without_effect_are_refused(folder, lines):  # noqa: F811
+def test_settings_that_exported_rows_leave_without_effect_are_refused(folder, lines):
     def refused(*overrides: str) -> str:
         given = [*settings(folder), EXPORTED, f"data.path={lines}", *overrides]
         with pytest.raises(RecipeError) as caught:
@@ -136,7 +140,7 @@ def test_settings_that_exported_rows_leave_without_effect_are_refused(folder, li
         train(folder / "student.yaml", *FLOAT64, f"data.path={lines}", *distill)
 
 
-def test_export_names_mistakes_and_writes_nothing(folder, tmp_path):  # noqa: F811
+def test_export_names_mistakes_and_writes_nothing(folder, tmp_path):
     output = tmp_path / "rows.jsonl"
 
     def refused(*overrides: str, given: list[str] | None = None) -> str:
@@ -157,13 +161,13 @@ def test_export_names_mistakes_and_writes_nothing(folder, tmp_path):  # noqa: F8
     assert "holds no checkpoint" in refused(f"objective.teacher_recipe={empty(folder, tmp_path)}")
 
 
-def empty(folder: Path, tmp_path: Path) -> Path:  # noqa: F811
+def empty(folder: Path, tmp_path: Path) -> Path:
     recipe = tmp_path / "teacher.yaml"
     recipe.write_text((folder / "teacher.yaml").read_text().replace(str(folder / "teacher_runs"), str(tmp_path / "no")))
     return recipe
 
 
-def test_exported_lines_hold_the_teachers_tokens(folder, lines):  # noqa: F811
+def test_exported_lines_hold_the_teachers_tokens(folder, lines):
     table = token_bytes(load_tokenizer(str(folder / "teacher")))
     own = token_bytes(load_tokenizer(str(folder / "student")))
     for sample in read_samples(lines):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from folded_jobs import tree_spec
+from harness.folded_jobs import tree_spec
 from harness.models import tiny_gpt_config
 from harness.worlds import Layout, world
 from megatron.core.models.gpt import GPTModel

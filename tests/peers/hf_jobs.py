@@ -11,11 +11,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torchrun_jobs
 import transformers
-from hf_folders import rows, saved_model
+from harness import torchrun_jobs
+from harness.commands import run_command, write_rows
+from hf_folders import SIZES, rows, saved_model
 from safetensors.torch import load_file
-from train_jobs import command, write_rows
 
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
@@ -125,7 +125,7 @@ def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:
     with mock.patch.dict(os.environ):  # in which Megatron-Core leaves the attention that a model asks for
         recipe, source, model = write_job(folder, family)
         scores = folder / "scores.jsonl"
-        scored = command("score", recipe, "--hf", str(source), "--output", str(scores), *overrides)
+        scored = run_command("score", recipe, "--hf", source, "--output", scores, *overrides)
         if scored.exit_code:
             raise RuntimeError(" ".join(scored.output.split())) from scored.exception
         found, _ = run_once(load_recipe(recipe, [f"model.hf={source}", *overrides]), gradients)
@@ -165,3 +165,35 @@ def check_layout(family: str, folder: Path, *overrides: str) -> float:
     assert worst <= 1e-5, f"a log-probability differs by {worst}"
     assert_same_folder(folder / "exported", source)
     return worst
+
+
+REWARD_RECIPE = """
+objective: {name: reward_model}
+batch: {global_batch_size: 8, max_tokens: 40}
+train_iters: 1
+compare: false
+"""
+
+
+def write_reward_job(folder: Path) -> Path:
+    """A recipe of pairs."""
+    pairs = [{"tokens": row, "pair": i // 2, "chosen": i % 2 == 1} for i, row in enumerate(rows()[:8])]
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"data: {{path: {write_rows(folder / 'data.jsonl', pairs)}}}\n{REWARD_RECIPE}")
+    return recipe
+
+
+def saved_classifier(folder: Path, labels: int = 1) -> Any:
+    torch.manual_seed(0)
+    settings = SIZES | {"num_labels": labels, "pad_token_id": 0}
+    model = transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**settings)).float().eval()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return model
+
+
+def worst_reward(scores: Path, model: Any) -> float:
+    lines = [json.loads(line) for line in scores.read_text().splitlines()]
+    assert [line["tokens"] for line in lines] == rows()[:8]
+    with torch.no_grad():
+        expected = [float(model.score(model.model(torch.tensor([row])).last_hidden_state[0, -1])) for row in rows()[:8]]
+    return max(abs(line["reward"] - value) for line, value in zip(lines, expected, strict=True))

@@ -5,10 +5,10 @@ Needs it: ``pip install --no-deps -r requirements/peers.txt``.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from harness.commands import write_rows
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
@@ -34,7 +34,7 @@ def test_data_sets_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     """A folder of that name in the working folder stands for the hub: the library looks there first."""
     (tmp_path / "me" / "data").mkdir(parents=True)
     for split, rows in (("train", ROWS), ("test", ROWS[:2])):
-        (tmp_path / "me" / "data" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(tmp_path / "me" / "data" / f"{split}.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     files_of_hub.cache_clear()

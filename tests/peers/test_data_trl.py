@@ -10,7 +10,7 @@ import json
 import pytest
 
 trl = pytest.importorskip("trl.data_utils", reason="TRL is not installed")
-from test_data_huggingface import CHATML, PLAIN, make_folder, official  # noqa: E402
+from harness.tokenizer_folders import CHATML, PLAIN, make_folder, official  # noqa: E402
 
 from mcore_prefix_tree.data import load_tokenizer, read_samples  # noqa: E402
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.commands import run_command
 
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 from hf_folders import FAMILIES
 from hf_jobs import EP2, PP2, TP2_SP, check_layout, errors_of, write_job
-from train_jobs import command
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_layouts(family: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", UNKNOWN)
 def test_families_that_megatron_bridge_does_not_know(family: str, tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, family)
-    refused = command("verify", recipe, "--hf", str(source))
+    refused = run_command("verify", recipe, "--hf", source)
     assert refused.exit_code == 2, refused.output
     assert f"Megatron-Bridge cannot build {FAMILIES[family].name}ForCausalLM" in " ".join(refused.output.split())
 

@@ -18,11 +18,11 @@ from pages import commands_of
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-import torchrun_jobs
 import transformers
+from harness import torchrun_jobs
+from harness.tokenizer_folders import CHATML, make_folder
 from hf_folders import SIZES
 from hf_jobs import PROGRAM
-from test_data_huggingface import CHATML, make_folder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "grpo-own-model.md"

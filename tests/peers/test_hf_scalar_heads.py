@@ -8,58 +8,36 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from harness.commands import run_command
 
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-import torchrun_jobs
 import transformers
-from hf_folders import SIZES, rows, saved_model
-from hf_jobs import PP2, PROGRAM, STILL, TP2_SP, assert_same_folder, weights_in
-from train_jobs import command, write_rows
+from harness import torchrun_jobs
+from hf_folders import saved_model
+from hf_jobs import (
+    PP2,
+    PROGRAM,
+    STILL,
+    TP2_SP,
+    assert_same_folder,
+    saved_classifier,
+    weights_in,
+    worst_reward,
+    write_reward_job,
+)
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
-RECIPE = """
-objective: {name: reward_model}
-batch: {global_batch_size: 8, max_tokens: 40}
-train_iters: 1
-compare: false
-"""
-
-
-def write_job(folder: Path) -> Path:
-    """A recipe of pairs."""
-    pairs = [{"tokens": row, "pair": i // 2, "chosen": i % 2 == 1} for i, row in enumerate(rows()[:8])]
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(f"data: {{path: {write_rows(folder / 'data.jsonl', pairs)}}}\n{RECIPE}")
-    return recipe
-
-
-def saved_classifier(folder: Path, labels: int = 1) -> Any:
-    torch.manual_seed(0)
-    settings = SIZES | {"num_labels": labels, "pad_token_id": 0}
-    model = transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**settings)).float().eval()
-    model.save_pretrained(folder, max_shard_size="100KB")
-    return model
-
-
-def worst_reward(scores: Path, model: Any) -> float:
-    lines = [json.loads(line) for line in scores.read_text().splitlines()]
-    assert [line["tokens"] for line in lines] == rows()[:8]
-    with torch.no_grad():
-        expected = [float(model.score(model.model(torch.tensor([row])).last_hidden_state[0, -1])) for row in rows()[:8]]
-    return max(abs(line["reward"] - value) for line, value in zip(lines, expected, strict=True))
 
 
 @pytest.mark.parametrize(
     "layout", [(), pytest.param(TP2_SP, marks=pytest.mark.slow), pytest.param(PP2, marks=pytest.mark.slow)]
 )
 def test_classifier_in_and_out(layout: tuple[str, ...], tmp_path: Path) -> None:
-    recipe, source, scores = write_job(tmp_path), tmp_path / "source", tmp_path / "scores.jsonl"
+    recipe, source, scores = write_reward_job(tmp_path), tmp_path / "source", tmp_path / "scores.jsonl"
     model = saved_classifier(source)
     exported = tmp_path / "exported"
     options = ("--hf", str(source), *layout, STILL)
@@ -71,7 +49,7 @@ def test_classifier_in_and_out(layout: tuple[str, ...], tmp_path: Path) -> None:
             ranks = torchrun_jobs.run(2, *arguments, program=PROGRAM)
             assert ranks.code == 0, ranks.err
         else:
-            done = command(*arguments)
+            done = run_command(*arguments)
             assert done.exit_code == 0, done.output
     assert worst_reward(scores, model) <= 1e-5
     assert_same_folder(exported, source)
@@ -80,10 +58,10 @@ def test_classifier_in_and_out(layout: tuple[str, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["Llama 3", "Qwen3"])
 def test_language_model_becomes_a_classifier(family: str, tmp_path: Path) -> None:
     """Qwen3 has tied embeddings: its folder has no head whose place the scalar one could take."""
-    recipe, source, exported = write_job(tmp_path), tmp_path / "source", tmp_path / "exported"
+    recipe, source, exported = write_reward_job(tmp_path), tmp_path / "source", tmp_path / "exported"
     saved_model(family, source, {}, max_shard_size="100KB")
     saved = f"checkpoint.save={tmp_path / 'run'}"
-    trained = command("train", recipe, "--hf", str(source), saved, f"checkpoint.export_hf={exported}")
+    trained = run_command("train", recipe, "--hf", source, saved, f"checkpoint.export_hf={exported}")
     assert trained.exit_code == 0, trained.output
     assert "with a new scalar head" in trained.output
     kind = "LlamaForSequenceClassification" if family == "Llama 3" else "Qwen3ForSequenceClassification"
@@ -95,7 +73,7 @@ def test_language_model_becomes_a_classifier(family: str, tmp_path: Path) -> Non
     assert index["weight_map"].keys() == weights_in(exported).keys()
     for options in (["--hf", str(source), saved], ["--hf", str(exported)]):
         scores = tmp_path / f"{len(options)}.jsonl"
-        scored = command("score", recipe, *options, "--output", str(scores))
+        scored = run_command("score", recipe, *options, "--output", scores)
         assert scored.exit_code == 0, scored.output
         assert worst_reward(scores, model) <= 1e-5
 
@@ -108,16 +86,16 @@ def test_language_model_becomes_a_classifier(family: str, tmp_path: Path) -> Non
     ],
 )
 def test_classifiers_that_do_not_fit(objective: str, labels: int, says: str, tmp_path: Path) -> None:
-    recipe = write_job(tmp_path)
+    recipe = write_reward_job(tmp_path)
     saved_classifier(tmp_path / "source", labels)
-    refused = command("verify", recipe, "--hf", str(tmp_path / "source"), f"objective.name={objective}")
+    refused = run_command("verify", recipe, "--hf", tmp_path / "source", f"objective.name={objective}")
     assert refused.exit_code == 2, refused.output
     assert says in " ".join(refused.output.split())
 
 
 def test_language_model_has_no_reward_to_score_with(tmp_path: Path) -> None:
-    recipe = write_job(tmp_path)
+    recipe = write_reward_job(tmp_path)
     saved_model("Llama 3", tmp_path / "source", {})
-    refused = command("score", recipe, "--hf", str(tmp_path / "source"), "--output", str(tmp_path / "scores.jsonl"))
+    refused = run_command("score", recipe, "--hf", tmp_path / "source", "--output", tmp_path / "scores.jsonl")
     assert refused.exit_code == 2, refused.output
     assert "has no scalar head to score with; set checkpoint.save" in " ".join(refused.output.split())

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+from harness.commands import run_command
 
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 import safetensors.torch
-import torchrun_jobs
+from harness import torchrun_jobs
 from hf_folders import LLAMA3, rows, saved_model
 from hf_jobs import PP2, PROGRAM, STILL, TP2_SP, assert_same_folder, nll, read_model, worst_score, write_job
-from train_jobs import command
 
 from mcore_prefix_tree.utils import os_signals
 
@@ -41,9 +41,9 @@ def test_transformers_reads_trained_weights(tmp_path: Path) -> None:
     for iterations in (1, 2):
         options = (saved, f"train_iters={iterations}", "optimizer.lr_decay_style=constant")
         exported = tmp_path / f"after {iterations}"
-        done = command("train", recipe, "--hf", str(source), "--resume", *options, f"checkpoint.export_hf={exported}")
+        done = run_command("train", recipe, "--hf", source, "--resume", *options, f"checkpoint.export_hf={exported}")
         assert done.exit_code == 0, done.output
-    again = command("export", recipe, str(tmp_path / "again"), "--hf", str(source), saved)
+    again = run_command("export", recipe, tmp_path / "again", "--hf", source, saved)
     assert again.exit_code == 0, again.output
     assert_same_folder(tmp_path / "again", exported)
     assert not list(exported.glob("*.h5"))
@@ -53,10 +53,10 @@ def test_transformers_reads_trained_weights(tmp_path: Path) -> None:
         with torch.no_grad():
             losses.append(float(sum(nll(model, row).sum() for row in rows())))
     assert losses[0] > losses[1] > losses[2]
-    refused = command("export", recipe, str(exported), "--hf", str(source), saved)
+    refused = run_command("export", recipe, exported, "--hf", source, saved)
     assert refused.exit_code == 2
     assert "exists already" in refused.output
-    command("score", recipe, "--hf", str(source), saved, "--output", str(tmp_path / "scores.jsonl"))
+    run_command("score", recipe, "--hf", source, saved, "--output", tmp_path / "scores.jsonl")
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
 
 
@@ -71,7 +71,7 @@ def test_failed_export_leaves_nothing(error: Exception, tmp_path: Path, monkeypa
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     target = tmp_path / "exported"
-    done = command("train", recipe, "--hf", str(source), f"checkpoint.export_hf={target}", "verify.enabled=false")
+    done = run_command("train", recipe, "--hf", source, f"checkpoint.export_hf={target}", "verify.enabled=false")
     assert done.exit_code == 2, done.output
     assert "No space left on device" in done.output
     assert not list(tmp_path.glob("exported*"))
@@ -90,9 +90,7 @@ def test_signal_during_the_export_does_not_stop_it(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("safetensors.torch.save_file", interrupted)
     target = tmp_path / "exported"
-    done = command(
-        "train", recipe, "--hf", str(source), STILL, f"checkpoint.export_hf={target}", "verify.enabled=false"
-    )
+    done = run_command("train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={target}", "verify.enabled=false")
     assert done.exit_code == 0, done.output
     assert_same_folder(target, source)
 
@@ -102,7 +100,7 @@ def test_weights_beyond_the_type_of_the_source(tmp_path: Path) -> None:
     model.half().save_pretrained(source)
     exported = tmp_path / "exported"
     options = ("optimizer.lr=1e6", "optimizer.lr_decay_style=constant", "verify.enabled=false")
-    refused = command("train", recipe, "--hf", str(source), f"checkpoint.export_hf={exported}", *options)
+    refused = run_command("train", recipe, "--hf", source, f"checkpoint.export_hf={exported}", *options)
     assert refused.exit_code == 2, refused.output
     assert "has values beyond that type's largest" in " ".join(refused.output.split())
     assert not list(tmp_path.glob("exported*"))
@@ -120,14 +118,14 @@ def test_reference_is_a_folder(tmp_path: Path) -> None:
     reference = other_folder(tmp_path / "reference")
     scores = tmp_path / "scores.jsonl"
     options = ("--hf", str(source), "--output", str(scores), "--reference")
-    scored = command("score", recipe, *options, str(tmp_path / "reference"))
+    scored = run_command("score", recipe, *options, tmp_path / "reference")
     assert scored.exit_code == 0, scored.output
     assert worst_score(scores, model) <= 1e-5
     assert worst_score(scores, reference, column="ref_logprobs") <= 1e-5
     assert worst_score(scores, reference) > 1e-3
     other_folder(tmp_path / "qwen", "Qwen3")
     scores.unlink()
-    refused = command("score", recipe, *options, str(tmp_path / "qwen"))
+    refused = run_command("score", recipe, *options, tmp_path / "qwen")
     assert refused.exit_code == 2, refused.output
     assert "is another model than model.hf=" in " ".join(refused.output.split())
 
@@ -138,7 +136,7 @@ def test_teacher_is_a_folder(tmp_path: Path) -> None:
     distill = ("objective.name=distill", "objective.options.teacher=full", STILL, "verify.enabled=false")
     losses = []
     for teacher in (source, tmp_path / "teacher"):
-        trained = command("train", recipe, "--hf", str(source), *distill, f"objective.teacher_recipe={teacher}")
+        trained = run_command("train", recipe, "--hf", source, *distill, f"objective.teacher_recipe={teacher}")
         assert trained.exit_code == 0, trained.output
         assert f"the teacher's weights are {teacher}" in trained.output
         losses += [abs(float(loss)) for loss in re.findall(r"^step 1 \| loss (\S+) ", trained.output, re.MULTILINE)]
@@ -162,7 +160,7 @@ def test_folders_with_inconsistent_parts_are_rejected(change: dict[str, Any], sa
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
-    refused = command("verify", recipe, "--hf", str(source))
+    refused = run_command("verify", recipe, "--hf", source)
     assert refused.exit_code == 2, refused.output
     assert says in " ".join(refused.output.split())
 
@@ -206,7 +204,7 @@ def test_weights_that_no_layer_reads(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (source / "config.json").write_text(json.dumps(config))
-    refused = command("verify", recipe, "--hf", str(source))
+    refused = run_command("verify", recipe, "--hf", source)
     assert refused.exit_code == 2, refused.output
     assert "self_attn.k_norm.weight', which Megatron-Bridge's model does not read" in " ".join(refused.output.split())
 
@@ -225,7 +223,7 @@ def test_positions_and_windows(change: dict[str, Any], says: str | None, tmp_pat
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
-    done = command("verify", recipe, "--hf", str(source))
+    done = run_command("verify", recipe, "--hf", source)
     assert done.exit_code == (2 if says else 0), done.output
     assert (says or "") in " ".join(done.output.split())
 
@@ -234,7 +232,7 @@ def test_settings_that_folding_decides(tmp_path: Path) -> None:
     """Without losses by token every micro-batch would have a separate mean."""
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     setting = "model.transformer.calculate_per_token_loss"
-    refused = command("verify", recipe, "--hf", str(source), f"{setting}=false")
+    refused = run_command("verify", recipe, "--hf", source, f"{setting}=false")
     assert refused.exit_code == 2, refused.output
     assert f"{setting}: other keys of the recipe, or folding, decide this" in " ".join(refused.output.split())
 
@@ -267,7 +265,7 @@ def test_settings_that_layers_pass_over(family: str, change: dict[str, Any], tmp
     recipe, source, _ = write_job(tmp_path, family)
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
-    refused = command("verify", recipe, "--hf", str(source))
+    refused = run_command("verify", recipe, "--hf", source)
     assert refused.exit_code == 2, refused.output
     said = " ".join(refused.output.split())
     assert re.search("config.json has (\\w+)=|rotary embeddings with these settings|cannot build GptOss", said), said
@@ -277,14 +275,14 @@ def test_settings_that_layers_pass_over(family: str, change: dict[str, Any], tmp
 def test_yarn_has_the_defaults_of_transformers(truncate: bool | None, tmp_path: Path) -> None:
     rope = YARN if truncate is None else YARN | {"truncate": truncate}
     recipe, source, model = write_job(tmp_path, "Qwen3", {"rope_parameters": rope})
-    scored = command("score", recipe, "--hf", str(source), "--output", str(tmp_path / "scores.jsonl"))
+    scored = run_command("score", recipe, "--hf", source, "--output", tmp_path / "scores.jsonl")
     assert scored.exit_code == 0, scored.output
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
 
 
 def test_layers_that_stages_cannot_share(tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama 3")
-    refused = command("verify", recipe, "--hf", str(source), "parallel.pipeline_model_parallel_size=3")
+    refused = run_command("verify", recipe, "--hf", source, "parallel.pipeline_model_parallel_size=3")
     assert refused.exit_code == 2
     assert "has 2 layers, which 3 stages of a pipeline cannot share evenly" in " ".join(refused.output.split())
 
@@ -292,16 +290,16 @@ def test_layers_that_stages_cannot_share(tmp_path: Path) -> None:
 def test_recipe_in_a_checkpoint_exports(tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama 3")
     saved = tmp_path / "run"
-    trained = command("train", recipe, "--hf", str(source), f"checkpoint.save={saved}", "verify.enabled=false")
+    trained = run_command("train", recipe, "--hf", source, f"checkpoint.save={saved}", "verify.enabled=false")
     assert trained.exit_code == 0, trained.output
-    again = command("export", next(saved.glob("*/recipe.yaml")), str(tmp_path / "exported"))
+    again = run_command("export", next(saved.glob("*/recipe.yaml")), tmp_path / "exported")
     assert again.exit_code == 0, again.output
     assert (tmp_path / "exported" / "config.json").is_file()
 
 
 def test_vocabulary_that_tensor_parallel_ranks_cannot_share(tmp_path: Path) -> None:
     recipe, source, _ = write_job(tmp_path, "Llama 3")
-    refused = command("verify", recipe, "--hf", str(source), "parallel.tensor_model_parallel_size=3")
+    refused = run_command("verify", recipe, "--hf", source, "parallel.tensor_model_parallel_size=3")
     assert refused.exit_code == 2
     assert "does not divide the vocabulary" in refused.output
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from harness.commands import run_command
 
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import peft
-import torchrun_jobs
+from harness import torchrun_jobs
 from hf_folders import rows
 from hf_jobs import EP2, PP2, PROGRAM, STILL, TP2_SP, nll, read_model, weights_in, worst_score, write_job
 from safetensors.torch import load_file
-from train_jobs import command
 
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
@@ -83,11 +83,11 @@ def test_adapter_scores_equal_pefts(
 ) -> None:
     recipe, source, adapter, model = write_adapter(tmp_path, family, targets)
     options = ("--hf", str(source), f"model.adapter={adapter}", *overrides)
-    scored = command("score", recipe, *options, "--output", str(tmp_path / "scores.jsonl"))
+    scored = run_command("score", recipe, *options, "--output", tmp_path / "scores.jsonl")
     assert scored.exit_code == 0, scored.output
     assert worst_score(tmp_path / "scores.jsonl", model) <= 1e-5
     found, _ = run_once(load_recipe(recipe, [f"model.hf={source}", f"model.adapter={adapter}", *overrides]), gradients)
-    verified = command("verify", recipe, *options, "model.dtype=float64")
+    verified = run_command("verify", recipe, *options, "model.dtype=float64")
     assert verified.exit_code == 0, verified.output
     sum(nll(model, row).sum() for row in rows()).backward()
     expected = {
@@ -159,15 +159,15 @@ def test_peft_reads_trained_adapters(tmp_path: Path) -> None:
     for iterations in (1, 2):
         options = (saved, *lora, f"train_iters={iterations}", "optimizer.lr_decay_style=constant")
         exported = tmp_path / f"after {iterations}"
-        done = command("train", recipe, "--hf", str(source), "--resume", *options, f"checkpoint.export_hf={exported}")
+        done = run_command("train", recipe, "--hf", source, "--resume", *options, f"checkpoint.export_hf={exported}")
         assert done.exit_code == 0, done.output
     assert "resumed from" in done.output
     at_once = tmp_path / "at once"
     options = (*lora, "train_iters=2", "optimizer.lr_decay_style=constant", f"checkpoint.export_hf={at_once}")
-    done = command("train", recipe, "--hf", str(source), *options)
+    done = run_command("train", recipe, "--hf", source, *options)
     assert done.exit_code == 0, done.output
     assert "with a new adapter" in done.output
-    again = command("export", recipe, str(tmp_path / "again"), "--hf", str(source), saved, *lora)
+    again = run_command("export", recipe, tmp_path / "again", "--hf", source, saved, *lora)
     assert again.exit_code == 0, again.output
     files = [folder / "adapter_model.safetensors" for folder in (tmp_path / "again", exported, at_once)]
     states = [load_file(file) for file in files]
@@ -185,9 +185,7 @@ def test_peft_reads_trained_adapters(tmp_path: Path) -> None:
             losses.append(float(sum(nll(model, row).sum() for row in rows())))
     assert losses[0] > losses[1] > losses[2]
     scores = tmp_path / "scores.jsonl"
-    scored = command(
-        "score", recipe, "--hf", str(source), saved, *lora, "--output", str(scores), "--reference", str(source)
-    )
+    scored = run_command("score", recipe, "--hf", source, saved, *lora, "--output", scores, "--reference", source)
     assert scored.exit_code == 0, scored.output
     assert worst_score(scores, model) <= 1e-5
     assert worst_score(scores, read_model(source), column="ref_logprobs") <= 1e-5

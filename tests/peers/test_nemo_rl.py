@@ -18,8 +18,8 @@ if not os.getenv("NEMO_RL_PATH"):
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
+from harness.layouts import in_layouts
 from harness.worlds import Layout, world
-from layouts import in_layouts
 from nemo_rl_runs import WORKER, compare, refusals
 
 

@@ -14,8 +14,8 @@ import pytest
 if not os.getenv("SLIME_PATH"):
     pytest.skip("SLIME_PATH does not name a checkout of slime", allow_module_level=True)
 pytest.importorskip("ray", reason="ray is not installed")
+from harness.layouts import in_layouts
 from harness.worlds import Layout, WorkerError, world
-from layouts import in_layouts
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from slime_runs import OURS, compare, same_parameters
 

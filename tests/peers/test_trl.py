@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 import peft
-from test_integration_transformers import InDouble
+from harness.transformers_models import InDouble
 from trl_jobs import JOBS, STEPS, load_model, save_model, train
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone

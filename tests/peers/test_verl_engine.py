@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("verl", reason="verl is not installed")
+from harness.layouts import in_layouts
 from harness.worlds import Layout, world
-from layouts import in_layouts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from verl_engines import compare, emulated, engine, track
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from test_data_huggingface import CHATML, make_folder, official
+from harness.tokenizer_folders import CHATML, make_folder, official
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone
 

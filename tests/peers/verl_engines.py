@@ -17,10 +17,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+from harness.seam_models import build, local_spec, tiny_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from seam_models import build, local_spec, tiny_config
 from stand_ins import StandIn
 
 from mcore_prefix_tree.cpu.dot_product import PackedAttention

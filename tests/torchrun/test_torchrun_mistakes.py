@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from torchrun_jobs import RECIPE, TP2, run, run_torchrun, write_job
+from harness.torchrun_jobs import RECIPE, TP2, run, run_torchrun, write_job
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrun_jobs import RECIPE, Ended, checkpoint_content, run, write_job
+from harness.torchrun_jobs import RECIPE, Ended, checkpoint_content, run, write_job
 
 EXPERTS = "{num_moe_experts: 4, moe_router_topk: 2, moe_ffn_hidden_size: 24}"
 EP2 = ("parallel.expert_model_parallel_size=2",)

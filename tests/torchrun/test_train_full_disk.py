@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from torchrun_jobs import (
+from harness.torchrun_jobs import (
     TP2,
     TRACKER,
     VOCAB,

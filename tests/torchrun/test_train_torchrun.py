@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torchrun_jobs import (
+from harness.torchrun_jobs import (
     RECIPE,
     STEPS,
     TP2,

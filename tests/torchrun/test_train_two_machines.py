@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torchrun_jobs import TRACKER, VOCAB, assert_same_bits, checkpoint_content, environment, write_job
+from harness.torchrun_jobs import TRACKER, VOCAB, assert_same_bits, checkpoint_content, environment, write_job
 
 STEPS = 10
 RECIPE = f"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from oracles import worst
+from harness.oracles import worst
 
 from mcore_prefix_tree.attention import AttentionOptions, Case, reference
 

@@ -16,7 +16,7 @@ from unittest import mock
 import cutlass
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from oracles import metadata_of, random_forest
+from harness.oracles import metadata_of, random_forest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_prefix_tree.attention import AttentionOptions, fa4

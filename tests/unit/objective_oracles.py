@@ -8,12 +8,22 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_prefix_tree import FlatLayout, Sample, Signals, fold
-from mcore_prefix_tree.objectives import LossOutput, PolicyGradient, Targets
+from mcore_prefix_tree.objectives import (
+    KTO,
+    Critic,
+    Distillation,
+    LossOutput,
+    PolicyGradient,
+    Preference,
+    RewardModel,
+    Targets,
+)
 from mcore_prefix_tree.signals import Teacher
 
 VOCAB = 41
@@ -312,6 +322,12 @@ def advantages(config: PolicyGradient, samples: Sequence[Sample]) -> dict[tuple[
     return result
 
 
+def sft_loss(objective: Any, world: World | Alone) -> torch.Tensor:
+    """The weighted negative log-likelihood, token by token."""
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    return sum((-weight * world.logprobs(i)[t] for (i, t), weight in weights.items()), world.logits.sum() * 0) / divisor
+
+
 def policy_loss(config: PolicyGradient, world: World) -> torch.Tensor:
     """The step's loss, divided."""
     samples = world.samples
@@ -413,3 +429,134 @@ def flat_logprobs(world: World, layout: FlatLayout, table_row: torch.Tensor) -> 
     logprob = rows.new_zeros(layout.padded_size)
     logprob = logprob.index_put((has.nonzero()[:, 0],), rows[predictor[has], torch.from_numpy(layout.input_ids)[has]])
     return logprob, -(rows.exp() * rows).sum(dim=1)
+
+
+def naive_divergence(p: torch.Tensor, q: torch.Tensor, kind: str, beta: float) -> torch.Tensor:
+    """From probabilities, as the formulas are written."""
+    if kind == "forward_kl":
+        return (p * torch.log(p / q)).sum()
+    if kind == "reverse_kl":
+        return (q * torch.log(q / p)).sum()
+    m = beta * p + (1 - beta) * q
+    return beta * (p * torch.log(p / m)).sum() + (1 - beta) * (q * torch.log(q / m)).sum()
+
+
+def top_k_loss(objective: Distillation, world: World) -> torch.Tensor:
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    total = world.logits.sum() * 0
+    for index, sample in enumerate(world.samples):
+        rows, teacher = world.distributions(index), sample.signals.teacher
+        for t in scored_positions(sample):
+            p = torch.tensor(teacher.logprobs[t].tolist(), dtype=torch.float64).exp()
+            q = rows[t].exp()[torch.tensor(teacher.token_ids[t].tolist())]
+            p, q = (torch.cat([x, 1 - x.sum()[None]]) for x in (p, q))
+            total = total + weights[index, t] * naive_divergence(p, q, objective.divergence, objective.jsd_beta)
+    return total / max(1, divisor)
+
+
+def full_loss(objective: Distillation, world: World, teacher: World) -> torch.Tensor:
+    """The same from a second model's full distributions for the same samples."""
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    total = world.logits.sum() * 0
+    for index in range(len(world.samples)):
+        student, taught = world.distributions(index), teacher.distributions(index)
+        for t in [t for of, t in weights if of == index]:
+            p, q = taught[t].detach().exp(), student[t].exp()
+            total = total + weights[index, t] * naive_divergence(p, q, objective.divergence, objective.jsd_beta)
+    return total / max(1, divisor)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def pair_loss(objective: Preference, world: World) -> torch.Tensor:
+    """Mean over pairs; sample 2q is rejected and 2q + 1 chosen."""
+    total = world.logits.sum() * 0
+    for rejected in range(0, len(world.samples), 2):
+        score, nll = {}, {}
+        for index in (rejected, rejected + 1):
+            sample, own = world.samples[index], world.logprobs(index)
+            weight = sum(float(sample.loss_mask[t]) for t in scored_positions(sample))
+            s = n = 0
+            for t in scored_positions(sample):
+                ref = float(sample.signals.ref_logprobs[t]) if objective.reference else 0.0
+                s = s + float(sample.loss_mask[t]) * (own[t] - ref)
+                n = n - float(sample.loss_mask[t]) * own[t] / weight
+            score[index], nll[index] = (s / weight if objective.average else s), n
+        w, lose = score[rejected + 1], score[rejected]
+        if objective.link == "ipo":
+            loss = (w - lose - 1 / (2 * objective.beta)) ** 2
+        elif objective.link == "hinge":
+            loss = torch.relu(1 - objective.beta * (w - lose))
+        elif objective.link == "odds_ratio":
+            odds = [torch.exp(s) / (1 - torch.exp(s)) for s in (w, lose)]
+            loss = -objective.beta * torch.log(sigmoid(torch.log(odds[0] / odds[1])))
+        else:
+            x = objective.beta * (w - lose) - objective.gamma
+            eps = objective.label_smoothing
+            loss = -(1 - eps) * torch.log(sigmoid(x)) - eps * torch.log(1 - sigmoid(x))
+        total = total + loss + objective.nll_coef * nll[rejected + 1]
+    return total / max(1, len(world.samples) // 2)
+
+
+def kto_loss(objective: KTO, world: World) -> torch.Tensor:
+    point = 0.0
+    measuring = [s for s in world.samples if s.signals.mismatched]
+    if objective.reference_point == "mismatched":
+        for sample in measuring:
+            for t in scored_positions(sample):
+                difference = float(sample.signals.old_logprobs[t]) - float(sample.signals.ref_logprobs[t])
+                point += float(sample.loss_mask[t]) * difference / len(measuring)
+        point = max(0.0, point)
+    total, count = world.logits.sum() * 0, 0
+    for index, sample in enumerate(world.samples):
+        if sample.signals.mismatched:
+            continue
+        own, r = world.logprobs(index), 0
+        for t in scored_positions(sample):
+            r = r + float(sample.loss_mask[t]) * (own[t] - float(sample.signals.ref_logprobs[t]))
+        r = torch.as_tensor(r, dtype=torch.float64)
+        if sample.signals.label:
+            total = total + objective.desirable_weight * (1 - sigmoid(objective.beta * (r - point)))
+        else:
+            total = total + objective.undesirable_weight * (1 - sigmoid(objective.beta * (point - r)))
+        count += 1
+    return total / max(1, count)
+
+
+def critic_loss(objective: Critic, world: World) -> torch.Tensor:
+    weights, divisor = token_weights(world.samples, objective.normalise, None)
+    total = world.scalar.sum() * 0
+    estimated = {}
+    if objective.returns == "gae":
+        config = PolicyGradient(
+            advantage="gae",
+            gamma=objective.gamma,
+            lam=objective.lam,
+            kl_in="reward",
+            kl_coef=objective.kl_coef,
+            kl_estimator=objective.kl_estimator,
+        )
+        estimated = advantages(config, world.samples)
+    for index, sample in enumerate(world.samples):
+        values = world.values(index)
+        for t in scored_positions(sample):
+            old = float(sample.signals.values[t])
+            target = estimated[index, t] + old if objective.returns == "gae" else float(sample.signals.returns[t])
+            value = values[t - 1]  # of the state that the token is chosen in
+            loss = (value - target) ** 2
+            if objective.clip_eps is not None:
+                near = old + torch.clamp(value - old, -objective.clip_eps, objective.clip_eps)
+                loss = torch.maximum(loss, (near - target) ** 2)
+            total = total + weights[index, t] * loss / 2
+    return total / max(1, divisor)
+
+
+def reward_model_loss(objective: RewardModel, world: World) -> torch.Tensor:
+    """Mean over pairs; sample 2q is rejected and 2q + 1 chosen."""
+    total = world.scalar.sum() * 0
+    for rejected in range(0, len(world.samples), 2):
+        lose, win = (world.values(index)[-1] for index in (rejected, rejected + 1))
+        total = total - torch.log(1 / (1 + torch.exp(lose - win))) + objective.center_coef * (win + lose) ** 2
+    return total / max(1, len(world.samples) // 2)

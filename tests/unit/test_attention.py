@@ -5,14 +5,13 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import case_of
+from attention_cases import case_of, random_inputs
 from fake_flash_attention import install
+from harness.each_tensor import EachTensor
 from harness.marks import quick
+from harness.oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import causal_attention, forest_samples, metadata_of, random_forest, sample_lists, worst
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import AttentionOptions, Case, check_backend, path, tree_attention
@@ -33,18 +32,6 @@ EXACT = supporting(
         options=AttentionOptions(softmax_scale=1.0),
     )
 )
-
-
-def random_inputs(size, *, heads=4, key_heads=2, dim=8, value_dim=None, dtype=torch.float64, seed=0):
-    """query, key, value and a gradient of the result."""
-    generator = torch.Generator().manual_seed(seed)
-    value_dim = dim if value_dim is None else value_dim
-
-    def draw(count, width):
-        return torch.randn(size, count, width, generator=generator, dtype=torch.float64).to(dtype)
-
-    inputs = [draw(heads, dim).requires_grad_(), draw(key_heads, dim).requires_grad_()]
-    return [*inputs, draw(key_heads, value_dim).requires_grad_()], draw(heads, value_dim)
 
 
 def run(backend, inputs, grad_out, metadata, scale=0.3):
@@ -282,22 +269,12 @@ def test_path_never_makes_a_tensor_with_a_number_per_pair(monkeypatch):
     monkeypatch.setattr(path, "QUERY_BLOCK", 16)
     metadata = metadata_of(*random_forest(2, nodes=60, node_lens=(20, 50), root_rate=0.02))
     inputs, grad_out = random_inputs(metadata.padded_size, heads=2, key_heads=1, dtype=torch.float32)
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    largest = max(largest, leaf.untyped_storage().nbytes() // leaf.element_size())
-            return result
-
-    with Watch():
+    sizes = []
+    with EachTensor(lambda one: sizes.append(one.untyped_storage().nbytes() // one.element_size())):
         run("path", inputs, grad_out, metadata)
     window = 2 * 16 * (metadata.max_path_len + 16)  # heads x rows x keys
     per_token = 2 * 8 * max(metadata.padded_size, metadata.max_path_len)
-    assert largest <= max(window, per_token)
+    assert max(sizes) <= max(window, per_token)
     assert max(window, per_token) < metadata.padded_size**2 / 10
 
 

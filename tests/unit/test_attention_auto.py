@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import case_of
 from fake_flash_attention import install
-from oracles import metadata_of, random_forest
+from harness.oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, imports, parity

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from harness.oracles import metadata_of, random_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention.reference import visibility, window_visibility

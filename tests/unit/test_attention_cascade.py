@@ -8,9 +8,9 @@ import pytest
 import torch
 from attention_cases import assert_close_to_reference, case_of, random_inputs, results
 from fused_attention import FusedAttention, install
+from harness.oracles import metadata_of, random_forest, sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import metadata_of, random_forest, sample_lists, worst
 from plain_kernel import KERNELS
 
 from mcore_prefix_tree import TreeMetadata, fold

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_cases import case_of, random_inputs
 from fake_flash_attention import install
-from oracles import metadata_of, random_forest
+from harness.oracles import metadata_of, random_forest
 
 from mcore_prefix_tree.attention import fa4, imports, tree_attention
 from mcore_prefix_tree.attention.tile_blocks import block_plan

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import case_of, random_inputs
+from harness.oracles import metadata_of, random_forest, sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import metadata_of, random_forest, sample_lists, worst
 from torch.nn.attention.flex_attention import flex_attention
 
 from mcore_prefix_tree import TreeMetadata, fold

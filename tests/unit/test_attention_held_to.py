@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import case_of, random_inputs, results
+from harness.oracles import metadata_of, random_forest, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import metadata_of, random_forest, worst
 from plain_kernel import KERNELS
 from torch.nn.attention.flex_attention import flex_attention
 

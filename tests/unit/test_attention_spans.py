@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from harness.oracles import metadata_of, random_forest, sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import metadata_of, random_forest, sample_lists
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention.reference import visibility

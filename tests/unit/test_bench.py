@@ -29,9 +29,10 @@ from attention_bench.settings import Settings
 from attention_bench.workloads import standard_workloads, workload_of_samples
 from attention_cases import case_of
 from bench_attention import app
-from oracles import metadata_of, random_forest, worst
+from harness.commands import write_rows
+from harness.oracles import metadata_of, random_forest, worst
+from harness.torchrun_jobs import run
 from torch.multiprocessing.reductions import StorageWeakRef
-from torchrun_jobs import run
 from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample, fold
@@ -541,8 +542,7 @@ def bench_cli(*arguments):
 
 @pytest.mark.ci
 def test_the_command_writes_a_well_formed_file(tmp_path):
-    rollouts = tmp_path / "rollouts.jsonl"
-    rollouts.write_text("".join(json.dumps({"tokens": [*range(30), 50 + line]}) + "\n" for line in range(6)))
+    rollouts = write_rows(tmp_path / "rollouts.jsonl", ({"tokens": [*range(30), 50 + line]} for line in range(6)))
     output, plot = tmp_path / "a" / "attention.json", tmp_path / "roofline.png"
     sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--dtype", "float32", "--device", "cpu"]
     done = bench_cli(

@@ -7,20 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from mcore_prefix_tree.cli.main import app
+from harness.commands import run_command, write_rows
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"tokens": [*range(20), 40 + row]}) + "\n" for row in range(8)))
-    return path
+    return write_rows(tmp_path / "data.jsonl", ({"tokens": [*range(20), 40 + row]} for row in range(8)))
 
 
 def cli(*arguments: object, **environment: str) -> Any:
-    return CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+    return run_command(*arguments, env=environment)
 
 
 HUGE = 10**30

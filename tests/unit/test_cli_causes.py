@@ -7,32 +7,22 @@ import subprocess
 import sys
 
 import pytest
-from test_data_huggingface import CHATML, THINKING, make_folder
-from typer.testing import CliRunner
+from harness.commands import run_command, write_rows
+from harness.tokenizer_folders import CHATML, THINKING, make_folder
 
 from mcore_prefix_tree.cli.alternatives import expand_sample
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer, read_samples
 from mcore_prefix_tree.sample import Sample
 
 POLICY = "You are the desk assistant of a library. Ask for the card number first. Be polite and short."
 
 
-def inspect(*arguments):
-    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
-
-
 def said(*arguments):
     """Return the lines about causes, without the hint about steps."""
-    result = inspect(*arguments, "--trees", 0)
+    result = run_command("inspect", *arguments, "--trees", 0)
     assert result.exit_code == 0, result.output
     after = result.stdout.partition("longest sample: ")[2].partition("\n")[2]
     return after.partition("\nThese figures take all")[0].strip().splitlines()
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def talk(*contents, system=None, **more):
@@ -61,7 +51,7 @@ def drift(tmp_path, folders):
         {"tokens": asked + again + more, "loss_mask": [0] * (len(asked) + len(again)) + [1] * len(more)},
     ]
     same = {"tokens": asked + answer + more}
-    return write(tmp_path / "drift.jsonl", rows), rows, len(asked) + len(answer) + len(same["tokens"]), same
+    return write_rows(tmp_path / "drift.jsonl", rows), rows, len(asked) + len(answer) + len(same["tokens"]), same
 
 
 def test_the_same_text_in_other_tokens(drift, folders):
@@ -76,7 +66,7 @@ def test_the_same_text_in_other_tokens(drift, folders):
         f'"{load_tokenizer(folders["chatml"]).decode(rows[0]["tokens"][common:]).strip()}"',
         "  train on the token ids that the engine returned; see docs/howto/token-ids.md",
     ]
-    report = json.loads(inspect(path, "--tokenizer", folders["chatml"], "--json").stdout)["causes"]
+    report = json.loads(run_command("inspect", path, "--tokenizer", folders["chatml"], "--json").stdout)["causes"]
     (found,) = report["found"]
     assert report["complete"]
     assert (found["cause"], found["samples"], found["is_upper_bound"]) == ("retokenised", 1, False)
@@ -90,14 +80,14 @@ def test_without_a_tokenizer_the_text_is_asked_for(drift, folders):
     assert lines[1].startswith("- other tokens, cause unknown, 1 sample: 1.12x, at most ")
     assert lines[-1] == "  give --tokenizer to see the text"
     least, most = (
-        json.loads(inspect(path, "--json", *more).stdout)["causes"]["found"][0]["fold_ratio"]
+        json.loads(run_command("inspect", path, "--json", *more).stdout)["causes"]["found"][0]["fold_ratio"]
         for more in (["--tokenizer", folders["chatml"]], [])
     )
     assert most >= least
 
 
 def test_thinking_that_the_template_drops(tmp_path, folders):
-    path = write(
+    path = write_rows(
         tmp_path / "think.jsonl",
         [talk("two plus two", "<think>\nsum them\n</think>\n\nfour", "plus one", "<think>\nagain\n</think>\n\nfive")],
     )
@@ -107,7 +97,7 @@ def test_thinking_that_the_template_drops(tmp_path, folders):
     assert lines[2].startswith(f"  {path}:1 turn 1 parts from {path}:1 turn 0 after ")
     assert "<think> sum them </think> four" in lines[2]
     samples = read_samples(path, tokenizer=load_tokenizer(folders["thinking"]), expand_turns=True)
-    report = json.loads(inspect(path, *asked, "--json").stdout)
+    report = json.loads(run_command("inspect", path, *asked, "--json").stdout)
     (found,) = report["causes"]["found"]
     # The second turn continues the first, so only the new ones of its tokens are computed for it.
     kept = load_tokenizer(folders["thinking"]).decode(samples[0].tokens.tolist())
@@ -128,14 +118,16 @@ def test_thinking_that_the_template_drops(tmp_path, folders):
 def test_prompts_that_are_alike_but_for_a_few_words(tmp_path, folders, tokenizer, systems, title, words):
     questions = ["Can I renew Winter Kitchens?", "What do I owe?", "Please hold The Salt Road."]
     rows = [talk(asked, "Yes.", system=f"{system} {POLICY}") for asked in questions for system in systems]
-    path = write(tmp_path / "prompts.jsonl", rows)
+    path = write_rows(tmp_path / "prompts.jsonl", rows)
     named = folders.get(tokenizer, tokenizer)
     lines = said(path, "--tokenizer", named)
     assert lines[1].startswith(f"- {title}, 3 samples: ")
     assert words in lines[2]
-    (found,) = json.loads(inspect(path, "--tokenizer", named, "--json").stdout)["causes"]["found"]
+    (found,) = json.loads(run_command("inspect", path, "--tokenizer", named, "--json").stdout)["causes"]["found"]
     same = [talk(asked, "Yes.", system=f"{system} {POLICY}") for asked in questions for system in systems[:1] * 2]
-    mended = json.loads(inspect(write(tmp_path / "same.jsonl", same), "--tokenizer", named, "--json").stdout)
+    mended = json.loads(
+        run_command("inspect", write_rows(tmp_path / "same.jsonl", same), "--tokenizer", named, "--json").stdout
+    )
     assert abs(found["physical_tokens"] - mended["physical_tokens"]) <= 12  # the other words may be longer
 
 
@@ -152,7 +144,7 @@ def test_other_tools(tmp_path):
         for asked in ("Can I renew it?", "What do I owe?")
         for chosen in (names, [*names[:1], "list_books", *names[1:]])
     ]
-    lines = said(write(tmp_path / "tools.jsonl", rows), "--tokenizer", "mistral-v7")
+    lines = said(write_rows(tmp_path / "tools.jsonl", rows), "--tokenizer", "mistral-v7")
     assert lines[1].startswith("- other tools, 2 samples: ")
     assert "list_books" in lines[2]
 
@@ -186,19 +178,21 @@ def called(ids, last):
 @pytest.mark.parametrize("ids", [["call_Ab12Cd34Ef56Gh", "call_Zz98Yy76Xx54Ww"], ["a1B2c3D4e", "Z9y8X7w6V"]])
 def test_random_ids_of_calls(tmp_path, ids):
     folder = make_folder(tmp_path / "tokenizer", IDS)
-    path = write(tmp_path / "calls.jsonl", [called([call], last) for call, last in zip(ids, "AB", strict=True)])
+    path = write_rows(tmp_path / "calls.jsonl", [called([call], last) for call, last in zip(ids, "AB", strict=True)])
     lines = said(path, "--tokenizer", folder, "--expand-turns")
     assert lines[1].startswith("- random tool-call ids, 2 samples: ")
     assert lines[3] == "  number the calls of a conversation instead of drawing ids"
-    (found,) = json.loads(inspect(path, "--tokenizer", folder, "--expand-turns", "--json").stdout)["causes"]["found"]
-    same = write(tmp_path / "same.jsonl", [called(ids[:1], last) for last in "AB"])
-    mended = json.loads(inspect(same, "--tokenizer", folder, "--expand-turns", "--json").stdout)
+    (found,) = json.loads(run_command("inspect", path, "--tokenizer", folder, "--expand-turns", "--json").stdout)[
+        "causes"
+    ]["found"]
+    same = write_rows(tmp_path / "same.jsonl", [called(ids[:1], last) for last in "AB"])
+    mended = json.loads(run_command("inspect", same, "--tokenizer", folder, "--expand-turns", "--json").stdout)
     assert abs(found["physical_tokens"] - mended["physical_tokens"]) <= 12
 
 
 def test_a_template_that_rewrites_the_history(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", REWRITES)
-    path = write(tmp_path / "rewritten.jsonl", [called(["c1", "c2", "c3"], "done")])
+    path = write_rows(tmp_path / "rewritten.jsonl", [called(["c1", "c2", "c3"], "done")])
     lines = said(path, "--tokenizer", folder, "--expand-turns")
     assert lines[1].startswith("- history rewritten, 2 samples: ")
     assert '"removed' in lines[2]
@@ -206,13 +200,15 @@ def test_a_template_that_rewrites_the_history(tmp_path):
 
 def test_intended_differences_have_no_cause(tmp_path):
     no_cause = ["No cause found why samples share no more: their continuations differ."]
-    answers = write(tmp_path / "answers.jsonl", [talk("Hello", text, system=POLICY) for text in ("Yes.", "Yes!", "No")])
+    answers = write_rows(
+        tmp_path / "answers.jsonl", [talk("Hello", text, system=POLICY) for text in ("Yes.", "Yes!", "No")]
+    )
     assert said(answers) == no_cause
     questions = [talk(f"What is {n} plus 4? Give the answer in a box at the end.", f"{n + 4}") for n in range(12, 18)]
-    assert said(write(tmp_path / "questions.jsonl", questions)) == no_cause
-    tokens = write(tmp_path / "tokens.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 4]}])
+    assert said(write_rows(tmp_path / "questions.jsonl", questions)) == no_cause
+    tokens = write_rows(tmp_path / "tokens.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 4]}])
     assert said(tokens) == ["No cause found in token ids; give --tokenizer to compare their text."]
-    chain = write(tmp_path / "chain.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 3, 4]}])
+    chain = write_rows(tmp_path / "chain.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [1, 2, 3, 4]}])
     assert said(chain) == []
 
 
@@ -220,11 +216,11 @@ def test_intended_differences_have_no_cause(tmp_path):
 def turns(tmp_path):
     """Eight prompts of six completions each, one per line, never next to another of the same prompt."""
     rows = [{"tokens": [prompt] * 30 + [50 + leaf] * 3} for leaf in range(6) for prompt in range(8)]
-    return write(tmp_path / "turns.jsonl", rows)
+    return write_rows(tmp_path / "turns.jsonl", rows)
 
 
 def report_of(*arguments):
-    result = inspect(*arguments, "--json")
+    result = run_command("inspect", *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -245,7 +241,7 @@ def test_a_better_order_and_larger_steps_are_named_with_their_ratios(turns):
         ("data.order=folded", folded),
         ("batch.global_batch_size=24", larger),
     ]
-    plan = CliRunner().invoke(app, ["plan", str(turns), "--max-tokens", "99", "--global-batch-size", "6"])
+    plan = run_command("plan", turns, "--max-tokens", "99", "--global-batch-size", "6")
     assert "\n".join(line.rstrip() for line in lines[:3]) in "\n".join(
         line.rstrip() for line in plan.stdout.splitlines()
     )
@@ -254,7 +250,7 @@ def test_a_better_order_and_larger_steps_are_named_with_their_ratios(turns):
 
 def test_expanded_turns_are_named_with_the_ratio_of_their_steps(tmp_path):
     rows = [talk(*[f"{number} go on", "yes"] * 4) for number in range(4)]
-    path = write(tmp_path / "talks.jsonl", rows)
+    path = write_rows(tmp_path / "talks.jsonl", rows)
     found = report_of(path, "--global-batch-size", 4, "--order", "folded")["folds_more_with"]
     expanded = report_of(path, "--global-batch-size", 4, "--order", "folded", "--expand-turns")
     assert [(one["option"], one["fold_ratio"]) for one in found] == [

@@ -9,12 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from oracles import comb
-from typer.testing import CliRunner
+from harness.commands import run_command, write_rows
+from harness.oracles import comb
 
 import mcore_prefix_tree.data
 from mcore_prefix_tree.cli import drawing
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.utils import versions
 
 CHAT = [
@@ -30,13 +29,8 @@ WHOLE_FILE = (
 NO_CAUSE = "No cause found in token ids; give --tokenizer to compare their text."
 
 
-def inspect(*arguments, stdin=None):
-    return CliRunner().invoke(app, ["inspect", *map(str, arguments)], input=stdin)
-
-
 def write_tokens(path, rows):
-    path.write_text("".join(json.dumps({"tokens": list(map(int, row))}) + "\n" for row in rows))
-    return path
+    return write_rows(path, ({"tokens": list(map(int, row))} for row in rows))
 
 
 @pytest.fixture
@@ -47,14 +41,12 @@ def forest(tmp_path):
 
 @pytest.fixture
 def chat(tmp_path):
-    path = tmp_path / "chat.jsonl"
     rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in CHAT]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "chat.jsonl", rows)
 
 
 def test_json_is_one_object_and_nothing_else(forest):
-    result = inspect(forest, "--json")
+    result = run_command("inspect", forest, "--json")
     assert result.exit_code == 0
     assert result.stderr == ""
     assert result.stdout.count("\n") == 1
@@ -90,7 +82,7 @@ def test_json_is_one_object_and_nothing_else(forest):
 
 
 def test_drawing_matches_the_report(forest):
-    result = inspect(forest)
+    result = run_command("inspect", forest)
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     counts = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1] for line in lines[6:15]}
@@ -126,7 +118,7 @@ def test_a_model_has_an_expected_speedup(chat, tmp_path):
         "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2, vocab_size: 128}\n"
         "batch: {global_batch_size: 4, max_tokens: 64}\ntrain_iters: 1\n"
     )
-    report = json.loads(inspect(chat, "--json", "--model", path).stdout)
+    report = json.loads(run_command("inspect", chat, "--json", "--model", path).stdout)
     assert (report["samples"], report["tokenizer"]) == (4, "mistral-v3"), "read as the recipe reads its own"
     expected = report["expected_speedup"]
     ratios = {part: expected[part]["ratio"] for part in ("body", "attention", "head")}
@@ -144,7 +136,7 @@ def test_a_model_has_an_expected_speedup(chat, tmp_path):
         )
     )
     assert expected["ratio"] == pytest.approx(unfolded / folded)
-    lines = inspect(chat, "--model", path).stdout.splitlines()
+    lines = run_command("inspect", chat, "--model", path).stdout.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("expected")]
     assert lines[at].split()[2] == f"{unfolded / folded:.2f}x"
     assert [line.split()[:2] for line in lines[at + 1 : at + 4]] == [
@@ -155,16 +147,16 @@ def test_a_model_has_an_expected_speedup(chat, tmp_path):
 
 
 def test_trees_option_limits_the_drawings_and_counts_the_rest(forest):
-    assert "9 9 9" not in inspect(forest, "--trees", 1).stdout
-    assert "… 1 more tree\n" in inspect(forest, "--trees", 1).stdout
-    assert "├" not in inspect(forest, "--trees", 0).stdout
-    assert len(json.loads(inspect(forest, "--trees", 1, "--json").stdout)["largest_trees"]) == 1
-    assert inspect(forest, "--trees", -1).exit_code == 2
+    assert "9 9 9" not in run_command("inspect", forest, "--trees", 1).stdout
+    assert "… 1 more tree\n" in run_command("inspect", forest, "--trees", 1).stdout
+    assert "├" not in run_command("inspect", forest, "--trees", 0).stdout
+    assert len(json.loads(run_command("inspect", forest, "--trees", 1, "--json").stdout)["largest_trees"]) == 1
+    assert run_command("inspect", forest, "--trees", -1).exit_code == 2
 
 
 def test_large_fan_outs_are_cut_and_counted(tmp_path):
     path = write_tokens(tmp_path / "star.jsonl", [[7, *[leaf] * (leaf + 1)] for leaf in range(40)])
-    lines = inspect(path).stdout.splitlines()
+    lines = run_command("inspect", path).stdout.splitlines()
     branches = [line for line in lines if re.match(r"[├└]", line)]
     assert len(branches) == drawing.MAX_BRANCHES + 1
     left_out = 40 - drawing.MAX_BRANCHES
@@ -174,7 +166,7 @@ def test_large_fan_outs_are_cut_and_counted(tmp_path):
 
 def test_runs_of_branches_of_one_token_are_one_line(tmp_path):
     path = write_tokens(tmp_path / "ends.jsonl", [[1, 2], [1, 3, 3], *([1, leaf] for leaf in range(4, 9))])
-    drawn = inspect(path).stdout.partition("\n\n")[0].splitlines()
+    drawn = run_command("inspect", path).stdout.partition("\n\n")[0].splitlines()
     assert [line.rstrip() for line in drawn] == [
         "1 token, 7 samples  1",
         "├── 2 tokens, 1 sample  3 3",
@@ -184,7 +176,7 @@ def test_runs_of_branches_of_one_token_are_one_line(tmp_path):
 
 def test_deep_trees_are_cut_and_counted(tmp_path):
     path = write_tokens(tmp_path / "comb.jsonl", [sample.tokens for sample in comb(300)])
-    lines = inspect(path).stdout.partition("\nsamples ")[0].splitlines()
+    lines = run_command("inspect", path).stdout.partition("\nsamples ")[0].splitlines()
     assert max(re.search(r"\d|…|$", line).start() for line in lines) == 4 * drawing.MAX_LEVELS
     assert any("… 2 branches, " in line for line in lines)
     drawn = sum(int(found.replace(",", "")) for line in lines for found in re.findall(r"([\d,]+) tokens?", line))
@@ -206,13 +198,15 @@ def test_drawings_fit_the_terminal(tmp_path, encoding, width):
 
 def test_long_chains_are_one_line(tmp_path):
     path = write_tokens(tmp_path / "turns.jsonl", [range(length) for length in range(5, 105, 5)])
-    drawn = inspect(path).stdout.partition("\n\n")[0].splitlines()
+    drawn = run_command("inspect", path).stdout.partition("\n\n")[0].splitlines()
     assert len(drawn) == 1
     assert drawn[0].startswith("100 tokens in a chain of 20 nodes, 20 samples  0 1 2 3")
 
 
 def test_chat_is_encoded_with_the_default_tokenizer(chat):
-    whole, turns = (json.loads(inspect(chat, "--json", *more).stdout) for more in ([], ["--expand-turns"]))
+    whole, turns = (
+        json.loads(run_command("inspect", chat, "--json", *more).stdout) for more in ([], ["--expand-turns"])
+    )
     assert whole["tokenizer"] == turns["tokenizer"] == "mistral-v7"
     assert (whole["samples"], turns["samples"]) == (2, 4)
     assert turns["physical_tokens"] == whole["physical_tokens"]
@@ -221,9 +215,9 @@ def test_chat_is_encoded_with_the_default_tokenizer(chat):
 
 
 def test_tokenizer_option_selects_the_tokenizer(chat):
-    assert json.loads(inspect(chat, "--json", "--tokenizer", "mistral-v3-tekken").stdout)["tokenizer"] == (
-        "mistral-v3-tekken"
-    )
+    assert json.loads(run_command("inspect", chat, "--json", "--tokenizer", "mistral-v3-tekken").stdout)[
+        "tokenizer"
+    ] == ("mistral-v3-tekken")
 
 
 def test_text_is_shown_if_the_tokenizer_can_decode(forest, monkeypatch):
@@ -235,7 +229,7 @@ def test_text_is_shown_if_the_tokenizer_can_decode(forest, monkeypatch):
             return " ".join(f"[bold]w{token}\x1b[2J\n" for token in token_ids)
 
     monkeypatch.setattr(mcore_prefix_tree.data, "load_tokenizer", lambda name, kwargs: Decoding())
-    output = inspect(forest, "--tokenizer", "letters").stdout
+    output = run_command("inspect", forest, "--tokenizer", "letters").stdout
     assert "[bold]w1 [2J [bold]w2 [2J [bold]w3" in output
     assert "\x1b" not in output
 
@@ -243,7 +237,7 @@ def test_text_is_shown_if_the_tokenizer_can_decode(forest, monkeypatch):
 @pytest.mark.parametrize(("tokenizer", "beyond"), [("mistral-v7", 32768), ("mistral-v3-tekken", 131072)])
 def test_ids_are_shown_if_the_tokenizer_lacks_them(tmp_path, tokenizer, beyond):
     path = write_tokens(tmp_path / "beyond.jsonl", [[1, 2, last, last] for last in (1100, beyond, 2**31 - 1)])
-    result = inspect(path, "--tokenizer", tokenizer)
+    result = run_command("inspect", path, "--tokenizer", tokenizer)
     assert result.exit_code == 0, result.output
     root, *branches = [line.rstrip() for line in result.stdout.partition("\n\n")[0].splitlines()]
     assert "  1 2" not in root
@@ -252,7 +246,7 @@ def test_ids_are_shown_if_the_tokenizer_lacks_them(tmp_path, tokenizer, beyond):
 
 
 def test_standard_input():
-    result = inspect("-", "--json", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 3]}\n')
+    result = run_command("inspect", "-", "--json", stdin='{"tokens": [1, 2]}\n{"tokens": [1, 3]}\n')
     assert json.loads(result.stdout)["physical_tokens"] == 3
     assert json.loads(result.stdout)["longest_sample"] == "<stdin>:1"
 
@@ -271,7 +265,7 @@ def test_errors_are_one_sentence_and_exit_code_2(tmp_path, content, arguments, s
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_text(content)
-    result = inspect(path, *arguments)
+    result = run_command("inspect", path, *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
@@ -294,7 +288,7 @@ def test_the_boundary_shared_by_all_commands(forest, monkeypatch, error, says):
         raise error
 
     monkeypatch.setattr(mcore_prefix_tree.data, "iter_sample_groups", fail)
-    result = inspect(forest)
+    result = run_command("inspect", forest)
     assert (result.exit_code, result.stderr, result.stdout) == (2, says, "")
 
 
@@ -303,7 +297,7 @@ def test_bugs_keep_their_traceback(forest, monkeypatch):
         raise KeyError("ours")
 
     monkeypatch.setattr(mcore_prefix_tree.data, "iter_sample_groups", fail)
-    result = inspect(forest)
+    result = run_command("inspect", forest)
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)
 
@@ -313,7 +307,7 @@ def test_control_c_is_quiet(forest, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(mcore_prefix_tree.data, "iter_sample_groups", fail)
-    result = inspect(forest)
+    result = run_command("inspect", forest)
     assert (result.exit_code, result.stderr, result.stdout) == (130, "", "")
 
 
@@ -343,15 +337,15 @@ def test_a_reader_that_has_gone_away_ends_the_command_quietly(forest, more):
 
 
 def test_less_can_be_shared(forest):
-    report = json.loads(inspect(forest, "--json", "--share", "prompt").stdout)
+    report = json.loads(run_command("inspect", forest, "--json", "--share", "prompt").stdout)
     assert report["physical_tokens"] == 1 + 3 + 4 + 1 + 3 + 3  # everything but the first token is scored
-    assert json.loads(inspect(forest, "--json", "--min-shared-tokens", "4").stdout)["trees"] == 4
+    assert json.loads(run_command("inspect", forest, "--json", "--min-shared-tokens", "4").stdout)["trees"] == 4
 
 
 def test_a_bad_line_is_skipped_and_counted(forest):
     forest.write_text(forest.read_text() + "{}\n")
-    assert inspect(forest, "--json").exit_code == 2
-    result = inspect(forest, "--json", "--on-error", "skip")
+    assert run_command("inspect", forest, "--json").exit_code == 2
+    result = run_command("inspect", forest, "--json", "--on-error", "skip")
     assert json.loads(result.stdout)["samples"] == 5
     assert json.loads(result.stdout)["skipped"] == 1
     assert json.loads(result.stdout)["skipped_by_kind"] == {"malformed": 1}
@@ -359,7 +353,7 @@ def test_a_bad_line_is_skipped_and_counted(forest):
 
 
 def test_the_versions_that_a_report_needs():
-    result = CliRunner().invoke(app, ["--version"])
+    result = run_command("--version")
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["mcore-prefix-tree", "megatron-core", "torch"]
     assert f"torch {importlib.metadata.version('torch')}" in result.stdout
@@ -370,7 +364,7 @@ def test_a_checkout_on_the_path_has_no_version(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(versions, "version", version)
-    result = CliRunner().invoke(app, ["--version"])
+    result = run_command("--version")
     assert result.exit_code == 0
     assert result.stdout.startswith("mcore-prefix-tree (not installed)\n")
 
@@ -384,7 +378,7 @@ def test_a_checkout_on_the_path_has_no_version(monkeypatch):
     ],
 )
 def test_keywords_of_a_chat_template(chat, given, says):
-    result = inspect(chat, "--chat-template-kwargs", given)
+    result = run_command("inspect", chat, "--chat-template-kwargs", given)
     assert result.exit_code == 2
     assert result.stderr.startswith(says)
     assert result.stderr.count("\n") == 1

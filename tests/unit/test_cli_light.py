@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from test_imports import SLOW
-from typer.testing import CliRunner
+from harness.commands import SLOW_PACKAGES, run_command, write_rows
 
 from mcore_prefix_tree.cli.main import app
 
@@ -29,9 +28,8 @@ for arguments in json.load(sys.stdin):
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    data = tmp_path / "data.jsonl"
     lines = [{"tokens": [1, 2, token], "group": token // 2, "reward": token} for token in range(4, 10)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = write_rows(tmp_path / "data.jsonl", lines)
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{path: {data}}}\n"
@@ -73,7 +71,7 @@ def test_mistakes_in_a_recipe_are_found_before_torch_is_loaded(recipe: Path) -> 
     ):
         sentence = mistake[1].format(recipe=recipe)
         assert (found["code"], str(found["stderr"]).startswith(f"error: {sentence}")) == (2, True), found["stderr"]
-        assert SLOW.isdisjoint(found["loaded"]), mistake[0]  # type: ignore[arg-type]
+        assert SLOW_PACKAGES.isdisjoint(found["loaded"]), mistake[0]  # type: ignore[arg-type]
 
 
 def test_folders_that_are_missing_or_exist_are_found_before_torch_is_loaded(recipe: Path) -> None:
@@ -90,13 +88,13 @@ def test_folders_that_are_missing_or_exist_are_found_before_torch_is_loaded(reci
     }
     for (command, says), found in zip(mistakes.items(), ended(*map(list, mistakes)), strict=True):
         assert (found["code"], found["stderr"]) == (2, f"error: {says}\n"), command
-        assert SLOW.isdisjoint(found["loaded"]), command  # type: ignore[arg-type]
+        assert SLOW_PACKAGES.isdisjoint(found["loaded"]), command  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("command", ["verify", "bench step", "calibrate", "score --output scores.jsonl"])
 def test_other_commands_check_a_recipe_first_too(recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_prefix_tree.settings.sections.check_setting", refuse)
-    result = CliRunner().invoke(app, [*command.split(), str(recipe)])
+    result = run_command(*command.split(), recipe)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: recipe {recipe}: checked first")
 
@@ -115,7 +113,7 @@ def test_samples_are_folded_and_planned_without_torch(recipe: Path) -> None:
     )
     for command, found in zip(commands, ended(*commands), strict=True):
         assert found["code"] == 0, found["stderr"]
-        assert SLOW.isdisjoint(found["loaded"]), command  # type: ignore[arg-type]
+        assert SLOW_PACKAGES.isdisjoint(found["loaded"]), command  # type: ignore[arg-type]
 
 
 def all_commands(group: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -131,9 +129,9 @@ COMMANDS = all_commands(typer.main.get_command(app))
 def test_every_command_has_a_short_option_for_help() -> None:
     assert {(), ("train",), ("bench", "step"), ("xtoken", "trim")} <= set(COMMANDS)
     for command in COMMANDS:
-        result = CliRunner().invoke(app, [*command, "-h"])
+        result = run_command(*command, "-h")
         assert result.exit_code == 0
-        assert result.stdout == CliRunner().invoke(app, [*command, "--help"]).stdout
+        assert result.stdout == run_command(*command, "--help").stdout
         assert " ".join(("Usage: root", *command)) in " ".join(result.stdout.split())
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from mcore_prefix_tree.cli.main import app
+from harness.commands import run_command
 
 NAME = os.fsdecode(b"d\xff")
 ROW = '{"tokens": [1, 2, 3]}\n'
@@ -50,7 +48,7 @@ def test_a_tokenizer_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["data.path", "checkpoint.save", "model.hf", "data.tokenizer", "log.metrics"])
 def test_an_override_that_is_not_utf8_is_named(tmp_path: Path, key: str) -> None:
     (tmp_path / "recipe.yaml").write_text("data:\n  path: data.jsonl\n")
-    result = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.yaml"), f"{key}={NAME}"])
+    result = run_command("train", tmp_path / "recipe.yaml", f"{key}={NAME}")
     assert result.exit_code == 2
     assert result.stderr.startswith(
         f"error: override {f'{key}={NAME}'!r} is not UTF-8; rename the file that it names; "
@@ -82,17 +80,17 @@ def test_recipes_that_may_not_grow_are_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--fields", "--chat-template-kwargs"])
 def test_an_option_with_a_key_twice_is_refused(tmp_path: Path, option: str) -> None:
     (data := tmp_path / "data.jsonl").write_text(ROW)
-    result = CliRunner().invoke(app, ["inspect", str(data), option, '{"reward": "a", "reward": "b"}'])
+    result = run_command("inspect", data, option, '{"reward": "a", "reward": "b"}')
     assert result.exit_code == 2
     assert result.stderr == f"error: {option}: the key 'reward' is there twice; remove one\n"
 
 
 def test_recipes_and_overrides_with_a_key_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (recipe := tmp_path / "recipe.yaml").write_text("train_iters: 1\ntrain_iters: 2\n")
-    refused = CliRunner().invoke(app, ["train", str(recipe)])
+    refused = run_command("train", recipe)
     assert "found duplicate key train_iters" in refused.stderr
     recipe.write_text("data: {path: a.jsonl}\n")
-    refused = CliRunner().invoke(app, ["train", str(recipe), "data.fields={reward: a, reward: b}"])
+    refused = run_command("train", recipe, "data.fields={reward: a, reward: b}")
     assert "found duplicate key reward" in refused.stderr
-    CliRunner().invoke(app, ["train", str(recipe), "train_iters=1", "train_iters=2", "seed=3", "seed=3"])
+    run_command("train", recipe, "train_iters=1", "train_iters=2", "seed=3", "seed=3")
     assert caplog.messages == ["train_iters is set twice, to 1 and to 2; the last counts"]

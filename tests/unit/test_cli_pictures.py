@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from harness.commands import run_command, write_rows
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.layout.stats import tokens_by_depth
 from mcore_prefix_tree.sample import Sample
@@ -20,8 +18,7 @@ PNG, SVG = b"\x89PNG", b"<?xml"
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"tokens": [1, 2, token]}) + "\n" for token in range(4, 10)))
+    data = write_rows(tmp_path / "data.jsonl", ({"tokens": [1, 2, token]} for token in range(4, 10)))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{path: {data}}}\n"
@@ -46,14 +43,14 @@ def test_tokens_by_depth_count_each_sample_by_hand() -> None:
 def test_inspect_draws_a_forest(recipe: Path, tmp_path: Path, name: str, kind: bytes) -> None:
     pytest.importorskip("matplotlib")
     for _ in range(2):  # the second replaces it
-        done = CliRunner().invoke(app, ["inspect", str(tmp_path / "data.jsonl"), "--plot", str(tmp_path / name)])
+        done = run_command("inspect", tmp_path / "data.jsonl", "--plot", tmp_path / name)
         assert (done.exit_code, done.stderr) == (0, "")
     assert (tmp_path / name).read_bytes().startswith(kind)
 
 
 def test_train_draws_its_steps(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = CliRunner().invoke(app, ["train", str(recipe), "--plot", str(tmp_path / "steps.svg")])
+    done = run_command("train", recipe, "--plot", tmp_path / "steps.svg")
     assert (done.exit_code, done.stderr) == (0, "")
     drawn = (tmp_path / "steps.svg").read_bytes()
     assert drawn.startswith(SVG)
@@ -63,7 +60,7 @@ def test_train_draws_its_steps(recipe: Path, tmp_path: Path) -> None:
 def test_bench_draws_times_and_memory(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "bench.png"
-    done = CliRunner().invoke(app, ["bench", "step", str(recipe), "--repeats", "1", "--plot", str(picture)])
+    done = run_command("bench", "step", recipe, "--repeats", "1", "--plot", picture)
     assert (done.exit_code, done.stderr) == (0, "")
     assert picture.read_bytes().startswith(PNG)
 
@@ -74,11 +71,11 @@ def test_pictures_are_checked_before_the_work(
 ) -> None:
     given = tmp_path / "data.jsonl" if command.startswith(("inspect", "plan")) else recipe
     words = [*command.split(), str(given), "--plot"]
-    done = CliRunner().invoke(app, [*words, "picture.gif"])
+    done = run_command(*words, "picture.gif")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == "error: --plot picture.gif: give a file name that ends with .png or .svg\n"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(app, [*words, str(tmp_path / "picture.png")])
+    done = run_command(*words, tmp_path / "picture.png")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == ("error: --plot needs matplotlib; install it with: pip install 'matplotlib>=3.8'\n")
 
@@ -87,12 +84,12 @@ def test_train_draws_reported_rewards(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     row = {"group": "a", "old_logprobs": [None, None, -2.0], "ref_logprobs": [None, None, -2.5]}
     rows = [{"tokens": [1, 2, 4 + at], "loss_mask": [0, 0, 1], "reward": at, **row} for at in range(2)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_rows(tmp_path / "data.jsonl", rows)
     grpo = ["objective.name=grpo", "objective.options={kl_coef: 0.1}", "validation.path=null"]
     texts = []
     for overrides in (["validation.path=null"], grpo):
         arguments = [*overrides, "--plot", str(tmp_path / "steps.svg")]
-        done = CliRunner().invoke(app, ["train", str(recipe), *arguments])
+        done = run_command("train", recipe, *arguments)
         assert done.exit_code == 0, done.output
         texts.append((tmp_path / "steps.svg").read_text())
     for panel in ("reward", "KL divergence", "clip fraction"):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_recipe_hf import CONFIG, write_tensors
+from harness.hf_sources import CONFIG, write_tensors
 
 from mcore_prefix_tree.utils.inputs import TRACKER
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import signal
 import sys
@@ -9,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.commands import run_command, write_rows
 from rich.console import Console
-from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.console import ConsoleReporter, print_comparison, print_verified
-from mcore_prefix_tree.cli.main import app
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -317,8 +315,7 @@ def test_numbers_have_one_format(name, number, text):
 
 @pytest.fixture
 def recipe(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"tokens": [1, 2, token]}) + "\n" for token in range(3, 9)))
+    data = write_rows(tmp_path / "data.jsonl", ({"tokens": [1, 2, token]} for token in range(3, 9)))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{path: {data}}}\n"
@@ -345,7 +342,7 @@ def test_control_c_in_training_exits_130_and_closes_the_bar(recipe, monkeypatch)
 
     monkeypatch.setattr(ConsoleReporter, "step", step)
     monkeypatch.setattr(ConsoleReporter, "close", close)
-    result = CliRunner().invoke(app, ["train", str(recipe)])
+    result = run_command("train", recipe)
     assert (result.exit_code, result.stderr) == (130, "")
     assert [line.split(" | ")[0] for line in result.stdout.splitlines()][1:] == ["step 1", "step 2"]
     assert (steps, closed) == ([1, 2], [True])
@@ -363,7 +360,7 @@ def waits(monkeypatch):
 
 
 def said(recipe):
-    result = CliRunner().invoke(app, ["train", str(recipe)])
+    result = run_command("train", recipe)
     assert result.exit_code == 2
     return result.stderr
 

@@ -3,7 +3,6 @@
 Each rule has examples too. ``[[...]]`` marks scored text.
 """
 
-import json
 from itertools import groupby
 
 import pytest
@@ -21,6 +20,7 @@ from chat_conversations import (
     rendered,
 )
 from harness.chat_families import BY_NAME, FAMILIES
+from harness.commands import write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +56,7 @@ def read(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
 
     def samples(tokenizer, *records, expand=False, **options):
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_rows(path, records)
         return read_samples(path, tokenizer=tokenizer, expand_turns=expand, **options)
 
     return samples

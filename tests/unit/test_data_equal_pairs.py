@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.commands import write_rows
 
 from mcore_prefix_tree.data import LineOptions
 from mcore_prefix_tree.data.fingerprint import Ranks
@@ -41,8 +41,7 @@ def source(path: Path, **settings: Any) -> Source:
 def test_equal_answers_are_counted_for_each_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_streamed: bool
 ) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in ROWS))
+    path = write_rows(tmp_path / "pairs.jsonl", ROWS)
     source(path, is_streamed=is_streamed).read()
     assert caplog.messages == [
         f"{path}: 2 pairs have two equal answers each, which teach no preference; remove them (the first: {path}:1)"
@@ -50,8 +49,7 @@ def test_equal_answers_are_counted_for_each_file(
 
 
 def test_equal_pairs_in_held_out_data_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in ROWS[:4]))
+    path = write_rows(tmp_path / "pairs.jsonl", ROWS[:4])
     source(path, grouped_by=None).held_out([str(path)], "pair", lambda samples: None, setting="validation.path")
     assert caplog.messages == [
         f"{path}: 1 pair has two equal answers, which teach no preference; remove them (the first: {path}:1)"
@@ -61,8 +59,7 @@ def test_equal_pairs_in_held_out_data_are_reported(tmp_path: Path, caplog: pytes
 def test_other_units_and_other_ranks_are_quiet(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in ROWS))
+    path = write_rows(tmp_path / "pairs.jsonl", ROWS)
     source(path, grouped_by=None).read()
     monkeypatch.setenv("RANK", "1")
     source(path).read()

@@ -8,11 +8,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+from data_sources import CharacterTokenizer, streamed, told_groups
+from harness.commands import run_command, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli_inspect import inspect
-from test_data_jsonl import CharacterTokenizer
-from test_data_stream_groups import streamed, told
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
@@ -25,11 +24,6 @@ WAY_OUT = (
     "data.fields={exclude: null} leaves it unread"
 )
 BASELINES = ["grpo", "rloo", "dr_grpo", "dapo", "gspo", "cispo"]
-
-
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
 
 
 def member(group, number, reward, **more):
@@ -57,7 +51,7 @@ def test_file_is_as_without_the_excluded(tmp_path_factory, data):
             rows.append(row if mark == "missing" else row | {"exclude": mark})
         else:
             rows.append(row | data.draw(broken) | {"exclude": mark})
-    path, without = write(folder / "a.jsonl", rows), write(folder / "b.jsonl", kept)
+    path, without = write_rows(folder / "a.jsonl", rows), write_rows(folder / "b.jsonl", kept)
     if not kept:
         says = f"{path}: no samples; all are excluded: excluded {len(rows)} by the field 'exclude'"
         for read in (read_samples, partial(StreamedGroups, options=LineOptions())):
@@ -70,7 +64,7 @@ def test_file_is_as_without_the_excluded(tmp_path_factory, data):
     assert content([one for group in groups for one in group]) == content(read_samples(without))
     assert skipped == of_stream == Skipped(excluded=len(rows) - len(kept))
     held = whole_groups(list(iter_sample_groups(path)), "group", step=None, setting="t")
-    assert told(streamed([path], size=2)) == told(held)
+    assert told_groups(streamed([path], size=2)) == told_groups(held)
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -79,13 +73,13 @@ def test_baselines_and_divisors_are_those_of_the_other_members(tmp_path, name):
     rows += [member(2, 1, 0.5), member(2, 2, -100.0), member(3, 0, 7.0), member(3, 1, 9.0)]
     marked = [row | {"exclude": True} if abs(row["reward"]) > 5 else row for row in rows]
     found, expected = (
-        make_objective(name).targets(read_samples(write(tmp_path / "a.jsonl", content)))
+        make_objective(name).targets(read_samples(write_rows(tmp_path / "a.jsonl", content)))
         for content in (marked, [row for row in rows if abs(row["reward"]) <= 5])
     )
     assert found.divisor == expected.divisor
     assert np.array_equal(found.weight, expected.weight)
     assert np.array_equal(found.columns["advantage"], expected.columns["advantage"])
-    everyone = make_objective(name).targets(read_samples(write(tmp_path / "a.jsonl", rows)))
+    everyone = make_objective(name).targets(read_samples(write_rows(tmp_path / "a.jsonl", rows)))
     assert not np.array_equal(everyone.columns["advantage"][:3], expected.columns["advantage"][:3])
 
 
@@ -93,9 +87,9 @@ def test_baselines_and_divisors_are_those_of_the_other_members(tmp_path, name):
 def test_unscored_member_still_counts_in_the_baseline(tmp_path, name):
     """Unlike an excluded one: overlong filtering trains on nothing of it, but compares the others with it."""
     rows = [member(1, 0, 1.0), member(1, 1, 0.0), member(1, 2, -4.0)]
-    whole = make_objective(name).targets(read_samples(write(tmp_path / "a.jsonl", rows)))
+    whole = make_objective(name).targets(read_samples(write_rows(tmp_path / "a.jsonl", rows)))
     rows[2]["loss_mask"] = [0] * 5
-    found = make_objective(name).targets(read_samples(write(tmp_path / "a.jsonl", rows)))
+    found = make_objective(name).targets(read_samples(write_rows(tmp_path / "a.jsonl", rows)))
     scored = whole.scored.sample < 2
     assert np.array_equal(found.columns["advantage"], whole.columns["advantage"][scored])
     assert found.divisor == whole.count[:2].sum()
@@ -107,9 +101,9 @@ CHAT = [{"role": "user", "content": "q"}]
 def test_completions_of_a_list(tmp_path):
     row = {"prompt": CHAT, "responses": ["a", "b", "c"], "rewards": [1, None, 0]}
     options = LineOptions(tokenizer=CharacterTokenizer())
-    (full,) = iter_sample_groups(write(tmp_path / "a.jsonl", [row | {"rewards": [1, 5, 0]}]), options)
+    (full,) = iter_sample_groups(write_rows(tmp_path / "a.jsonl", [row | {"rewards": [1, 5, 0]}]), options)
     skipped = Skipped()
-    path = write(tmp_path / "b.jsonl", [row | {"exclude": [False, 1, 0]}])
+    path = write_rows(tmp_path / "b.jsonl", [row | {"exclude": [False, 1, 0]}])
     (group,) = iter_sample_groups(path, options, skipped=skipped)
     assert content(group) == [(t, m, s.replace("a.jsonl", "b.jsonl")) for t, m, s in content([full[0], full[2]])]
     assert [one.source for one in group] == [f"{path}:1 completion {place}" for place in (0, 2)]
@@ -127,7 +121,7 @@ def test_completions_of_a_list(tmp_path):
     ],
 )  # fmt: skip
 def test_other_values_are_named(tmp_path, row, says):
-    path = write(tmp_path / "a.jsonl", [row])
+    path = write_rows(tmp_path / "a.jsonl", [row])
     with pytest.raises(SampleError, match=re.escape(f"{path}:1: field 'exclude' {says}; {WAY_OUT}")):
         read_samples(path, tokenizer=CharacterTokenizer())
     unread = FieldNames(given={"exclude": None})
@@ -149,7 +143,7 @@ def test_writer_keeps_excluded_records_and_reports_them(tmp_path):
     """As ``score`` reads and writes them."""
     names = FieldNames(given={"exclude": "bad"}, keeps_others=True)
     rows = [{"tokens": [1, 2], "bad": 1}, {"tokens": [1, 3], "bad": 0, "other": 5}]
-    (one, other) = read_samples(write(tmp_path / "a.jsonl", rows), names=names)
+    (one, other) = read_samples(write_rows(tmp_path / "a.jsonl", rows), names=names)
     assert make_row(one, names)["bad"] is True
     assert "bad" not in make_row(other, names)
 
@@ -173,7 +167,7 @@ def test_writer_keeps_excluded_records_and_reports_them(tmp_path):
     ],
 )
 def test_incomplete_groups_name_their_excluded_records(tmp_path, rows, by, step, says):
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
     lines = list(iter_sample_groups(path))
     with pytest.raises(SampleError, match=re.escape(says)):
         whole_groups(lines, by, step=step, setting="t")
@@ -182,7 +176,7 @@ def test_incomplete_groups_name_their_excluded_records(tmp_path, rows, by, step,
 
 
 def test_inspect_counts_the_excluded(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"tokens": [1, 2]}, {"tokens": [], "exclude": True}])
-    result = inspect(path, "--json")
+    path = write_rows(tmp_path / "a.jsonl", [{"tokens": [1, 2]}, {"tokens": [], "exclude": True}])
+    result = run_command("inspect", path, "--json")
     assert (json.loads(result.stdout)["excluded"], json.loads(result.stdout)["samples"]) == (1, 1)
     assert result.stderr == "excluded 1 by the field 'exclude'\n"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data_huggingface import CHATML, make_folder, official
-from test_data_jsonl import CharacterTokenizer
+from data_sources import CharacterTokenizer
+from harness.commands import write_rows
+from harness.tokenizer_folders import CHATML, make_folder, official
 
 from mcore_prefix_tree.data import FieldNames, LineOptions, Skipped, StreamedGroups, load_tokenizer, read_samples
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS
@@ -28,7 +28,7 @@ def read(folder, *rows, table=False, **options):
         columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
         pq.write_table(pa.table(columns), path)
     else:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(path, rows)
     options = {"tokenizer": CharacterTokenizer()} | options
     samples = read_samples(path, **options)
     streamed = [sample for line in StreamedGroups(path, LineOptions(**options)) for sample in line]
@@ -161,7 +161,7 @@ def test_both_sides_of_a_pair_are_skipped(tmp_path, limit):
     """One side that is too long leaves nothing to compare the other with."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": [USER], "chosen": one, "rejected": "c"} for one in ("longer than that", "b")]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(path, rows)
     skipped = Skipped()
     options = {"tokenizer": CharacterTokenizer(), "limits": {"batch.max_tokens": limit + 2}}
     if limit == 3:
@@ -309,7 +309,7 @@ def test_a_name_that_no_record_has(tmp_path, names, says, table):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_name_of_one_record_in_three(tmp_path, size):
-    from test_data_stream_groups import by_ranks
+    from data_sources import by_ranks
 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"tokens": [1]}\n{"tokens": [2], "uid": 4}\n{"tokens": [3]}\n')

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import json
 import re
 
-import numpy as np
 import pytest
+from data_sources import Words
+from harness.commands import write_rows
 
 from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.data import EncodedTurn, LineOptions, iter_sample_groups
+from mcore_prefix_tree.data import LineOptions, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import whole_groups
 from mcore_prefix_tree.objectives import SupervisedFineTuning
@@ -87,21 +87,11 @@ def test_turns_of_a_conversation_are_one_rollout(tmp_path):
     """Also if the data have no field but ``messages``: nothing else identifies the rollout of a turn."""
     write = tmp_path / "chats.jsonl"
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 3]
-    write.write_text("".join(f"{json.dumps({'messages': chat[:count]})}\n" for count in (4, 6)))
+    write_rows(write, ({"messages": chat[:count]} for count in (4, 6)))
     read = list(iter_sample_groups(write, LineOptions(tokenizer=Words(), expand_turns=True)))
     assert [len(group) for group in whole_groups(read, "rollout", step=None, setting="sft")] == [2, 3]
     targets = SupervisedFineTuning(normalise="rollout").targets([sample for line in read for sample in line])
     assert (targets.divisor, targets.weight.tolist()) == (2, [1 / 2] * 2 + [1 / 3] * 3)
-
-
-class Words:
-    """A token a message."""
-
-    name, vocab_size = "words", 9
-
-    def encode_turns(self, messages, tools=()):
-        ends = [number + 1 for number, message in enumerate(messages) if message.role == "assistant"]
-        return [EncodedTurn(tokens=np.arange(end, dtype=np.int32), start=end - 1) for end in ends]
 
 
 def test_pairs():

@@ -8,47 +8,15 @@ import lzma
 import os
 import sys
 
-import numpy as np
 import pytest
+from data_sources import CHAT, CharacterTokenizer, message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_prefix_tree.data import (
-    ChatMessage,
-    EncodedTurn,
-    LineOptions,
-    StreamedGroups,
-    Tool,
-    iter_sample_groups,
-    read_samples,
-)
-from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data import ChatMessage, LineOptions, StreamedGroups, Tool, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.write import rows_file
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.sample import INT32_MAX, SampleError, Tempered
-
-
-class CharacterTokenizer:
-    """One token a character: ``<role letter>content`` for each message, 0 as the end of a turn."""
-
-    name = "characters"
-    vocab_size = 128
-
-    def decode(self, tokens):
-        return "".join(map(chr, tokens))
-
-    def encode_turns(self, messages, tools=()):
-        if any(message.content == "unspeakable" for message in messages):
-            raise ChatError("field 'messages' does not fit")
-        tokens, turns = [], []
-        for message in messages:
-            tokens.append(ord(message.role[0].upper()))
-            start = len(tokens)
-            tokens += [ord(character) for character in message.content]
-            if message.role == "assistant":
-                tokens.append(0)
-                turns.append(EncodedTurn(tokens=np.array(tokens, dtype=np.int32), start=start))
-        return turns
 
 
 class ForgetfulTokenizer(CharacterTokenizer):
@@ -58,25 +26,12 @@ class ForgetfulTokenizer(CharacterTokenizer):
 
     def encode_turns(self, messages, tools=()):
         turns = []
-        for end, message in enumerate(messages, start=1):
-            if message.role == "assistant":
+        for end, latest in enumerate(messages, start=1):
+            if latest.role == "assistant":
                 history = messages[:end]
                 last_user = max(i for i, earlier in enumerate(history) if earlier.role == "user")
                 turns.append(super().encode_turns(history[last_user:])[-1])
         return turns
-
-
-def message(role, content, **rest):
-    return {"role": role, "content": content, **rest}
-
-
-CHAT = [
-    message("user", "hi"),
-    message("assistant", "yo"),
-    message("user", "ok"),
-    message("assistant", "a"),
-    message("user", "?"),
-]
 
 
 @pytest.fixture

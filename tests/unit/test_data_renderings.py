@@ -1,10 +1,9 @@
 """Conversations that are encoded for several models at once."""
 
-import json
-
 import numpy as np
 import pytest
-from test_data_huggingface import CHATML, make_folder
+from harness.commands import write_rows
+from harness.tokenizer_folders import CHATML, make_folder
 
 from mcore_prefix_tree.data import LineOptions, Skipped, iter_sample_groups, load_tokenizer, read_samples
 from mcore_prefix_tree.sample import SampleError
@@ -23,18 +22,15 @@ def tokenizers(tmp_path_factory):
     return [load_tokenizer("mistral-v7"), load_tokenizer("mistral-v3"), load_tokenizer(folder)]
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def read(path, tokenizers, **more):
     options = LineOptions(tokenizer=tokenizers[0], renderings=tokenizers[1:], expand_turns=True)
     return [sample for samples in iter_sample_groups(path, options, **more) for sample in samples]
 
 
 def test_each_rendering_equals_its_tokenizers_samples(tmp_path, tokenizers):
-    path = write(tmp_path / "chats.jsonl", {"messages": TALK, "reward": 1.0, "merge_key": "k"}, {"messages": TALK[:2]})
+    path = write_rows(
+        tmp_path / "chats.jsonl", [{"messages": TALK, "reward": 1.0, "merge_key": "k"}, {"messages": TALK[:2]}]
+    )
     samples = read(path, tokenizers)
     assert len(samples) == 3
     for number, tokenizer in enumerate(tokenizers):
@@ -49,7 +45,7 @@ def test_each_rendering_equals_its_tokenizers_samples(tmp_path, tokenizers):
 
 def test_renderings_of_complete_conversations(tmp_path, tokenizers):
     # v3 moves the system message from turn to turn.
-    path = write(tmp_path / "chats.jsonl", {"messages": [{"role": "system", "content": "it"}, *TALK]})
+    path = write_rows(tmp_path / "chats.jsonl", [{"messages": [{"role": "system", "content": "it"}, *TALK]}])
     options = LineOptions(tokenizer=tokenizers[0], renderings=[tokenizers[2]])
     ((sample,),) = iter_sample_groups(path, options)
     (rendering,) = sample.renderings
@@ -60,13 +56,13 @@ def test_renderings_of_complete_conversations(tmp_path, tokenizers):
 
 
 def test_tokens_have_no_renderings(tmp_path, tokenizers):
-    (sample,) = read(write(tmp_path / "tokens.jsonl", {"tokens": [1, 2]}), tokenizers)
+    (sample,) = read(write_rows(tmp_path / "tokens.jsonl", [{"tokens": [1, 2]}]), tokenizers)
     assert sample.renderings == ()
 
 
 def test_formats_must_agree_on_the_turns(tmp_path, tokenizers):
     twice = [*TALK[:2], {"role": "assistant", "content": "sorry"}]
-    path = write(tmp_path / "chats.jsonl", {"messages": twice}, {"messages": TALK})
+    path = write_rows(tmp_path / "chats.jsonl", [{"messages": twice}, {"messages": TALK}])
     with pytest.raises(SampleError) as caught:
         read(path, tokenizers)
     assert str(caught.value) == (
@@ -81,7 +77,7 @@ def test_formats_must_agree_on_the_turns(tmp_path, tokenizers):
 def test_ranks_compare_renderings(tmp_path, tokenizers):
     from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
 
-    path = write(tmp_path / "chats.jsonl", {"messages": TALK})
+    path = write_rows(tmp_path / "chats.jsonl", [{"messages": TALK}])
     one, other = read(path, tokenizers[:2]), read(path, [tokenizers[0], tokenizers[2]])
     digests = []
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from threading import Barrier, Thread, local
 
 import numpy as np
 import pytest
+from harness.commands import write_rows
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import LineOptions, Ranks, StreamedGroups, check_same_samples, iter_sample_groups
@@ -61,7 +61,7 @@ def copies(tmp_path):
     def write(theirs):
         for host, rows in (("node-a", ROWS), ("node-b", theirs)):
             (tmp_path / host).mkdir()
-            (tmp_path / host / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(tmp_path / host / "d.jsonl", rows)
         return [str(tmp_path / host / "d.jsonl") for host in HOSTS]
 
     return write

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-from test_data_tables import write_table
+from data_sources import write_table
 
 from mcore_prefix_tree.data import LineOptions, StreamedGroups, read_samples
 from mcore_prefix_tree.data.saved_datasets import files_of_hub

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from test_data_jsonl import CHAT, CharacterTokenizer
+from data_sources import CHAT, CharacterTokenizer
+from harness.commands import write_rows
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import read_samples
@@ -16,8 +15,7 @@ from mcore_prefix_tree.objectives import make_objective
 @pytest.fixture
 def read(tmp_path):
     def read_rows(*rows, **options):
-        path = tmp_path / "rollouts.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = write_rows(tmp_path / "rollouts.jsonl", rows)
         return read_samples(path, **options)
 
     return read_rows

@@ -10,24 +10,16 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from itertools import chain, islice
-from threading import Barrier, Thread
 
 import numpy as np
 import psutil
 import pytest
+from data_sources import by_ranks
 from harness.marks import quick
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_prefix_tree.data import (
-    EncodedTurn,
-    LineOptions,
-    Ranks,
-    Skipped,
-    StreamedGroups,
-    iter_sample_groups,
-    read_samples,
-)
+from mcore_prefix_tree.data import EncodedTurn, LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.jsonl import Line
 from mcore_prefix_tree.data.stream import FileIndex
@@ -114,31 +106,6 @@ def test_the_samples_are_those_of_the_reader(write, ending):
     streamed = StreamedGroups(paths, OPTIONS)
     assert [told(group) for group in streamed if group] == [told(group) for group in in_memory(paths)]
     assert streamed.sizes.tolist() == [len(group) for group in streamed]
-
-
-def by_ranks(size, make):
-    """``make`` on as many ranks, each a thread; each one's result or error."""
-    values, outcomes, barrier = [None] * size, [None] * size, Barrier(size)
-
-    def run(rank):
-        def gather(value):
-            values[rank] = pickle.loads(pickle.dumps(value))
-            barrier.wait()
-            found = list(values)
-            barrier.wait()
-            return found
-
-        try:
-            outcomes[rank] = make(Ranks(rank=rank, size=size, gather=gather))
-        except SampleError as error:
-            outcomes[rank] = str(error)
-
-    threads = [Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 40])

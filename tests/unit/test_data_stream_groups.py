@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import pickle
 from functools import partial
 from itertools import pairwise
-from threading import Barrier, Thread
 
 import pytest
+from data_sources import CharacterTokenizer, streamed, told_groups, write_files
 from hypothesis import given
 from hypothesis import strategies as st
-from test_data_jsonl import CharacterTokenizer
 
-from mcore_prefix_tree.data import LineOptions, Ranks, Skipped, StreamedGroups, iter_sample_groups
+from mcore_prefix_tree.data import LineOptions, StreamedGroups, iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
 from mcore_prefix_tree.sample import SampleError
@@ -23,63 +21,6 @@ IDS = [0, 7, True, 2.0, 2.5, "7", "é", 2**70, 1e300]
 
 def line(group: object, number: int, **more: object) -> str:
     return json.dumps({"tokens": [number, number + 1, 1], "group": group} | more)
-
-
-def write(folder, *files):
-    paths = []
-    for number, lines in enumerate(files):
-        paths.append(str(folder / f"{number}.jsonl"))
-        (folder / f"{number}.jsonl").write_text("".join(f"{text}\n" for text in lines))
-    return paths
-
-
-def told(groups):
-    return [[(sample.source, sample.tokens.tolist(), sample.signals.group) for sample in group] for group in groups]
-
-
-def by_ranks(size, make):
-    """``make`` on as many ranks, each a thread; each one's result or error."""
-    values, outcomes, barrier = [None] * size, [None] * size, Barrier(size)
-
-    def run(rank):
-        def gather(value):
-            values[rank] = pickle.loads(pickle.dumps(value))
-            barrier.wait()
-            found = list(values)
-            barrier.wait()
-            return found
-
-        try:
-            outcomes[rank] = make(Ranks(rank=rank, size=size, gather=gather))
-        except SampleError as error:
-            outcomes[rank] = str(error)
-
-    threads = [Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
-
-
-def streamed(paths, by="group", *, step=None, size=1, on_error="raise", check=None):
-    """The groups, and their errors; every rank finds the same."""
-
-    def make(ranks):
-        skipped = Skipped()
-        stream = partial(
-            StreamedGroups, paths, LineOptions(), on_error=on_error, skipped=skipped, ranks=ranks, check=check
-        )
-        return streamed_whole_groups(stream, by, step=step, setting="the test"), skipped
-
-    outcomes = by_ranks(size, make)
-    if isinstance(outcomes[0], str):
-        assert outcomes == outcomes[:1] * size
-        raise SampleError(outcomes[0])
-    groups, skipped = outcomes[0]
-    assert all(told(other) == told(groups) and other.fault == groups.fault for other, _ in outcomes[1:])
-    assert all(left_out == skipped for _, left_out in outcomes)
-    return groups
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -95,10 +36,10 @@ def test_groups_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape, 
     lines = [text for number, line in enumerate(lines) for text in ([line, " "] if number % 3 == 0 else [line])]
     places = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
     parts = [lines[start:end] for start, end in pairwise(places)]
-    paths = write(tmp_path_factory.mktemp("files"), *parts)
+    paths = write_files(tmp_path_factory.mktemp("files"), *parts)
     expected = whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test")
     groups = streamed(paths, size=size)
-    assert told(groups) == told(expected)
+    assert told_groups(groups) == told_groups(expected)
     assert groups.sizes.tolist() == [len(group) for group in expected]
 
 
@@ -112,10 +53,10 @@ def test_groups_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape, 
 def test_rollouts_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape):
     """A rollout is known by its group too; lines without an id are rollouts by themselves."""
     lines = [line(group, number, rollout=rollout) for group, rollout, count in shape for number in range(count)]
-    paths = write(tmp_path_factory.mktemp("files"), lines)
+    paths = write_files(tmp_path_factory.mktemp("files"), lines)
     expected = whole_groups(list(iter_sample_groups(paths)), "rollout", step=None, setting="the test")
     groups = streamed(paths, "rollout", size=size)
-    assert told(groups) == told(expected)
+    assert told_groups(groups) == told_groups(expected)
     assert groups.sizes.tolist() == [len(group) for group in expected]
 
 
@@ -123,18 +64,18 @@ def test_rollouts_are_those_of_the_lines_in_memory(tmp_path_factory, size, shape
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streamed_groups_keep_the_order_of_memory_from_any_step(tmp_path, kind, num_workers):
     lines = [line(group, number) for group in range(7) for number in range(group % 4 + 1)]
-    paths = write(tmp_path, lines[:9], lines[9:])
+    paths = write_files(tmp_path, lines[:9], lines[9:])
     held = whole_groups(list(iter_sample_groups(paths)), "group", step=None, setting="the test")
     order, other = (
         SampleOrder(groups, seed=3, order=kind, by_line=True, step=2, whole_steps=True)
         for groups in (held, streamed(paths, size=2))
     )
     assert (other.per_epoch, other.left_out, other.is_streamed) == (6, 1, True)
-    steps = [told([order.take(2 * step, 2)]) for step in range(8)]
+    steps = [told_groups([order.take(2 * step, 2)]) for step in range(8)]
     for first in (0, 1, 4):  # within an epoch, and in the next one
         assert other.samples_before(2 * first) == order.samples_before(2 * first)
         with other.stream(2 * first, num_workers=num_workers) as stream:
-            assert [told([stream.take(2)]) for _ in steps[first:]] == steps[first:]
+            assert [told_groups([stream.take(2)]) for _ in steps[first:]] == steps[first:]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -146,7 +87,7 @@ def test_lines_of_a_group_may_lie_apart(tmp_path_factory, size, keys, cuts):
         for number, key in enumerate(keys)
     ]
     places = sorted({0, len(lines), *(cut for cut in cuts if cut < len(lines))})
-    paths = write(tmp_path_factory.mktemp("files"), *(lines[start:end] for start, end in pairwise(places)))
+    paths = write_files(tmp_path_factory.mktemp("files"), *(lines[start:end] for start, end in pairwise(places)))
     same = {key: next(one for one in keys if IDS[one] == IDS[key]) for key in keys}
     by_id = {}
     for number, key in enumerate(keys):
@@ -167,7 +108,7 @@ def test_lines_of_a_group_may_lie_apart(tmp_path_factory, size, keys, cuts):
     if groups is None or held is None:
         return
     assert [[sample.tokens[:2].tolist() for sample in group] for group in groups] == whole
-    assert told(groups) == told(held)
+    assert told_groups(groups) == told_groups(held)
     assert not groups.fault
     assert all(group in shown for group in whole)
     bad = whole[len(whole) // 2]
@@ -222,7 +163,7 @@ PAIRS = [line(0, n, pair=pair, chosen=n % 2 == 0) for n, pair in enumerate(["p",
     ],
 )
 def test_streamed_errors_equal_errors_in_memory(tmp_path, lines, by, step, size):
-    paths = write(tmp_path, lines)
+    paths = write_files(tmp_path, lines)
     with pytest.raises(SampleError) as expected:
         whole_groups(iter_sample_groups(paths), by, step=step, setting="the test")
     with pytest.raises(SampleError) as raised:
@@ -231,7 +172,7 @@ def test_streamed_errors_equal_errors_in_memory(tmp_path, lines, by, step, size)
 
 
 def test_skipped_records_leave_the_rest_of_their_group(tmp_path):
-    paths = write(tmp_path, [line("a", 1), line("a", -2), "{", line("a", 3), line("b", 4)])
+    paths = write_files(tmp_path, [line("a", 1), line("a", -2), "{", line("a", 3), line("b", 4)])
     groups = streamed(paths, on_error="skip", size=3)
     assert [len(group) for group in groups] == [2, 1]
 
@@ -241,7 +182,7 @@ def test_skipped_records_leave_the_rest_of_their_group(tmp_path):
 def test_check_receives_complete_groups(tmp_path, size, bad):
     """Also those at the borders of ranks."""
     lines = [line(group, 10 * group + number) for group in range(6) for number in range(4)]
-    paths = write(tmp_path, lines)
+    paths = write_files(tmp_path, lines)
     shown = []
 
     def check(samples):
@@ -264,6 +205,6 @@ def test_lines_by_themselves_are_checked_too(tmp_path):
         if samples[0].tokens[0] == 3:
             raise SampleError("three")
 
-    paths = write(tmp_path, UNEQUAL)
+    paths = write_files(tmp_path, UNEQUAL)
     assert StreamedGroups(paths, LineOptions(), check=check).fault == "three"
     assert not StreamedGroups(paths, LineOptions()).fault

@@ -6,10 +6,10 @@ import json
 import re
 
 import pytest
+from data_sources import Words, streamed, told_groups, write_files
+from harness.commands import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_grouping import Words
-from test_data_stream_groups import streamed, told, write
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import LineOptions, iter_sample_groups
@@ -33,14 +33,14 @@ def held(paths, by="group", step=None):
 
 def both(folder, *files, by="group", size=1):
     """The groups of the lines in memory, which are those streamed; or the error, in the same words."""
-    paths = write(folder, *([json.dumps(one) for one in lines] for lines in files))
+    paths = write_files(folder, *([json.dumps(one) for one in lines] for lines in files))
     try:
         groups = held(paths, by)
     except SampleError as error:
         with pytest.raises(SampleError, match=f"^{re.escape(str(error))}$"):
             streamed(paths, by, size=size)
         raise SampleError(str(error).replace(f"{folder}/", "")) from None
-    assert told(streamed(paths, by, size=size)) == told(groups)
+    assert told_groups(streamed(paths, by, size=size)) == told_groups(groups)
     return groups
 
 
@@ -165,7 +165,7 @@ def test_subagents_lines_count_on_with_expanded_turns(tmp_path):
 
     path = tmp_path / "chats.jsonl"
     rows = [chat("r0", 0, 4, "a"), chat("r1", 0, 4, "a"), chat("r0", 2, 2, "b"), chat("r1", 2, 2, "b")]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(path, rows)
     options = LineOptions(tokenizer=Words(), expand_turns=True)
     (group,) = whole_groups(list(iter_sample_groups(path, options)), "group", step=None, setting="the test")
     assert [(one.signals.rollout, one.signals.turn) for one in group] == [
@@ -193,12 +193,12 @@ def test_subagents_count_their_rollouts_reward_once(tmp_path):
         line("q", "r0", 2, prompt=OTHER, reward=1.0),
         line("q", "r2", 0, prompt=MAIN, reward=-4.0),
     ]
-    paths = write(tmp_path, [json.dumps(one) for one in lines])
+    paths = write_files(tmp_path, [json.dumps(one) for one in lines])
     samples = [sample for group in held(paths) for sample in group]
     targets = make_objective("dr_grpo", {"on_policy": True}).targets(samples)
     assert targets.columns["advantage"].tolist() == [2, 1, 2, 2, -3]
     lines[2]["reward"] = 0.5
-    paths = write(tmp_path, [json.dumps(one) for one in lines])
+    paths = write_files(tmp_path, [json.dumps(one) for one in lines])
     samples = [sample for group in held(paths) for sample in group]
     says = f"{paths[0]}:3: field 'reward' differs from that of {paths[0]}:1, which belongs to the same rollout 'r0'"
     with pytest.raises(SampleError, match=re.escape(says)):

@@ -16,14 +16,12 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from data_sources import CHAT, CharacterTokenizer, by_ranks, write_table
+from harness.commands import run_command, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from test_data_jsonl import CHAT, CharacterTokenizer
-from test_data_stream import by_ranks
-from typer.testing import CliRunner
 
 from mcore_prefix_tree import SampleError
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import LineOptions, Skipped, StreamedGroups, iter_sample_groups, read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import OUR_NAMES
@@ -35,28 +33,8 @@ OPTIONS = LineOptions(tokenizer=CharacterTokenizer(), expand_turns=True, vocab_s
 KEYWORDS = dict(vars(OPTIONS))
 
 
-def write_table(folder, table, form, *, rows_a_chunk=3, name="rows"):
-    """A table as a file of some format, in small chunks."""
-    folder = Path(folder)
-    path = folder / f"{name}.{'arrow' if form in ('stream', 'arrow-lz4') else form}"
-    if isinstance(table, list):
-        table = pa.Table.from_pylist(table)
-    if form == "parquet":
-        pa.parquet.write_table(table, path, row_group_size=rows_a_chunk)
-    elif form == "feather":
-        pa.feather.write_feather(table, path, compression="lz4", chunksize=rows_a_chunk)
-    else:
-        new = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
-        options = pa.ipc.IpcWriteOptions(compression="lz4" if form == "arrow-lz4" else None)
-        with pa.OSFile(str(path), "wb") as file, new(file, table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=rows_a_chunk)
-    return str(path)
-
-
 def write_lines(folder, rows):
-    path = Path(folder) / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(Path(folder) / "rows.jsonl", rows))
 
 
 def told(samples):
@@ -496,7 +474,7 @@ def test_a_column_that_is_there_twice(tmp_path, form):
 def test_without_pyarrow(tmp_path, monkeypatch):
     path = write_table(tmp_path, GOOD, "parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    result = CliRunner().invoke(app, ["inspect", path])
+    result = run_command("inspect", path)
     assert result.exit_code == 2
     assert result.stderr == (f"error: {path}: Parquet and Arrow files need pyarrow: pip install 'pyarrow>=16'\n")
     with pytest.raises(ImportError, match=r"rows\.parquet: Parquet and Arrow files need pyarrow"):
@@ -512,9 +490,9 @@ def test_json_lines_do_not_load_pyarrow(tmp_path):
 @pytest.mark.parametrize("form", FORMATS)
 def test_commands_take_tables(tmp_path, form):
     path = write_table(tmp_path, [SIGNALS, BARE, {"tokens": [1, 2, 9]}], form)
-    inspected = json.loads(CliRunner().invoke(app, ["inspect", "--json", path]).stdout)
+    inspected = json.loads(run_command("inspect", "--json", path).stdout)
     assert (inspected["logical_tokens"], inspected["longest_sample"]) == (8, f"{path} row 0")
-    planned = CliRunner().invoke(app, ["plan", "--json", "--max-tokens", "2", "--on-error", "skip", path])
+    planned = run_command("plan", "--json", "--max-tokens", "2", "--on-error", "skip", path)
     assert json.loads(planned.stdout)["skipped"] == 2
     assert (
         f"skipped 2 bad samples (2 too long): {path} row 0: the sample has 3 tokens, but --max-tokens is 2"

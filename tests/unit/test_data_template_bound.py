@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_huggingface import CHATML, PLAIN, THINKING, make_folder
+from harness.commands import run_command
+from harness.tokenizer_folders import CHATML, PLAIN, THINKING, make_folder
 
 from mcore_prefix_tree.data import ChatError
 from mcore_prefix_tree.data.turns import THINKING as THINKING_NAMES
@@ -209,14 +210,11 @@ def test_long_conversations_are_rendered(folder: str) -> None:
 
 
 def test_command_refuses_a_line_in_a_sentence(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from mcore_prefix_tree.cli.main import app
 
     folder = make_folder(tmp_path / "folder", "{{ 'a' * 10**10 }}")
     data = tmp_path / "chat.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    result = CliRunner().invoke(app, ["inspect", str(data), "--tokenizer", str(folder)])
+    result = run_command("inspect", data, "--tokenizer", folder)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {data}:1: field 'messages' does not fit the chat template of tokenizer ")

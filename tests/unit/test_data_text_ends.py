@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from harness.commands import write_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +64,7 @@ def read(folder, tokenizer, *rows, table=False):
     if table:
         pq.write_table(pa.table({name: [row.get(name) for row in rows] for row in rows for name in row}), path)
     else:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(path, rows)
     samples = read_samples(path, tokenizer=tokenizer)
     streamed = [one for line in StreamedGroups(path, LineOptions(tokenizer=tokenizer)) for one in line]
     assert list(map(content, streamed)) == list(map(content, samples))

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from harness.commands import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ FORMS = ("jsonl", "parquet", "arrow")
 def write(folder, rows, form):
     path = folder / f"rows.{form}"
     if form == "jsonl":
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(path, rows)
         return path
     table = pa.table({name: [row.get(name) for row in rows] for row in rows for name in row})
     if form == "parquet":
@@ -329,7 +330,7 @@ def test_fields_without_effect_on_training_are_ignored(tmp_path):
 
 def test_names_of_other_formats_are_ignored(tmp_path):
     """A conversation with its ids, as tokenized data sets keep it."""
-    from test_data_jsonl import CharacterTokenizer
+    from data_sources import CharacterTokenizer
 
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     row |= {"input_ids": [1, 2], "assistant_mask": [0, 1], "attention_mask": [1, 1]}

@@ -8,10 +8,9 @@ from functools import cache
 from importlib.util import find_spec
 
 import pytest
+from data_sources import CharacterTokenizer, write_table
+from harness.tokenizer_folders import CHATML, make_folder, needs_transformers, official
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
-from test_data_huggingface import CHATML, make_folder, needs_transformers, official
-from test_data_jsonl import CharacterTokenizer
-from test_data_tables import write_table
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import ChatError, load_tokenizer, parse_messages, parse_tools, read_samples

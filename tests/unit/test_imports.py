@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from harness.commands import SLOW_PACKAGES
 
 import mcore_prefix_tree
 
@@ -62,8 +63,6 @@ MAY_IMPORT_MEGATRON = {"mcore", "cpu", "pretrain_gpt"}
 ON_MEGATRON = [ROOT / "integrations" / name for name in ("verl", "slime.py", "nemo_rl.py", "megatron_bridge.py")]
 # Names that the package itself exports.
 PUBLIC = set(mcore_prefix_tree.__all__)
-# Packages that take seconds, or tenths of one, to import.
-SLOW = {"megatron", "transformer_engine", "torch", "transformers", "mistral_common", "matplotlib"}
 # Modules of the attention room in addition to its back-ends, each of which is a file or a folder.
 ATTENTION_ENTRANCES = {"__init__", "api", "auto"}
 SHARED_BY_BACKENDS = {"backend_options", "capability", "tile_blocks", "spans", "padding", "parity", "imports"}
@@ -206,7 +205,7 @@ def test_the_attention_room_loads_no_kernels():
 def test_importing_the_package_is_light():
     loaded = loaded_by(f"import {PACKAGE}; assert {PACKAGE}.fold")
     assert PACKAGE in loaded
-    assert loaded.isdisjoint(SLOW)
+    assert loaded.isdisjoint(SLOW_PACKAGES)
 
 
 def test_nothing_left_of_the_seam_loads_megatron():
@@ -224,7 +223,7 @@ def test_nothing_left_of_the_seam_loads_megatron():
 def test_the_command_line_loads_nothing_heavy_for_its_help():
     loaded = loaded_by(f"import {PACKAGE}.cli.main")
     assert "typer" in loaded
-    assert loaded.isdisjoint({*SLOW, "numpy", "pydantic", "omegaconf", "pyarrow"})
+    assert loaded.isdisjoint({*SLOW_PACKAGES, "numpy", "pydantic", "omegaconf", "pyarrow"})
 
 
 def test_every_public_name_can_be_imported():

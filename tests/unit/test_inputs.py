@@ -124,7 +124,7 @@ def test_json_with_a_key_twice_is_refused(text: str) -> None:
 
 def test_tokenizer_folders_are_not_waited_for(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from test_data_huggingface import CHATML, make_folder
+    from harness.tokenizer_folders import CHATML, make_folder
 
     from mcore_prefix_tree.data import load_tokenizer
 

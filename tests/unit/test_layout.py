@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from harness.oracles import comb, flat_paths, parent_path, paths_of, sample_lists, samples_through
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import comb, flat_paths, parent_path, paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.sample import Tempered

@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.each_tensor import EachTensor
+from harness.oracles import sample_lists, worst
 from heads import FORKED, VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import sample_lists, worst
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, edges, restore
@@ -146,21 +145,11 @@ def test_no_temporary_is_as_large_as_the_logits_in_fp32(monkeypatch):
     layout = fold([Sample(tokens=list(range(1, 41))), Sample(tokens=[1, *range(2, 42)][::-1])], pad_to_multiple_of=8)
     of_layout = Edges.from_layout(layout)
     logits = random_logits(layout, dtype=torch.bfloat16).detach().clone().requires_grad_().clone()
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32:
-                    largest = max(largest, leaf.untyped_storage().nbytes() // 4)
-            return result
-
-    with Watch():
+    sizes = []
+    with EachTensor(lambda one: sizes.append(one.untyped_storage().nbytes() // 4 if one.dtype == torch.float32 else 0)):
         edge_logprobs(logits, of_layout, in_place=True)[0].sum().backward()
-    assert largest <= 8 * VOCAB
-    assert layout.padded_size * VOCAB > 5 * largest
+    assert max(sizes) <= 8 * VOCAB
+    assert layout.padded_size * VOCAB > 5 * max(sizes)
 
 
 def test_only_logprob_or_only_entropy_may_be_used():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracles import worst
+from harness.oracles import worst
 
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs, top_k, top_logprobs
 

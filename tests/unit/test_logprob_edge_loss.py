@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from harness.oracles import sample_lists, worst
 from heads import MULTIPLIERS, VOCAB, bent, edge_loss_of, logits_of, naive, parameters, temperatures
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import sample_lists, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_prefix_tree import Sample, fold

@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.each_tensor import EachTensor
+from harness.oracles import sample_lists, worst
 from heads import FORKED, HIDDEN, MULTIPLIERS, VOCAB, edge_loss_of, logits_of, naive, parameters, temperatures
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import sample_lists, worst
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.logprob import (
@@ -251,18 +250,7 @@ def test_only_logprob_or_only_entropy_may_be_used():
 def operations(function):
     """How many floating tensors torch made in a call that are not small, by their numbers of elements."""
     made = Counter()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            made.update(
-                leaf.numel()
-                for leaf in tree_leaves(result)
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() > VOCAB
-            )
-            return result
-
-    with Watch():
+    with EachTensor(lambda one: one.is_floating_point() and one.numel() > VOCAB and made.update([one.numel()])):
         function()
     return made
 
@@ -371,18 +359,8 @@ def test_no_temporary_is_larger_than_a_chunk_of_logits():
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     edges = Edges.from_layout(layout)
     head = Head(edges=edges, head_chunk_rows=rows)
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                    largest = max(largest, leaf.untyped_storage().nbytes() // 4)
-            return result
-
-    with Watch():
+    sizes = []
+    with EachTensor(lambda one: sizes.append(one.untyped_storage().nbytes() // 4 if one.is_floating_point() else 0)):
         logprob, entropy = fused(hidden, weight, head)
         (logprob.sum() + entropy.sum()).backward()
         head_weighted_sum(hidden[edges.row], weight, head, edge_weight=torch.ones(len(edges.token)))[0].backward()
@@ -390,8 +368,8 @@ def test_no_temporary_is_larger_than_a_chunk_of_logits():
             loss = edge_loss_of(edges, of_entropy=of_entropy)
             head_edge_loss(hidden[edges.row], weight, head, loss=loss, with_entropy=True)[0].backward()
         head_logit_losses(hidden[edges.row], weight, head, loss=turned_into_gradients(weight[:, 0]))[0].backward()
-    assert largest == rows * vocab
-    assert layout.padded_size * vocab > 20 * largest
+    assert max(sizes) == rows * vocab
+    assert layout.padded_size * vocab > 20 * max(sizes)
 
 
 class Buffer:
@@ -445,22 +423,13 @@ def test_forward_forms_no_unneeded_gradients():
     hidden, weight = parameters(layout)
     edges = Edges.from_layout(layout)
     ones = torch.ones(len(edges.token), dtype=torch.float64)
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.shape == weight.shape:
-                largest += 1
-            return result
-
+    shapes = []
     rows = hidden[edges.row]
-    with torch.no_grad(), Watch():
+    with torch.no_grad(), EachTensor(lambda one: shapes.append(one.shape)):
         head_weighted_sum(rows, weight, Head(edges=edges), edge_weight=ones)
         head_edge_loss(rows, weight, Head(edges=edges), loss=lambda *_: pytest.fail("nobody wants gradients"))
         head_logit_losses(rows, weight, Head(edges=edges), loss=lambda _, logits: logits[:, 0])
-    assert largest == 0
+    assert weight.shape not in shapes
 
 
 def test_float16_with_gradients_before_loss_scaling_is_rejected():

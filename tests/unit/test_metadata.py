@@ -8,9 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from harness.oracles import metadata_of, random_forest, sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import metadata_of, random_forest, sample_lists
 
 from mcore_prefix_tree import TreeMetadata, fold
 

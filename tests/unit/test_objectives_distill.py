@@ -7,20 +7,10 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided, vocabulary_divergence
+from harness.oracles import sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_oracles import (
-    VOCAB,
-    World,
-    changed,
-    random_cut,
-    run,
-    scored_positions,
-    token_weights,
-    with_signals,
-    with_teachers,
-)
-from oracles import sample_lists, worst
+from objective_oracles import VOCAB, World, changed, full_loss, random_cut, run, top_k_loss, with_signals, with_teachers
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.objectives import Distillation, divergence
@@ -32,41 +22,6 @@ KINDS = ["forward_kl", "reverse_kl", "jsd"]
 
 def distillation(kind: str, beta: float = 0.3, **options: object) -> Distillation:
     return Distillation(divergence=kind, **({"jsd_beta": beta} if kind == "jsd" else {}), **options)
-
-
-def naive(p: torch.Tensor, q: torch.Tensor, kind: str, beta: float) -> torch.Tensor:
-    """From probabilities, as the formulas are written."""
-    if kind == "forward_kl":
-        return (p * torch.log(p / q)).sum()
-    if kind == "reverse_kl":
-        return (q * torch.log(q / p)).sum()
-    m = beta * p + (1 - beta) * q
-    return beta * (p * torch.log(p / m)).sum() + (1 - beta) * (q * torch.log(q / m)).sum()
-
-
-def top_k_loss(objective: Distillation, world: World) -> torch.Tensor:
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    total = world.logits.sum() * 0
-    for index, sample in enumerate(world.samples):
-        rows, teacher = world.distributions(index), sample.signals.teacher
-        for t in scored_positions(sample):
-            p = torch.tensor(teacher.logprobs[t].tolist(), dtype=torch.float64).exp()
-            q = rows[t].exp()[torch.tensor(teacher.token_ids[t].tolist())]
-            p, q = (torch.cat([x, 1 - x.sum()[None]]) for x in (p, q))
-            total = total + weights[index, t] * naive(p, q, objective.divergence, objective.jsd_beta)
-    return total / max(1, divisor)
-
-
-def full_loss(objective: Distillation, world: World, teacher: World) -> torch.Tensor:
-    """The same from a second model's full distributions for the same samples."""
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    total = world.logits.sum() * 0
-    for index in range(len(world.samples)):
-        student, taught = world.distributions(index), teacher.distributions(index)
-        for t in [t for of, t in weights if of == index]:
-            p, q = taught[t].detach().exp(), student[t].exp()
-            total = total + weights[index, t] * naive(p, q, objective.divergence, objective.jsd_beta)
-    return total / max(1, divisor)
 
 
 def run_top_k(objective, world, cut):

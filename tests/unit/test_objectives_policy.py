@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
+from harness.oracles import sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import World, changed, policy_loss, random_cut, run_logprobs, with_signals
-from oracles import sample_lists, worst
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
 from mcore_prefix_tree.objectives import OBJECTIVES, PolicyGradient, make_objective

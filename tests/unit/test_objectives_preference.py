@@ -7,14 +7,23 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
+from harness.oracles import sample_lists
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, with_signals
-from oracles import sample_lists
+from objective_oracles import (
+    World,
+    changed,
+    kto_loss,
+    pair_loss,
+    random_cut,
+    run_logprobs,
+    scored_positions,
+    with_signals,
+)
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.logprob.log1mexp import log1mexp
-from mcore_prefix_tree.objectives import KTO, Preference, make_objective
+from mcore_prefix_tree.objectives import KTO, make_objective
 from mcore_prefix_tree.objectives.metrics import add_means
 
 
@@ -22,40 +31,6 @@ def all_scored(sample: Sample) -> Sample:
     """With at least one token scored, as a completion has."""
     tokens = np.concatenate([sample.tokens, [1]])
     return Sample(tokens=tokens, loss_mask=[*sample.loss_mask, 0.25], merge_key=sample.merge_key)
-
-
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-def pair_loss(objective: Preference, world: World) -> torch.Tensor:
-    """Mean over pairs; sample 2q is rejected and 2q + 1 chosen."""
-    total = world.logits.sum() * 0
-    for rejected in range(0, len(world.samples), 2):
-        score, nll = {}, {}
-        for index in (rejected, rejected + 1):
-            sample, own = world.samples[index], world.logprobs(index)
-            weight = sum(float(sample.loss_mask[t]) for t in scored_positions(sample))
-            s = n = 0
-            for t in scored_positions(sample):
-                ref = float(sample.signals.ref_logprobs[t]) if objective.reference else 0.0
-                s = s + float(sample.loss_mask[t]) * (own[t] - ref)
-                n = n - float(sample.loss_mask[t]) * own[t] / weight
-            score[index], nll[index] = (s / weight if objective.average else s), n
-        w, lose = score[rejected + 1], score[rejected]
-        if objective.link == "ipo":
-            loss = (w - lose - 1 / (2 * objective.beta)) ** 2
-        elif objective.link == "hinge":
-            loss = torch.relu(1 - objective.beta * (w - lose))
-        elif objective.link == "odds_ratio":
-            odds = [torch.exp(s) / (1 - torch.exp(s)) for s in (w, lose)]
-            loss = -objective.beta * torch.log(sigmoid(torch.log(odds[0] / odds[1])))
-        else:
-            x = objective.beta * (w - lose) - objective.gamma
-            eps = objective.label_smoothing
-            loss = -(1 - eps) * torch.log(sigmoid(x)) - eps * torch.log(1 - sigmoid(x))
-        total = total + loss + objective.nll_coef * nll[rejected + 1]
-    return total / max(1, len(world.samples) // 2)
 
 
 SETTINGS = [
@@ -82,31 +57,6 @@ def test_loss_equals_unfolded_pairs_for_any_cut(name, options, samples, seed):
         (grad,) = torch.autograd.grad(loss, world.logits)
         assert abs(loss.item() - expected.item()) <= 1e-12 * max(1.0, abs(expected.item()))
         assert (grad - wanted).norm() <= 1e-12 * max(1e-3, wanted.norm())
-
-
-def kto_loss(objective: KTO, world: World) -> torch.Tensor:
-    point = 0.0
-    measuring = [s for s in world.samples if s.signals.mismatched]
-    if objective.reference_point == "mismatched":
-        for sample in measuring:
-            for t in scored_positions(sample):
-                difference = float(sample.signals.old_logprobs[t]) - float(sample.signals.ref_logprobs[t])
-                point += float(sample.loss_mask[t]) * difference / len(measuring)
-        point = max(0.0, point)
-    total, count = world.logits.sum() * 0, 0
-    for index, sample in enumerate(world.samples):
-        if sample.signals.mismatched:
-            continue
-        own, r = world.logprobs(index), 0
-        for t in scored_positions(sample):
-            r = r + float(sample.loss_mask[t]) * (own[t] - float(sample.signals.ref_logprobs[t]))
-        r = torch.as_tensor(r, dtype=torch.float64)
-        if sample.signals.label:
-            total = total + objective.desirable_weight * (1 - sigmoid(objective.beta * (r - point)))
-        else:
-            total = total + objective.undesirable_weight * (1 - sigmoid(objective.beta * (point - r)))
-        count += 1
-    return total / max(1, count)
 
 
 @pytest.mark.parametrize("point", ["mismatched", "zero"])

@@ -6,62 +6,16 @@ import numpy as np
 import pytest
 import torch
 from harness.losses import divided
+from harness.oracles import sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_oracles import (
-    World,
-    advantages,
-    changed,
-    random_cut,
-    run_values,
-    scored_positions,
-    token_weights,
-    with_signals,
-)
-from oracles import sample_lists
+from objective_oracles import World, changed, critic_loss, random_cut, reward_model_loss, run_values, with_signals
 
 from mcore_prefix_tree import Sample, SampleError, Signals, fold
 from mcore_prefix_tree.objectives import Critic, PolicyGradient, RewardModel
 from mcore_prefix_tree.objectives.advantages import gae
 from mcore_prefix_tree.objectives.metrics import add_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens
-
-
-def critic_loss(objective: Critic, world: World) -> torch.Tensor:
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    total = world.scalar.sum() * 0
-    estimated = {}
-    if objective.returns == "gae":
-        config = PolicyGradient(
-            advantage="gae",
-            gamma=objective.gamma,
-            lam=objective.lam,
-            kl_in="reward",
-            kl_coef=objective.kl_coef,
-            kl_estimator=objective.kl_estimator,
-        )
-        estimated = advantages(config, world.samples)
-    for index, sample in enumerate(world.samples):
-        values = world.values(index)
-        for t in scored_positions(sample):
-            old = float(sample.signals.values[t])
-            target = estimated[index, t] + old if objective.returns == "gae" else float(sample.signals.returns[t])
-            value = values[t - 1]  # of the state that the token is chosen in
-            loss = (value - target) ** 2
-            if objective.clip_eps is not None:
-                near = old + torch.clamp(value - old, -objective.clip_eps, objective.clip_eps)
-                loss = torch.maximum(loss, (near - target) ** 2)
-            total = total + weights[index, t] * loss / 2
-    return total / max(1, divisor)
-
-
-def reward_model_loss(objective: RewardModel, world: World) -> torch.Tensor:
-    """Mean over pairs; sample 2q is rejected and 2q + 1 chosen."""
-    total = world.scalar.sum() * 0
-    for rejected in range(0, len(world.samples), 2):
-        lose, win = (world.values(index)[-1] for index in (rejected, rejected + 1))
-        total = total - torch.log(1 / (1 + torch.exp(lose - win))) + objective.center_coef * (win + lose) ** 2
-    return total / max(1, len(world.samples) // 2)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 from harness.losses import divided
+from harness.oracles import sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
 from objective_oracles import World, changed, random_cut, run_logprobs, scored_positions, token_weights, with_signals
-from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, SampleError, Signals
 from mcore_prefix_tree.objectives import make_objective

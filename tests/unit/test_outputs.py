@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
+from harness.commands import run_command
 
 from mcore_prefix_tree.cli.main import app
 
@@ -94,7 +94,7 @@ def test_files_that_are_read_are_kept(job: Path, line: str, option: str, name: s
     link.symlink_to(job / name)
     before = (job / name).read_bytes()
     output = {"OUTPUT": [link.name], "log.metrics": [f"log.metrics={link.name}"]}.get(option, [option, link.name])
-    done = CliRunner().invoke(app, [*line.split(), *output])
+    done = run_command(*line.split(), *output)
     said = f"log.metrics={link.name}" if option == "log.metrics" else f"{option} {link.name}"
     assert f"{said}: is read by this command, which would replace it; name another file" in done.stderr
     assert done.exit_code == 2
@@ -107,7 +107,7 @@ def test_names_and_links_of_all_kinds_are_kept(job: Path) -> None:
     (job / "folder").symlink_to(target.parent)
     os.link(target, job / "hard.json")
     for path in (target, "run/../run/iter_0000003/metadata.json", "folder/metadata.json", "hard.json"):
-        done = CliRunner().invoke(app, ["calibrate", "student.yaml", "--output", str(path)])
+        done = run_command("calibrate", "student.yaml", "--output", path)
         assert f"--output {path}: is read by this command" in done.stderr
         assert done.exit_code == 2
     assert target.read_text() == "this is run/iter_0000003/metadata.json"
@@ -135,7 +135,7 @@ def commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_teacher_that_cannot_be_read_is_reported_by_its_own_sentence(job: Path) -> None:
     (job / "teacher.yaml").write_text(json.dumps({"data": 3}))
-    done = CliRunner().invoke(app, ["xtoken", "export-teacher", "student.yaml", "--output", "scored.jsonl"])
+    done = run_command("xtoken", "export-teacher", "student.yaml", "--output", "scored.jsonl")
     assert done.exit_code == 2
     assert "teacher.yaml" in done.stderr
     assert not (job / "scored.jsonl").exists()

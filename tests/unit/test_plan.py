@@ -4,9 +4,9 @@ import random
 from itertools import chain, combinations, pairwise
 
 import pytest
+from harness.oracles import comb, content_of, sample_lists, samples_through
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import comb, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.plan import BudgetError, plan_step
@@ -21,14 +21,6 @@ def flat(plan):
 def physical(samples, indices):
     """Unique tokens of some of the samples, counted by the token-by-token oracle."""
     return len(samples_through([samples[index] for index in indices]))
-
-
-def content(samples, plan):
-    """Contents of each micro-batch of each rank, without reference to the caller's order."""
-    return [
-        [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
-        for rank in plan.micro_batches
-    ]
 
 
 @st.composite
@@ -74,7 +66,7 @@ def test_the_order_of_the_samples_does_not_matter(problem, seed):
     samples, settings = problem
     shuffled = random.Random(seed).sample(samples, len(samples))
     plan, again = plan_step(samples, **settings), plan_step(shuffled, **settings)
-    assert content(shuffled, again) == content(samples, plan)
+    assert content_of(shuffled, again) == content_of(samples, plan)
     assert again.physical_tokens == plan.physical_tokens
 
 
@@ -125,7 +117,7 @@ def test_runs_are_dealt_evenly():
 def test_merge_keys_are_never_counted_together():
     samples = [Sample(tokens=[1, 2, 3], merge_key=key) for key in ("a", "b", "a")]
     assert plan_step(samples, max_tokens=6).physical_tokens == ((6,),)
-    assert content(samples, plan_step(samples, max_tokens=5)) == [
+    assert content_of(samples, plan_step(samples, max_tokens=5)) == [
         [[("'a'", [1, 2, 3]), ("'a'", [1, 2, 3])], [("'b'", [1, 2, 3])]]
     ]
 

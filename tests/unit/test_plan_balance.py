@@ -7,9 +7,9 @@ from itertools import chain, product
 
 import numpy as np
 import pytest
+from harness.oracles import comb, content_of, sample_lists, samples_through
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import comb, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
@@ -63,13 +63,6 @@ def first_scored_of(samples):
     }
 
 
-def content(samples, plan):
-    return [
-        [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
-        for rank in plan.micro_batches
-    ]
-
-
 @given(problems())
 def test_plans_are_valid(problem):
     samples, options = problem
@@ -89,7 +82,7 @@ def test_plans_are_valid(problem):
 def test_the_order_of_the_samples_does_not_matter(problem, seed):
     samples, options = problem
     shuffled = random.Random(seed).sample(samples, len(samples))
-    assert content(shuffled, plan_step(shuffled, **options)) == content(samples, plan_step(samples, **options))
+    assert content_of(shuffled, plan_step(shuffled, **options)) == content_of(samples, plan_step(samples, **options))
 
 
 def test_equal_tokens_with_other_masks_cost_the_same_in_any_order():

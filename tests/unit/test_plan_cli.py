@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from harness.commands import run_command, write_rows
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
@@ -26,14 +25,12 @@ parallel: {tensor_model_parallel_size: 8, sequence_parallel: true}
 
 @pytest.fixture
 def rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
     tokens = [[*range(10), 20 + leaf] for leaf in range(6)] + [[40] * 12]
-    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in tokens))
-    return str(path)
+    return str(write_rows(tmp_path / "rows.jsonl", ({"tokens": row} for row in tokens)))
 
 
 def plan(*arguments):
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return run_command("plan", *arguments)
 
 
 def test_json_is_the_report(rows):
@@ -92,8 +89,7 @@ def test_table_names_the_key_figures(rows):
 
 
 def test_ranks_of_many_micro_batches_fit_80_columns(tmp_path):
-    path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"tokens": [first] * 9}) + "\n" for first in range(200)))
+    path = write_rows(tmp_path / "long.jsonl", ({"tokens": [first] * 9} for first in range(200)))
     result = plan(str(path), "--max-tokens", "9", "--dp", "2")
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[1].split() == ["0", "100", "900", "900", "100.0%", *["9"] * 6, "…", "94", "more"]
@@ -101,7 +97,7 @@ def test_ranks_of_many_micro_batches_fit_80_columns(tmp_path):
 
 
 def steps_of(command, *arguments):
-    result = CliRunner().invoke(app, [command, *map(str, arguments), "--json"])
+    result = run_command(command, *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)["steps"]
 
@@ -111,7 +107,7 @@ def turns(tmp_path):
     """Six prompts of four completions each, one per line, none next to another of the same prompt."""
     path = tmp_path / "turns.jsonl"
     rows = [{"tokens": [prompt] * 20 + [30 + leaf] * 4, "group": leaf} for leaf in range(4) for prompt in range(6)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 
@@ -163,7 +159,7 @@ def test_steps_follow_a_recipe_and_options_win(turns, tmp_path):
         assert (steps["order"], steps["steps"], steps["fold_ratio"]["mean"]) == ("folded", 1, 24 * 24 / (6 * 36))
     # Groups that training takes complete, and rejects.
     recipe.write_text(RECIPE + "objective: {name: grpo}\n")
-    result = CliRunner().invoke(app, ["inspect", str(turns), "--model", str(recipe)])
+    result = run_command("inspect", turns, "--model", recipe)
     assert result.exit_code == 2
     assert "group 0 goes on" in result.stderr or "global_batch_size=4 would cut some" in result.stderr
 
@@ -172,19 +168,19 @@ def test_output_says_that_one_step_takes_all_samples(turns):
     whole_file, steps = "These figures take all samples as one step", "  in training steps"
     for command in (["inspect"], ["plan", "--max-tokens", "100"]):
         asked = [*command, str(turns)]
-        known = CliRunner().invoke(app, [*asked, "--global-batch-size", "4"]).stdout
-        unknown = CliRunner().invoke(app, asked).stdout
+        known = run_command(*asked, "--global-batch-size", "4").stdout
+        unknown = run_command(*asked).stdout
         assert whole_file in " ".join(unknown.split())
         assert steps not in unknown
         assert "These figures" not in known
         assert "6 of 4 samples, shuffled" in " ".join(known.split())
-        twice = CliRunner().invoke(app, [*asked, "--global-batch-size", "30"]).stdout
+        twice = run_command(*asked, "--global-batch-size", "30").stdout
         assert (
             "A step of 30 is larger than the 24 samples there are, so these figures are for one step that takes each "
             "of them once."
         ) in " ".join(twice.split())
         assert "1 of 24 samples, shuffled" in " ".join(twice.split())
-        result = CliRunner().invoke(app, [*asked, "--order", "folded"])
+        result = run_command(*asked, "--order", "folded")
         assert (result.exit_code, "give --global-batch-size too" in result.stderr) == (2, True)
 
 
@@ -192,14 +188,14 @@ def test_expanded_turns_are_pointed_to(tmp_path):
     path = tmp_path / "chat.jsonl"
     messages = [{"role": role, "content": "go on"} for _ in range(3) for role in ("user", "assistant")]
     path.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": messages[:2]}) + "\n")
-    expanded = json.loads(CliRunner().invoke(app, ["inspect", str(path), "--expand-turns", "--json"]).stdout)
+    expanded = json.loads(run_command("inspect", path, "--expand-turns", "--json").stdout)
     logical, physical = expanded["logical_tokens"], expanded["physical_tokens"]
     advice = f"give --expand-turns: 4 samples of {logical:,} logical tokens in the same {physical:,} physical ones"
     for command in (["inspect"], ["plan", "--max-tokens", "100"]):
-        plain = " ".join(CliRunner().invoke(app, [*command, str(path)]).stdout.split())
+        plain = " ".join(run_command(*command, path).stdout.split())
         assert advice in plain
         assert f"a fold ratio of {logical / physical:.2f}x instead of" in plain
-        assert "give --expand-turns" not in CliRunner().invoke(app, [*command, str(path), "--expand-turns"]).stdout
+        assert "give --expand-turns" not in run_command(*command, path, "--expand-turns").stdout
 
 
 def test_idle_ranks_are_named(rows):
@@ -272,9 +268,8 @@ def test_the_command_plans_like_the_library(rows):
 
 
 def test_less_sharing(rows, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
     masked = [{"tokens": [*range(10), 20 + leaf], "loss_mask": [0] * 5 + [1] * 6} for leaf in range(6)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in masked))
+    prompts = write_rows(tmp_path / "prompts.jsonl", masked)
 
     def unique(*arguments):
         return json.loads(plan(str(prompts), "--max-tokens", "100", "--json", *arguments).stdout)["unique_tokens"]
@@ -328,7 +323,7 @@ def test_a_recipe_keeps_pairs_together(tmp_path):
 
     def plan_pairs(rows, *options, objective="simpo", max_tokens=14):
         recipe.write_text(RECIPE + f"objective: {{name: {objective}}}\n")
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(data, rows)
         result = plan(str(data), "--max-tokens", str(max_tokens), "--model", str(recipe), "--json", *options)
         return result.exit_code, json.loads(result.stdout) if result.exit_code == 0 else result.stderr
 
@@ -410,8 +405,7 @@ def test_plan_needs_no_megatron(rows, tmp_path, without_megatron):
     done = without_megatron("plan", rows, "--max-tokens", 64, "--dp", 2, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["unique_tokens"] == 10 + 6 + 12
-    data = tmp_path / "groups.jsonl"
-    data.write_text("".join(json.dumps({"tokens": [1, 2, 3 + n], "group": n // 2}) + "\n" for n in range(8)))
+    data = write_rows(tmp_path / "groups.jsonl", ({"tokens": [1, 2, 3 + n], "group": n // 2} for n in range(8)))
     done = without_megatron("plan", data, "--model", recipe, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "megatron-core is not installed, so the model's settings are checked only by train\n"

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from harness.oracles import sample_lists
 from hypothesis import given
-from oracles import sample_lists
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork

@@ -8,9 +8,9 @@ from itertools import chain, combinations, pairwise
 
 import numpy as np
 import pytest
+from harness.oracles import paths_of, sample_lists, samples_through
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import fold
 from mcore_prefix_tree.plan import CostModel, plan_step

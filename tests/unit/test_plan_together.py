@@ -3,9 +3,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from harness.oracles import comb, sample_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import comb, sample_lists
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step

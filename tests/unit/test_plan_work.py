@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from harness.oracles import sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.utils import is_layer_window_attention
-from oracles import sample_lists
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.plan import Counts, ExpectedSpeedup, LatentAttention, ModelWork

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_recipe_hf import recipe_of, write_config, write_tensors
+from harness.hf_sources import hf_recipe, write_config, write_tensors
 
 from mcore_prefix_tree.settings import RecipeError
 
@@ -48,9 +48,9 @@ def adapter_of(folder: Path) -> str:
 
 
 def test_adapter_decides_rank_scale_and_layers(folder: Path) -> None:
-    lora = recipe_of(folder, adapter_of(folder)).model.lora
+    lora = hf_recipe(folder, adapter_of(folder)).model.lora
     assert (lora.r, lora.lora_alpha, lora.target_modules) == (2, 6, ["q_proj", "v_proj"])
-    assert recipe_of(folder).model.lora is None
+    assert hf_recipe(folder).model.lora is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_adapter_decides_rank_scale_and_layers(folder: Path) -> None:
 def test_adapters_that_are_rejected(changes: dict[str, Any], says: str, folder: Path) -> None:
     write_adapter(folder.parent, **changes)
     with pytest.raises(RecipeError) as error:
-        recipe_of(folder, adapter_of(folder))
+        hf_recipe(folder, adapter_of(folder))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -82,16 +82,16 @@ def test_adapters_that_are_rejected(changes: dict[str, Any], says: str, folder: 
 def test_adapters_that_are_incomplete(folder: Path) -> None:
     write_adapter(folder.parent, LAYERS[:3])
     with pytest.raises(RecipeError, match=r"model\.layers\.1\.self_attn\.v_proj\.lora_A\.weight' of shape None, and"):
-        recipe_of(folder, adapter_of(folder))
+        hf_recipe(folder, adapter_of(folder))
     weights = folder.parent / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(RecipeError, match="download it again"):
-        recipe_of(folder, adapter_of(folder))
+        hf_recipe(folder, adapter_of(folder))
     weights.rename(weights.with_suffix(".bin"))
     with pytest.raises(RecipeError, match=r"adapter_model\.bin, a pickle, which can run code"):
-        recipe_of(folder, adapter_of(folder))
+        hf_recipe(folder, adapter_of(folder))
     with pytest.raises(RecipeError, match=r"model\.adapter: .* is not a folder with an adapter_config\.json"):
-        recipe_of(folder, "model.adapter=nowhere")
+        hf_recipe(folder, "model.adapter=nowhere")
 
 
 TARGETS = "model.lora.target_modules=[q_proj]"
@@ -110,7 +110,7 @@ TARGETS = "model.lora.target_modules=[q_proj]"
 def test_recipes_that_are_at_odds(overrides: list[str], says: str, folder: Path) -> None:
     of_adapter = [] if overrides[0] == TARGETS or "dropout" in overrides[0] else [adapter_of(folder)]
     with pytest.raises(RecipeError) as error:
-        recipe_of(folder, *of_adapter, *overrides)
+        hf_recipe(folder, *of_adapter, *overrides)
     assert says in str(error.value)
 
 
@@ -118,4 +118,4 @@ def test_adapters_of_experts(folder: Path) -> None:
     names = [f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(2)]
     write_tensors(folder / "model.safetensors", names, shape=(2, 2))
     with pytest.raises(RecipeError, match="adapters of experts are not supported; remove 'up_proj' from"):
-        recipe_of(folder, "model.lora.target_modules=[up_proj]")
+        hf_recipe(folder, "model.lora.target_modules=[up_proj]")

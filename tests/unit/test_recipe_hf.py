@@ -5,42 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import math
 import struct
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from harness.commands import run_command
+from harness.hf_sources import CONFIG, hf_recipe, write_config, write_tensors
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.cli.options import with_hf
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "vocab_size": 16,
-    "max_position_embeddings": 64,
-}
 HAS_BRIDGE = sys.version_info >= (3, 12) and importlib.util.find_spec("megatron.bridge") is not None
-
-
-def write_tensors(file: Path, names: list[str], dtype: str = "F32", shape: Sequence[int] = (1,)) -> None:
-    """A safetensors file of equal tensors, as the format's page describes it."""
-    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype] * math.prod(shape)
-    header = {
-        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [i * size, (i + 1) * size]}
-        for i, name in enumerate(names)
-    }
-    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size * len(names)))
 
 
 @pytest.fixture
@@ -52,26 +30,13 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def recipe_of(folder: Path, *overrides: str) -> Any:
-    file = folder.parent / "recipe.yaml"
-    file.write_text(
-        "data: {path: rows.jsonl}\nbatch: {global_batch_size: 2, max_tokens: 64}\ntrain_iters: 2\n"
-        f"model: {{hf: {folder}}}\n"
-    )
-    return load_recipe(file, overrides)
-
-
-def write_config(folder: Path, **changes: Any) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-
-
 def write_index(folder: Path, **placed: str) -> None:
     (folder / "model.safetensors").unlink(missing_ok=True)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
 
 
 def test_sizes_come_from_the_folder(folder: Path) -> None:
-    recipe = recipe_of(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
+    recipe = hf_recipe(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
     model = recipe.model
     assert (model.hf, model.dtype) == (str(folder), "bfloat16")
     assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 8, 2)
@@ -82,14 +47,14 @@ def test_sizes_come_from_the_folder(folder: Path) -> None:
 @pytest.mark.parametrize("template", ["in the settings", "in a file"])
 def test_tokenizer_is_the_folders_if_it_has_a_chat_template(folder: Path, template: str) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
-    assert recipe_of(folder).data.tokenizer is None
+    assert hf_recipe(folder).data.tokenizer is None
     if template == "in a file":
         (folder / "chat_template.jinja").write_text("{{ messages }}")
     else:
         (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    assert recipe_of(folder).data.tokenizer == str(folder)
-    assert recipe_of(folder, "data.tokenizer=mistral-v7").data.tokenizer == "mistral-v7"
-    assert recipe_of(folder, "data.tokenizer=null").data.tokenizer is None
+    assert hf_recipe(folder).data.tokenizer == str(folder)
+    assert hf_recipe(folder, "data.tokenizer=mistral-v7").data.tokenizer == "mistral-v7"
+    assert hf_recipe(folder, "data.tokenizer=null").data.tokenizer is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +73,7 @@ def test_tokenizer_is_the_folders_if_it_has_a_chat_template(folder: Path, templa
 def test_sizes_together_with_a_folder_are_rejected(folder: Path, setting: str) -> None:
     key = setting.partition("=")[0]
     with pytest.raises(RecipeError, match=rf"model\.{key} is set, but model\.hf=.* decides it; set only one of them"):
-        recipe_of(folder, f"model.{setting}")
+        hf_recipe(folder, f"model.{setting}")
 
 
 @pytest.mark.parametrize(
@@ -122,18 +87,18 @@ def test_sizes_together_with_a_folder_are_rejected(folder: Path, setting: str) -
 )
 def test_recipes_that_a_folder_does_not_fit(folder: Path, setting: str, says: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        recipe_of(folder, setting)
+        hf_recipe(folder, setting)
     assert says in str(caught.value)
 
 
 def test_folder_with_a_scalar_head(folder: Path) -> None:
     write_config(folder, architectures=["LlamaForSequenceClassification"])
     with pytest.raises(RecipeError, match=r"has 'score\.weight' of shape None; a scalar head has one row"):
-        recipe_of(folder, "objective.name=reward_model")
+        hf_recipe(folder, "objective.name=reward_model")
     write_tensors(folder / "model.safetensors", ["a", "score.weight"], shape=[1, 8])
-    assert recipe_of(folder, "objective.name=reward_model").objective.has_scalar_head
+    assert hf_recipe(folder, "objective.name=reward_model").objective.has_scalar_head
     with pytest.raises(RecipeError, match=r"ends in a scalar head, and objective\.name=sft needs a vocabulary"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -152,7 +117,7 @@ def test_scalar_head_takes_the_place_of_the_vocabularys(folder: Path, tied: bool
 
 def test_recipe_of_a_checkpoint_is_a_recipe(folder: Path, tmp_path: Path) -> None:
     """It has all keys, also those that the folder decided."""
-    recipe = recipe_of(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
+    recipe = hf_recipe(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
     settings = dataclasses.asdict(recipe)
     settings["model"] |= {"rotary_base": 500, "num_query_groups": 1}
     settings["model"]["transformer"] |= {"num_moe_experts": 4}
@@ -169,25 +134,25 @@ def test_tokenizer_of_another_vocabulary_is_rejected(folder: Path, tmp_path: Pat
     other.mkdir()
     for place, vocabulary in ((folder, {"a": 0, "b": 1}), (other, {"b": 0, "a": 1})):
         (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    assert recipe_of(folder, f"data.tokenizer={folder}").data.tokenizer == str(folder)
+    assert hf_recipe(folder, f"data.tokenizer={folder}").data.tokenizer == str(folder)
     with pytest.raises(RecipeError, match=r"data\.tokenizer=.*other has another vocabulary than the model's own"):
-        recipe_of(folder, f"data.tokenizer={other}")
+        hf_recipe(folder, f"data.tokenizer={other}")
     (other / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
-    assert recipe_of(folder, f"data.tokenizer={other}").data.tokenizer == str(other)
+    assert hf_recipe(folder, f"data.tokenizer={other}").data.tokenizer == str(other)
 
 
 def test_adapter_in_the_weights_folder_is_rejected(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(RecipeError, match=r"has adapter_config\.json: transformers adds an adapter to these weights"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 @pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed")
 def test_plan_needs_megatron_bridge(folder: Path) -> None:
-    recipe_of(folder)
+    hf_recipe(folder)
     (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     arguments = ["plan", str(folder.parent / "rows.jsonl"), "--model", str(folder.parent / "recipe.yaml")]
-    refused = CliRunner().invoke(app, arguments)
+    refused = run_command(*arguments)
     assert refused.exit_code == 2, refused.output
     assert "model.hf needs Megatron-Bridge 0.6 with Python 3.12" in " ".join(refused.output.split())
 
@@ -200,7 +165,7 @@ def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
     )
     with pytest.raises(RecipeError, match=r"checkpoint\.export_hf writes the format of model\.hf, which is not set"):
         load_recipe(file, ["checkpoint.export_hf=out"])
-    refused = CliRunner().invoke(app, ["export", str(file), str(tmp_path / "out")])
+    refused = run_command("export", file, tmp_path / "out")
     assert refused.exit_code == 2
     assert "export needs model.hf, whose format it writes" in refused.output
 
@@ -218,35 +183,35 @@ def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
 def test_configurations_that_are_rejected(folder: Path, changes: dict[str, Any], says: str) -> None:
     write_config(folder, **changes)
     with pytest.raises(RecipeError, match=says):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 def test_code_of_a_tokenizer_is_rejected(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenizer.Tokenizer", null]}}')
     with pytest.raises(RecipeError, match=r"tokenizer_config\.json has 'auto_map'"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", '{"a": ' * 100_000])
 def test_configurations_that_are_not_objects(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(RecipeError, match=r"config\.json is not (JSON|a JSON object)"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 def test_configuration_without_a_size(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}))
     with pytest.raises(RecipeError, match=r"config\.json lacks 'hidden_size'"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 def test_pickles_are_rejected(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(RecipeError, match=r"it has neither model\.safetensors nor"):
-        recipe_of(folder)
+        hf_recipe(folder)
     (folder / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(RecipeError, match=r"its weights are pickles \(pytorch_model\.bin\), which can run code"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 @pytest.mark.parametrize("kept", [-1, 20, 7, 0])
@@ -256,30 +221,30 @@ def test_truncated_weights_are_rejected(folder: Path, kept: int) -> None:
     file.write_bytes(content[:kept])
     says = f"has {len(content) - 1:,} bytes instead of {len(content):,}" if kept == -1 else "was cut off"
     with pytest.raises(RecipeError, match=says):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 @pytest.mark.parametrize("header", [b"{}", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"[" * 5000])
 def test_headers_that_are_not_of_safetensors(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(RecipeError, match="is not a safetensors file"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 def test_quantized_weights_are_rejected(folder: Path) -> None:
     write_tensors(folder / "model.safetensors", ["a"], dtype="F8_E4M3")
     with pytest.raises(RecipeError, match="has 'a' of type F8_E4M3; give the folder of weights that are not quantized"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 def test_weights_of_several_files(folder: Path) -> None:
     write_index(folder, a="one.safetensors", b="two.safetensors")
     write_tensors(folder / "one.safetensors", ["a"])
     with pytest.raises(RecipeError, match=r"two\.safetensors is missing; download the folder again"):
-        recipe_of(folder)
+        hf_recipe(folder)
     write_tensors(folder / "two.safetensors", ["c"])
     with pytest.raises(RecipeError, match=r"two\.safetensors lacks 'b', which .* places there"):
-        recipe_of(folder)
+        hf_recipe(folder)
     write_tensors(folder / "two.safetensors", ["b", "c"], dtype="BF16")
     read = HuggingFaceFolder.read(folder)
     assert read.files == {"a": "one.safetensors", "b": "two.safetensors"}
@@ -291,11 +256,11 @@ def test_weights_twice(folder: Path) -> None:
     for name in ("one.safetensors", "model.safetensors"):
         write_tensors(folder / name, ["a"])
     with pytest.raises(RecipeError, match=r"has weights twice: transformers reads model\.safetensors"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 def test_paths_of_any_character(folder: Path) -> None:
-    recipe_of(folder)
+    hf_recipe(folder)
     renamed = folder.rename(folder.parent / 'a=b \U0001f600 \u00e9 "q" \\')
     assert load_recipe(folder.parent / "recipe.yaml", with_hf(None, str(renamed))).model.hf == str(renamed)
 
@@ -304,17 +269,17 @@ def test_paths_of_any_character(folder: Path) -> None:
 def test_index_that_leads_elsewhere(folder: Path, file: str) -> None:
     write_index(folder, a=file)
     with pytest.raises(RecipeError, match="which is no safetensors file next to it"):
-        recipe_of(folder)
+        hf_recipe(folder)
 
 
 @pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed")
 @pytest.mark.parametrize("name", ["train", "verify"])
 def test_missing_bridge_is_named(folder: Path, name: str) -> None:
-    recipe_of(folder)
+    hf_recipe(folder)
     (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     arguments = [name, str(folder.parent / "recipe.yaml"), f"data.path={folder.parent / 'rows.jsonl'}"]
     for given in (arguments, [*arguments, "--hf", str(folder)]):
-        refused = CliRunner().invoke(app, given)
+        refused = run_command(*given)
         assert refused.exit_code == 2, refused.output
         assert "model.hf needs Megatron-Bridge 0.6 with Python 3.12" in refused.output
 
@@ -340,9 +305,9 @@ def test_transformers_that_the_bridge_does_not_fit(
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     monkeypatch.setattr(versions, "requires", lambda _: declared)
     monkeypatch.setattr(bridge, "installed_version_of", {"transformers": transformers}.get)
-    recipe_of(folder)
+    hf_recipe(folder)
     (folder.parent / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     recipe = folder.parent / "recipe.yaml"
-    refused = CliRunner().invoke(app, ["train", str(recipe), f"data.path={folder.parent / 'rows.jsonl'}"])
+    refused = run_command("train", recipe, f"data.path={folder.parent / 'rows.jsonl'}")
     assert refused.exit_code == 2, refused.output
     assert expected in refused.output

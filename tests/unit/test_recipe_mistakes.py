@@ -7,11 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from harness.commands import run_command
+from harness.hf_sources import CONFIG, write_tensors
 from pydantic import ValidationError
-from test_recipe_hf import CONFIG, write_tensors
-from typer.testing import CliRunner
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.settings import ModelConfig, OptimizerConfig, ParallelConfig, RecipeError, hf_folder, load_recipe
 
 RECIPE = """
@@ -62,7 +61,7 @@ def places(said: str, sentences: list[str]) -> list[int]:
 
 
 def check_report(arguments: list[str], recipe: Path, sentences: list[str]) -> None:
-    result = CliRunner().invoke(app, arguments)
+    result = run_command(*arguments)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.output
     found = places(result.stderr, [f"error: recipe {recipe}: ", *sentences])
     assert found == sorted(found), result.stderr
@@ -124,7 +123,7 @@ def test_overrides_that_cannot_be_read_hide_nothing(recipe: Path) -> None:
 )
 def test_an_invalid_key_is_reported_once(recipe: Path, changes: list[str], absent: str) -> None:
     """Errors that would follow from it are not reported."""
-    result = CliRunner().invoke(app, ["train", str(recipe), *changes])
+    result = run_command("train", recipe, *changes)
     assert result.exit_code == 2
     assert absent not in result.stderr
 
@@ -149,7 +148,7 @@ def test_mistakes_of_teachers_name_their_recipes(recipe: Path, tmp_path: Path) -
             f"(given '{teacher.stem}')",
             "optimizer.nope: ther",
         ]
-    result = CliRunner().invoke(app, ["train", str(recipe), "train_iters=0", *given])
+    result = run_command("train", recipe, "train_iters=0", *given)
     assert result.exit_code == 2
     for sentence in sentences:
         assert sentence in result.stderr, result.stderr
@@ -192,13 +191,13 @@ def test_a_folder_is_read_once(recipe: Path, folder: Path, opened: Counter[str])
     recipe.write_text(RECIPE.replace("num_layers: 1, hidden_size: 16, num_attention_heads: 2, vocab_size: 16", ""))
     arguments = ["train", str(recipe), "--hf", str(folder), "model.lora.target_modules=[q_proj]"]
     for _ in range(2):
-        result = CliRunner().invoke(app, arguments)
+        result = run_command(*arguments)
         assert (result.exit_code, "rows.jsonl: no such file" in result.stderr) == (2, True), result.stderr
         assert opened == {"config.json": 1, "tokenizer_config.json": 1, "model.safetensors": 1}
     for file in ("config.json", "model.safetensors"):
         before = (folder / file).read_bytes()
         (folder / file).write_bytes(before.replace(b"Llama", b"Gemma").replace(b"q_proj", b"z_proj"))  # of equal length
         says = "rows.jsonl: no such file" if file == "config.json" else "has no layer 'q_proj'"
-        assert says in CliRunner().invoke(app, arguments).stderr
+        assert says in run_command(*arguments).stderr
     assert opened["config.json"] == 3
     assert hf_folder.HuggingFaceFolder.read(folder).architecture == "GemmaForCausalLM"

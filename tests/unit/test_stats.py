@@ -3,8 +3,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+from harness.oracles import comb, flat_paths, paths_of, sample_lists, samples_through
 from hypothesis import given
-from oracles import comb, flat_paths, paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import stats

@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 import pytest
+from harness.oracles import comb, parent_path, paths_of, sample_lists, samples_through
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import comb, parent_path, paths_of, sample_lists, samples_through
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.trie import Sharing, build_trie, trie_from_order

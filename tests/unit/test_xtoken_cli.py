@@ -1,11 +1,11 @@
 """The xtoken commands: preparing projections, and looking at an alignment."""
 
-import json
 import re
 
 import pytest
 import torch
-from test_data_huggingface import CHATML, make_folder
+from harness.commands import write_rows
+from harness.tokenizer_folders import CHATML, make_folder
 from typer.testing import CliRunner
 
 from mcore_prefix_tree.cli.main import app
@@ -130,9 +130,7 @@ def test_mistakes_are_one_sentence(tmp_path, folders, built):
 
 @pytest.fixture
 def chats(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": MESSAGES[:length]}) + "\n" for length in (4, 2, 1)))
-    return path
+    return write_rows(tmp_path / "chats.jsonl", ({"messages": MESSAGES[:length]} for length in (4, 2, 1)))
 
 
 def test_alignment_is_shown_as_a_table(folders, chats):

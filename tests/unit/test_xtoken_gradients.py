@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from harness.xtoken_problems import SETTINGS, Problem, reference_terms
-from xtoken_texts import chunks_of_pair, samples, texts
+from xtoken_texts import chunks_of_pairs, samples, texts
 
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.trie import build_trie
@@ -59,17 +57,7 @@ def test_gradients_of_both_models_equal_unfolded_samples(name):
     found = torch.autograd.grad(folded * settings.scale, leaves, retain_graph=True)
 
     alone = [z[torch.from_numpy(layout.sample_map).long()] for z, layout in zip(logits, layouts, strict=True)]
-    own_chunks, starts = [], [0, 0]
-    for pair in pairs:
-        own_chunks += [
-            replace(
-                chunk,
-                student=tuple(row + starts[0] for row in chunk.student),
-                teacher=tuple(row + starts[1] for row in chunk.teacher),
-            )
-            for chunk in chunks_of_pair(pair)
-        ]
-        starts = [starts[0] + len(pair.student), starts[1] + len(pair.teacher)]
+    own_chunks = chunks_of_pairs(pairs)
     assert len(own_chunks) > len(chunks), "chunks are shared"
     nothing = (torch.empty(0), torch.empty(0))
     weight = torch.from_numpy(np.concatenate([pair.weight for pair in pairs]))

@@ -1,11 +1,11 @@
 """Pairs of samples in two tokenizers: by both chat formats, and by encoding the student's text anew."""
 
-import json
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.commands import write_rows
 from xtoken_toys import Toy, tokenizer_of
 
 from mcore_prefix_tree.data import Skipped
@@ -231,18 +231,14 @@ def test_turns_of_a_rollout_share_their_chunks(wheel):
     assert student.name == "mistral-v7"
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
 
 
 def test_records_of_tokens_and_messages_are_read_from_one_file(tmp_path, wheel):
     tokens = wheel["down"].student_tokenizer.encode_text("Hello")
-    path = write(
-        tmp_path / "mixed.jsonl", {"messages": MESSAGES}, {"tokens": [1, *tokens], "loss_mask": [0] + [1] * len(tokens)}
+    path = write_rows(
+        tmp_path / "mixed.jsonl",
+        [{"messages": MESSAGES}, {"tokens": [1, *tokens], "loss_mask": [0] + [1] * len(tokens)}],
     )
     first, second = (pairs[0] for pairs in iter_pairs(path, PairReader(wheel["down"])))
     assert (first.student.source, second.teacher.source) == (f"{path}:1", f"{path}:2")
@@ -251,7 +247,7 @@ def test_records_of_tokens_and_messages_are_read_from_one_file(tmp_path, wheel):
 
 
 def test_bad_pairs_end_the_reading_or_are_counted(tmp_path, wheel):
-    path = write(tmp_path / "bad.jsonl", {"tokens": [1, 40_000]}, {"messages": MESSAGES})
+    path = write_rows(tmp_path / "bad.jsonl", [{"tokens": [1, 40_000]}, {"messages": MESSAGES}])
     with pytest.raises(SampleError, match=r"bad.jsonl:1: .*outside the model's vocabulary of 32768"):
         list(iter_pairs(path, PairReader(wheel["down"])))
     skipped = Skipped()
@@ -262,6 +258,6 @@ def test_bad_pairs_end_the_reading_or_are_counted(tmp_path, wheel):
     with pytest.raises(
         SampleError, match=r"bad.jsonl:2: the sample has \d+ of the teacher's tokens, but teacher.max_t"
     ):
-        list(iter_pairs(write(path, {"tokens": [1]}, {"messages": MESSAGES}), long))
+        list(iter_pairs(write_rows(path, [{"tokens": [1]}, {"messages": MESSAGES}]), long))
     with pytest.raises(SampleError, match="no samples; all are bad: skipped 2 bad samples"):
-        list(iter_pairs(write(path, {"tokens": [40_000]}, {"x": 1}), long, on_error="skip", skipped=Skipped()))
+        list(iter_pairs(write_rows(path, [{"tokens": [40_000]}, {"x": 1}]), long, on_error="skip", skipped=Skipped()))

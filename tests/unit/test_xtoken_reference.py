@@ -7,8 +7,6 @@ import torch
 from harness import xtoken_reference as reference
 from harness.xtoken_example import CHUNKS, STUDENT, STUDENT_BYTES, TEACHER, TEACHER_BYTES, W
 
-ALL = torch.arange(5)
-
 
 def rows(chunk):
     return STUDENT[list(chunk.student)], TEACHER[list(chunk.teacher)]

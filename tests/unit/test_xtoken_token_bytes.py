@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from harness.tokenizer_folders import PLAIN, make_folder
 from hypothesis import given
 from hypothesis import strategies as st
-from test_data_huggingface import PLAIN, make_folder
 from xtoken_toys import tokenizer_of
 
 from mcore_prefix_tree.data import load_tokenizer

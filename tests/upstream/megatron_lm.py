@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness.commands import write_rows
 from harness.forked_ranks import launch
 
 VARIABLE = "MEGATRON_LM_PATH"
@@ -294,4 +297,74 @@ def write_samples(path: Path, count: int = 200, scale: int = 1) -> None:
                 mask = [0.0] * len(prompt) + rng.choice([0.0, 0.5, 1.0], size=len(path_tokens) - len(prompt)).tolist()
                 rows.append({"tokens": path_tokens, "loss_mask": mask})
         rows += [{"tokens": path_tokens}, {"tokens": prompt}, {"tokens": prompt[:1]}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    write_rows(path, rows[:count])
+
+
+OBJECTIVE_OPTIONS = {
+    "grpo": {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05},
+    "gspo": {},
+    "dpo": {},
+    "kto": {"desirable_weight": 1.3, "beta": 0.4},
+    "distill": {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"},
+    "critic": {"gamma": 0.9, "lam": 0.8, "clip_eps": 0.1},
+    "reward_model": {"center_coef": 0.01},
+}
+
+
+def write_rollouts(path: Path) -> None:
+    """Groups of four completions of one prompt, neighbours are pairs; signals for every objective."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(3 * BATCH // 4):
+        prompt = rng.integers(0, VOCAB, size=rng.integers(8, 24)).tolist()
+        for member in range(4):
+            tokens = prompt + rng.integers(0, VOCAB, size=rng.integers(2, 12)).tolist()
+            length = len(tokens)
+            mask = [0.0] * len(prompt) + rng.choice([0.5, 1.0], size=length - len(prompt)).tolist()
+
+            def near(scale: float, length: int = length) -> list[float]:
+                return np.minimum(-np.log(VOCAB) + scale * rng.standard_normal(length), 0.0).tolist()
+
+            ids = [rng.permutation(VOCAB)[:4].tolist() for _ in range(length)]
+            likely = np.log(rng.dirichlet(np.ones(6), size=length)[:, :4]).tolist()
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "loss_mask": mask,
+                    "reward": float(rng.choice([0.0, 0.3, 1.0])),
+                    "group": group,
+                    "old_logprobs": near(0.1),
+                    "ref_logprobs": near(0.3),
+                    "rollout_logprobs": near(0.1),
+                    "pair": len(rows) // 2,
+                    "chosen": bool(member % 2),
+                    "label": bool(len(rows) % 3),
+                    "mismatched": len(rows) % 7 == 0,
+                    "values": (0.3 * rng.standard_normal(length)).tolist(),
+                    "teacher": {"token_ids": ids, "logprobs": likely},
+                }
+            )
+    write_rows(path, rows)
+
+
+StockRuns = Callable[[str], tuple[Run, Path]]
+
+
+def cached_stock_runs(model: str, words: Callable[[str], str], folders: pytest.TempPathFactory) -> StockRuns:
+    """Return what runs an objective on unfolded samples, once for all layouts; from the second iteration on."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Run, Path]:
+        folder = folders.mktemp(name)
+        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
+        common = (CPU, model, TRAIN, whole, words(name), f"--save {folder}")
+        trained(STOCK, *common, f"--exit-interval {FIRST}")
+        return trained(STOCK, *common, f"--load {folder}"), folder
+
+    return run
+
+
+def objective_words(rollouts: Path, name: str) -> str:
+    options = json.dumps(OBJECTIVE_OPTIONS[name], separators=(",", ":"))
+    data = f"--prefix-tree-data-path {rollouts} --prefix-tree-order file"
+    return f"{data} --prefix-tree-objective {name} --prefix-tree-objective-options {options}"

@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_folded_layouts as layouts
 import torch
-from folded_jobs import Job
-from harness.worlds import Layout
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.core.transformer.tree_attention import check_tree_support, get_tree_attention
-from megatron.core.tree_metadata import TreeMetadata as CoreTreeMetadata
-from oracles import worst
-from seam_models import build, local_spec, tiny_config, twins
-from test_mcore_refusals import MOE_SETTINGS, SETTINGS, config_with, ids_of
-from test_mcore_seam import (
+from harness import folded_runs
+from harness.folded_jobs import Job
+from harness.oracles import worst
+from harness.seam_models import (
+    REFUSED_EXPERT_SETTINGS,
+    REFUSED_SETTINGS,
+    build,
+    config_with,
+    ids_of,
+    local_spec,
+    tiny_config,
+    twins,
+)
+from harness.seam_runs import (
     FP32_INSIDE,
     MOE,
     VARIANTS,
@@ -33,6 +34,13 @@ from test_mcore_seam import (
     sft_step,
     unfolded,
 )
+from harness.worlds import Layout
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.tree_attention import check_tree_support, get_tree_attention
+from megatron.core.tree_metadata import TreeMetadata as CoreTreeMetadata
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import BACKENDS
@@ -154,14 +162,14 @@ def test_mixture_of_experts() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2)], ids=str)
 def test_parallel_layouts(layout: Layout) -> None:
-    job = Job(max_tokens=layouts.LONGEST + 10, native=True)
-    layouts.check(layouts.folded(2, layout, job), layouts.oracle(Job()), layouts.FP64)
+    job = Job(max_tokens=folded_runs.LONGEST + 10, native=True)
+    folded_runs.check(folded_runs.folded(2, layout, job), folded_runs.oracle(Job()), folded_runs.FP64)
 
 
 # Of the fields that this release has.
 REFUSED = [
     setting
-    for setting in [*SETTINGS, *MOE_SETTINGS]
+    for setting in [*REFUSED_SETTINGS, *REFUSED_EXPERT_SETTINGS]
     if set(setting) <= {field.name for field in dataclasses.fields(MLATransformerConfig)}
 ]
 

@@ -11,8 +11,8 @@ import warnings
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
-from seam_models import build, local_spec, tiny_config  # noqa: E402
-from test_mcore_seam import VARIANTS, unfolded  # noqa: E402
+from harness.seam_models import build, local_spec, tiny_config  # noqa: E402
+from harness.seam_runs import VARIANTS, unfolded  # noqa: E402
 
 from mcore_prefix_tree.cpu.emulation import cpu_emulation  # noqa: E402
 from mcore_prefix_tree.cpu.launcher import single_process  # noqa: E402

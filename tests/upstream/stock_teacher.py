@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from folded_jobs import stock_spec
+from harness.folded_jobs import stock_spec
 from harness.models import build_chunks
 from objective_jobs import OneByOne
 from xtoken_jobs import unfolded_loss

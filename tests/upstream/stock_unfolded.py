@@ -18,11 +18,17 @@ sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 sys.path += [str(Path(__file__).parents[1] / name) for name in (".", "unit", "world")]
 
 import torch
-from objective_oracles import Alone, ValuesAlone, policy_loss
+from objective_oracles import (
+    Alone,
+    ValuesAlone,
+    critic_loss,
+    kto_loss,
+    pair_loss,
+    policy_loss,
+    reward_model_loss,
+    top_k_loss,
+)
 from stock_teacher import chunk_loss
-from test_objectives_distill import top_k_loss
-from test_objectives_preference import kto_loss, pair_loss
-from test_objectives_scalar_head import critic_loss, reward_model_loss
 
 from mcore_prefix_tree.arguments.group import add_argument_group
 from mcore_prefix_tree.cpu.emulation import enable_training

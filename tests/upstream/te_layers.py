@@ -10,19 +10,13 @@ from typing import Any
 from unittest import mock
 
 import te_compiled  # isort: skip  before Megatron-Core
-import folded_jobs
 import pytest
-import test_folded_layouts as layouts
 import torch
-from folded_jobs import Job
-from harness import forks
-from harness.worlds import Layout
-from megatron.core.extensions import transformer_engine as extension
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.enums import AttnBackend
-from oracles import worst
-from seam_models import build, tiny_config, twins
-from test_mcore_seam import (
+from harness import folded_jobs, folded_runs, forks
+from harness.folded_jobs import Job
+from harness.oracles import worst
+from harness.seam_models import build, tiny_config, twins
+from harness.seam_runs import (
     FP32_INSIDE,
     LATENT,
     MOE,
@@ -33,6 +27,10 @@ from test_mcore_seam import (
     folded_batch,
     unfolded,
 )
+from harness.worlds import Layout
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
 
 from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES
 
@@ -151,8 +149,8 @@ def of_te(function: Any, layout: Any, job: Job, samples: Any) -> Any:
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {},
     "recompute": FULL,
-    "latent attention": dict(layouts.LATENT),
-    "experts": dict(layouts.MOE) | {"moe_grouped_gemm": True},
+    "latent attention": dict(folded_runs.LATENT),
+    "experts": dict(folded_runs.MOE) | {"moe_grouped_gemm": True},
 }
 
 
@@ -165,12 +163,12 @@ def test_tensor_and_sequence_parallelism(name: str, sequence_parallel: bool) -> 
     job = Job(config=tuple((STOCK | CONFIGS[name]).items()))
     layout = Layout(tp=2, sequence_parallel=sequence_parallel)
     with mock.patch.multiple(
-        layouts,
+        folded_runs,
         unfolded_gradients=functools.partial(of_te, folded_jobs.unfolded_gradients),
         folded_gradients=functools.partial(of_te, folded_jobs.folded_gradients),
     ):
-        limit = FP32_INSIDE if name == "experts" else layouts.FP64
-        layouts.check(layouts.folded(2, layout, job), layouts.oracle(job), limit)
+        limit = FP32_INSIDE if name == "experts" else folded_runs.FP64
+        folded_runs.check(folded_runs.folded(2, layout, job), folded_runs.oracle(job), limit)
 
 
 @pytest.mark.skipif(not CORE_KNOWS_TREES, reason="Megatron-Core is not patched")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from attention_cases import assert_close_to_reference
 from fused_attention import FusedAttention, install
-from oracles import metadata_of, random_forest
+from harness.oracles import metadata_of, random_forest
 from sources import wheel
 
 from mcore_prefix_tree.attention.cascade import attention_through

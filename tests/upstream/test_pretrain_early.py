@@ -27,8 +27,6 @@ print(json.dumps([
     [action.dest, action.option_strings, str(action.default), type(action).__name__] for action in parser._actions
 ]))
 """
-# Megatron-LM's own validation sets it, from another argument.
-DERIVED = {"gtp_weight_remat_size", "expert_gtp_weight_remat_size"}
 
 
 @pytest.fixture(scope="module")

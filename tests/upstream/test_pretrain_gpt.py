@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from bf16 import assert_no_further, bf16_errors
+from harness.commands import write_rows
 from megatron_lm import (
     BATCH,
     CPU,
@@ -344,8 +344,7 @@ def test_a_step_that_does_not_fit_is_refused_before_training(stock: Stock) -> No
 @pytest.mark.parametrize("dry", ["", "--prefix-tree-dry-run"])
 def test_an_evaluation_that_does_not_fit_is_refused_before_training(stock: Stock, tmp_path: Path, dry: str) -> None:
     """Not when it comes, hours later, before its step's checkpoint; a dry run needs no --train-iters to know."""
-    loners = tmp_path / "loners.jsonl"
-    loners.write_text("".join(json.dumps({"tokens": [index] * 60}) + "\n" for index in range(2 * BATCH)))
+    loners = write_rows(tmp_path / "loners.jsonl", ({"tokens": [index] * 60} for index in range(2 * BATCH)))
     train = TRAIN.replace(f"--train-iters {ITERATIONS} ", "") if dry else TRAIN
     evaluate = f"--prefix-tree-valid-data-path {loners} --eval-iters 1 --prefix-tree-max-tokens 200 {dry}"
     run = megatron(ENTRY, CPU, MODEL, train, FOLDED, stock.data, evaluate)

@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 
 import pytest
+from harness.commands import run_command
+from harness.hf_sources import CONFIG, write_tensors
 from megatron_lm import CPU, ENTRY, megatron, require_checkout, trained
-from test_recipe_hf import CONFIG, write_tensors
 
 require_checkout()
 
@@ -47,13 +48,12 @@ def test_loop_trains_as_a_recipe_does(family: str, ranks: int, layout: str, tmp_
 
     auto_bridge()
     from hf_jobs import write_job
-    from train_jobs import command
 
     recipe, source, _ = write_job(tmp_path, family)
     log = tmp_path / "log.jsonl"
     options = ("data.order=file", "batch.global_batch_size=8", "optimizer.lr=1e-3", "optimizer.lr_decay_style=constant")
     further = (f"train_iters={STEPS}", "optimizer.weight_decay=0.01", f"log.metrics={log}", "verify.enabled=false")
-    done = command("train", recipe, "--hf", str(source), *options, *further)
+    done = run_command("train", recipe, "--hf", source, *options, *further)
     assert done.exit_code == 0, done.output
     expected = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
     size = f"--micro-batch-size {4 if '--expert' in layout else 8}"
@@ -75,14 +75,14 @@ def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
     from bridge_models import auto_bridge
 
     auto_bridge()
-    from test_hf_scalar_heads import saved_classifier, worst_reward, write_job
-    from train_jobs import command
+    from hf_jobs import saved_classifier, worst_reward
+    from hf_jobs import write_reward_job as write_job
 
     recipe, source, log = write_job(tmp_path), tmp_path / "source", tmp_path / "log.jsonl"
     model = saved_classifier(source)
     options = ("data.order=file", "optimizer.lr=1e-3", "optimizer.lr_decay_style=constant", "verify.enabled=false")
     further = (f"train_iters={STEPS}", "optimizer.weight_decay=0.01", f"log.metrics={log}")
-    done = command("train", recipe, "--hf", str(source), *options, *further)
+    done = run_command("train", recipe, "--hf", source, *options, *further)
     assert done.exit_code == 0, done.output
     expected = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
     data = f"--prefix-tree-hf {source} --prefix-tree-data-path {tmp_path / 'data.jsonl'} --prefix-tree-objective"

@@ -28,12 +28,13 @@ from megatron_lm import (
     Stock,
     assert_same_tensors,
     hybrid_model,
+    objective_words,
     only_checkpoint,
     require_checkout,
     train_unfolded,
     trained,
+    write_rollouts,
 )
-from test_pretrain_objectives import words, write_rollouts
 
 require_checkout()
 
@@ -102,7 +103,7 @@ def test_checkpoint_of_a_gpt_continues_as_a_hybrid_model(stock: Stock, base: Pat
 @pytest.mark.ci
 def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl")
-    given = f"{words(tmp_path / 'rollouts.jsonl', 'critic')} --pretrained-checkpoint {base} --exit-interval 3"
+    given = f"{objective_words(tmp_path / 'rollouts.jsonl', 'critic')} --pretrained-checkpoint {base} --exit-interval 3"
     programs = {ENTRY: MODEL, HYBRID: hybrid_model("*-*-*-*-")}
     gpt, hybrid = (trained(program, CPU, kind, TRAIN, FOLDED, given) for program, kind in programs.items())
     assert sorted(hybrid.losses) == [1, 2, 3]
@@ -140,7 +141,7 @@ def test_experts_and_latent_attention(hybrid: Stock, tmp_path: Path, pattern: st
 )
 def test_an_objective(tmp_path: Path, objective: str, layout: str) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl")
-    data, layers = words(tmp_path / "rollouts.jsonl", objective), hybrid_model("*-*-")
+    data, layers = objective_words(tmp_path / "rollouts.jsonl", objective), hybrid_model("*-*-")
     whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
     alone = (CPU, layers, TRAIN, whole, data, f"--save {tmp_path / 'alone'}")
     trained(STOCK, *alone, f"--exit-interval {FIRST}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from harness.commands import write_rows
 from megatron_lm import BATCH, CPU, ENTRY, FOLDED, MODEL, TRAIN, megatron, require_checkout
 
 require_checkout(trains=False)  # a dry run ends before
@@ -15,15 +14,10 @@ WAY_OUT = "give samples with an assistant turn, or with a 'loss_mask' that is ab
 DRY = "--prefix-tree-dry-run"
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize("more", ["", "--prefix-tree-streaming"])
 def test_files_without_a_scored_token(tmp_path: Path, more: str) -> None:
-    bad = write(tmp_path / "bad.jsonl", [{"tokens": [1, 2], "loss_mask": [1, 0]}] * BATCH)
-    good = write(tmp_path / "good.jsonl", [{"tokens": [1, 2, 3]}] * BATCH)
+    bad = write_rows(tmp_path / "bad.jsonl", [{"tokens": [1, 2], "loss_mask": [1, 0]}] * BATCH)
+    good = write_rows(tmp_path / "good.jsonl", [{"tokens": [1, 2, 3]}] * BATCH)
     for files, setting in (
         (f"--prefix-tree-data-path {bad}", "--prefix-tree-data-path"),
         (
@@ -55,7 +49,7 @@ def test_subagents_and_excluded_members(tmp_path: Path, more: str) -> None:
         for rollout in range(2)
         for group in range(1, groups + 1)
     ]
-    data = write(tmp_path / "agents.jsonl", [*rows, {"tokens": [], "group": 1, "exclude": True}])
+    data = write_rows(tmp_path / "agents.jsonl", [*rows, {"tokens": [], "group": 1, "exclude": True}])
     objective = '--prefix-tree-objective grpo --prefix-tree-objective-options {"on_policy":true}'
     run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, f"--prefix-tree-data-path {data}", objective, more, DRY)
     assert run.status == 0, run.output

@@ -6,8 +6,8 @@ import functools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from harness.commands import write_rows
 from megatron_lm import (
     BATCH,
     CPU,
@@ -17,16 +17,17 @@ from megatron_lm import (
     ITERATIONS,
     LOSS,
     MODEL,
-    STOCK,
+    OBJECTIVE_OPTIONS,
     TRAIN,
-    UNFOLDED,
-    VOCAB,
-    Run,
+    StockRuns,
     assert_same_tensors,
+    cached_stock_runs,
     megatron,
+    objective_words,
     only_checkpoint,
     require_checkout,
     trained,
+    write_rollouts,
 )
 
 require_checkout()
@@ -37,15 +38,6 @@ LAYOUTS = {
     "dp2": (2, ""),
     "tp2-sp-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
 }
-OPTIONS = {
-    "grpo": {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05},
-    "gspo": {},
-    "dpo": {},
-    "kto": {"desirable_weight": 1.3, "beta": 0.4},
-    "distill": {"divergence": "jsd", "jsd_beta": 0.3, "normalise": "sample"},
-    "critic": {"gamma": 0.9, "lam": 0.8, "clip_eps": 0.1},
-    "reward_model": {"center_coef": 0.01},
-}
 METRICS = {
     **{"grpo": "clip_fraction", "gspo": "ratio", "dpo": "accuracy", "kto": "reward_chosen", "distill": "jsd"},
     **{"critic": "value_error", "reward_model": "margin"},
@@ -53,45 +45,9 @@ METRICS = {
 QUICK = {("grpo", "tp2"), ("dpo", "pp2"), ("kto", "dp2"), ("distill", "tp2"), ("critic", "pp2")}
 EVERY = [
     pytest.param(name, layout, id=f"{name}-{layout}", marks=[] if (name, layout) in QUICK else pytest.mark.slow)
-    for name in OPTIONS
+    for name in OBJECTIVE_OPTIONS
     for layout in LAYOUTS
 ]
-
-
-def write_rollouts(path: Path) -> None:
-    """Groups of four completions of one prompt, neighbours are pairs; signals for every objective."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for group in range(3 * BATCH // 4):
-        prompt = rng.integers(0, VOCAB, size=rng.integers(8, 24)).tolist()
-        for member in range(4):
-            tokens = prompt + rng.integers(0, VOCAB, size=rng.integers(2, 12)).tolist()
-            length = len(tokens)
-            mask = [0.0] * len(prompt) + rng.choice([0.5, 1.0], size=length - len(prompt)).tolist()
-
-            def near(scale: float, length: int = length) -> list[float]:
-                return np.minimum(-np.log(VOCAB) + scale * rng.standard_normal(length), 0.0).tolist()
-
-            ids = [rng.permutation(VOCAB)[:4].tolist() for _ in range(length)]
-            likely = np.log(rng.dirichlet(np.ones(6), size=length)[:, :4]).tolist()
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "loss_mask": mask,
-                    "reward": float(rng.choice([0.0, 0.3, 1.0])),
-                    "group": group,
-                    "old_logprobs": near(0.1),
-                    "ref_logprobs": near(0.3),
-                    "rollout_logprobs": near(0.1),
-                    "pair": len(rows) // 2,
-                    "chosen": bool(member % 2),
-                    "label": bool(len(rows) % 3),
-                    "mismatched": len(rows) % 7 == 0,
-                    "values": (0.3 * rng.standard_normal(length)).tolist(),
-                    "teacher": {"token_ids": ids, "logprobs": likely},
-                }
-            )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="session")
@@ -101,38 +57,20 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def words(rollouts: Path, name: str) -> str:
-    options = json.dumps(OPTIONS[name], separators=(",", ":"))
-    data = f"--prefix-tree-data-path {rollouts} --prefix-tree-order file"
-    return f"{data} --prefix-tree-objective {name} --prefix-tree-objective-options {options}"
-
-
 @pytest.fixture(scope="session")
-def stock_runs(
-    rollouts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
-    """Run an objective on unfolded samples, once for all layouts; from the second iteration on."""
-
-    @functools.cache
-    def run(name: str) -> tuple[Run, Path]:
-        folder = tmp_path_factory.mktemp(name)
-        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
-        common = (CPU, MODEL, TRAIN, whole, words(rollouts, name), f"--save {folder}")
-        trained(STOCK, *common, f"--exit-interval {FIRST}")
-        return trained(STOCK, *common, f"--load {folder}"), folder
-
-    return run
+def stock_runs(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRuns:
+    return cached_stock_runs(MODEL, functools.partial(objective_words, rollouts), tmp_path_factory)
 
 
 @pytest.mark.parametrize(("name", "layout"), EVERY)
 def test_every_objective_trains_like_unfolded_samples(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], rollouts: Path, tmp_path: Path, name: str, layout: str
+    stock_runs: StockRuns, rollouts: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
     stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
     folders = f"--load {base} --save {tmp_path / 'saved'}"
-    run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, words(rollouts, name), arguments, folders, ranks=ranks)
+    run = trained(ENTRY, CPU, MODEL, TRAIN, FOLDED, objective_words(rollouts, name), arguments, folders, ranks=ranks)
     assert sorted(run.iterations) == sorted(stock.iterations) == list(range(FIRST + 1, ITERATIONS + 1))
     for iteration, figures in run.iterations.items():
         expected = stock.iterations[iteration]
@@ -189,8 +127,8 @@ def test_missing_field_error_names_the_argument_that_writes_it(rollouts: Path, t
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
     for row in rows:
         del row["old_logprobs"]
-    (tmp_path / "bare.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, words(tmp_path / "bare.jsonl", "grpo"))
+    write_rows(tmp_path / "bare.jsonl", rows)
+    run = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, objective_words(tmp_path / "bare.jsonl", "grpo"))
     (error,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
     assert "bare.jsonl:1: field 'old_logprobs' is missing" in error
     assert "`--prefix-tree-score FILE` with the checkpoints that the samples were drawn from writes it" in error
@@ -202,11 +140,11 @@ def test_renamed_fields_and_groups_that_lie_apart_train_alike(rollouts: Path, tm
     theirs = {"tokens": "input_ids", "group": "task", "reward": "score"}
     apart = [row for member in range(4) for row in rows[member::4]]
     renamed = [{theirs.get(name, name): value for name, value in row.items()} for row in apart]
-    (tmp_path / "renamed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in renamed))
+    write_rows(tmp_path / "renamed.jsonl", renamed)
     common = (CPU, MODEL, TRAIN, FOLDED, "--exit-interval 2")
     fields = f"--prefix-tree-fields {json.dumps(theirs, separators=(',', ':'))}"
-    run = trained(ENTRY, *common, words(tmp_path / "renamed.jsonl", "grpo"), fields)
-    expected = trained(ENTRY, *common, words(rollouts, "grpo"))
+    run = trained(ENTRY, *common, objective_words(tmp_path / "renamed.jsonl", "grpo"), fields)
+    expected = trained(ENTRY, *common, objective_words(rollouts, "grpo"))
     for iteration, figures in expected.iterations.items():
         for name in ("grad norm", METRICS["grpo"], "fold ratio"):
             assert run.iterations[iteration][name] == figures[name], (iteration, name)

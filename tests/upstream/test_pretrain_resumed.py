@@ -20,8 +20,8 @@ from megatron_lm import (
     megatron,
     require_checkout,
     trained,
+    write_rollouts,
 )
-from test_pretrain_objectives import write_rollouts
 
 require_checkout()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.commands import write_rows
 from megatron_lm import (
     CPU,
     ENTRY,
@@ -23,9 +24,9 @@ from megatron_lm import (
     megatron,
     require_checkout,
     trained,
+    write_rollouts,
 )
 from megatron_lm import saved_tensors as tensors_of
-from test_pretrain_objectives import write_rollouts
 
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 
@@ -111,8 +112,7 @@ def test_new_rollouts_continue_a_critic(data: Path, tmp_path: Path) -> None:
     saved = f"--load {tmp_path / 'saved'} --save {tmp_path / 'saved'}"
     train(data, MODEL, saved, "--exit-interval 2")
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(f"{json.dumps(row)}\n" for row in rows[16:] + rows[:16]))
+    other = write_rows(tmp_path / "other.jsonl", rows[16:] + rows[:16])
     samples = f"--prefix-tree-data-path {other} --prefix-tree-objective critic"
     refused = megatron(ENTRY, CPU, MODEL, TRAIN, FOLDED, samples, saved)
     assert "give --prefix-tree-new-data" in refused.output

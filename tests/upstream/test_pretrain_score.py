@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.commands import run_command
 from megatron_lm import (
     BATCH,
     CPU,
@@ -29,9 +30,8 @@ from megatron_lm import (
     require_checkout,
     search_path,
     trained,
+    write_rollouts,
 )
-from test_pretrain_objectives import write_rollouts
-from train_jobs import command
 
 from mcore_prefix_tree.mcore.compat import installed_version
 
@@ -90,7 +90,7 @@ class Models:
         name = kind if kind in ("critic", "reward_model") else "sft"
         recipe.write_text(f"{text}objective: {{name: {name}}}\n")
         saved = f"checkpoint.save={self.saved(kind)}"
-        done = command("score", recipe, saved, "--output", str(output), *options)
+        done = run_command("score", recipe, saved, "--output", output, *options)
         assert done.exit_code == 0, done.output
         return lines(output)
 

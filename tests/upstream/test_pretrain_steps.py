@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import weakref
 from itertools import chain
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.commands import write_rows
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.arguments.refusals import ArgumentError
@@ -325,8 +325,7 @@ def test_the_next_step_is_planned_and_folded_in_the_background(monkeypatch: pyte
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streamed_steps_are_those_of_samples_in_memory(tmp_path: Path, num_workers: int) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"tokens": sample.tokens.tolist()}) + "\n" for sample in samples(24)))
+    path = write_rows(tmp_path / "rows.jsonl", ({"tokens": sample.tokens.tolist()} for sample in samples(24)))
     streamed = SampleOrder(StreamedGroups(path, LineOptions()), seed=1, order="shuffled")
     source, sizes = order(24, kind="shuffled"), [size(1, 4), size(2, 4), size(2, 4), size(4, 4), size(4, 4)]
     given = iter(sizes)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.commands import run_command
+from harness.train_jobs import train
+from harness.xtoken_recipes import WORDS, make_tokenizers
 from megatron_lm import (
     BATCH,
     CPU,
@@ -17,24 +20,18 @@ from megatron_lm import (
     ITERATIONS,
     LOSS,
     MODEL,
-    STOCK,
     TRAIN,
-    UNFOLDED,
     VOCAB,
-    Run,
+    StockRuns,
     assert_same_tensors,
+    cached_stock_runs,
     megatron,
     only_checkpoint,
     require_checkout,
     trained,
+    write_rollouts,
 )
-from test_data_huggingface import PLAIN, make_folder
-from test_pretrain_objectives import write_rollouts
-from test_train_xtoken import WORDS
-from train_jobs import train
-from typer.testing import CliRunner
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import load_tokenizer
 
 require_checkout()
@@ -83,18 +80,14 @@ def write_texts(path: Path, tokenizer: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tokenizers, the student's data, a projection, and a teacher that was trained for some steps."""
     made = tmp_path_factory.mktemp("teachers")
-    for name, prepend_space in (("student", False), ("teacher", True)):
-        (made / name).mkdir()
-        make_folder(made / name, PLAIN, prepend_space=prepend_space)
+    make_tokenizers(made)
+    for name in ("student", "teacher"):
         write_texts(made / f"{name}.jsonl", made / name)
     recipe = made / "teacher.yaml"
     recipe.write_text(
         TEACHER.format(data=made / "teacher.jsonl", tokenizer=made / "teacher", save=made / "teacher_runs")
     )
     train(recipe)
-    named = ["--student", str(made / "student"), "--teacher", str(made / "teacher")]
-    built = CliRunner().invoke(app, ["xtoken", "build-projection", *named, str(made / "w.safetensors")])
-    assert built.exit_code == 0, built.output
     return made
 
 
@@ -114,25 +107,11 @@ STUDENT = MODEL.replace(f"--padded-vocab-size {VOCAB} --vocab-size {VOCAB}", "")
 
 
 @pytest.fixture(scope="session")
-def stock_runs(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> functools._lru_cache_wrapper[tuple[Run, Path]]:
-    """Run a loss on unfolded samples, once for all layouts; from the second iteration on."""
-
-    @functools.cache
-    def run(name: str) -> tuple[Run, Path]:
-        saved = tmp_path_factory.mktemp(name)
-        whole = UNFOLDED.replace("--micro-batch-size 1", f"--micro-batch-size {BATCH}")
-        common = (CPU, STUDENT, TRAIN, whole, words(folder, name), f"--save {saved}")
-        trained(STOCK, *common, f"--exit-interval {FIRST}")
-        return trained(STOCK, *common, f"--load {saved}"), saved
-
-    return run
+def stock_runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> StockRuns:
+    return cached_stock_runs(STUDENT, functools.partial(words, folder), tmp_path_factory)
 
 
-def check(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], tmp_path: Path, name: str, layout: str, given: str
-) -> None:
+def check(stock_runs: StockRuns, tmp_path: Path, name: str, layout: str, given: str) -> None:
     stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
@@ -158,7 +137,7 @@ def check(
     ],
 )
 def test_a_teacher_with_another_tokenizer(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, name: str, layout: str
+    stock_runs: StockRuns, folder: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
     check(stock_runs, tmp_path, name, layout, words(folder, name))
 
@@ -166,9 +145,7 @@ def test_a_teacher_with_another_tokenizer(
 @pytest.mark.parametrize(
     "layout", [pytest.param("pp2", marks=pytest.mark.ci), pytest.param("tp2", marks=pytest.mark.slow)]
 )
-def test_rows_that_the_teacher_exported(
-    stock_runs: functools._lru_cache_wrapper[tuple[Run, Path]], folder: Path, tmp_path: Path, layout: str
-) -> None:
+def test_rows_that_the_teacher_exported(stock_runs: StockRuns, folder: Path, tmp_path: Path, layout: str) -> None:
     rows, recipe = tmp_path / "rows.parquet", tmp_path / "student.yaml"
     size = load_tokenizer(str(folder / "teacher")).vocab_size
     options = OPTIONS["reverse"] | {"projection": str(folder / "w.safetensors")}
@@ -177,7 +154,7 @@ def test_rows_that_the_teacher_exported(
         + f"objective: {{name: xtoken, teacher_recipe: {folder / 'teacher.yaml'}, options: {json.dumps(options)}}}\n"
     )
     export = ["xtoken", "export-teacher", str(recipe), "--top-k", str(size), "--output", str(rows)]
-    done = CliRunner().invoke(app, export)
+    done = run_command(*export)
     assert done.exit_code == 0, done.output
     given = words(folder, "reverse", teacher="top_k").replace(str(folder / "student.jsonl"), str(rows))
     check(stock_runs, tmp_path, "reverse", layout, given)
@@ -201,7 +178,7 @@ def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: st
     recipe.write_text(text.replace("model: {", sure))
     train(recipe)
     scored = ["score", str(recipe), "--teacher-top-k", str(VOCAB), "--output", str(rows)]
-    done = CliRunner().invoke(app, scored)
+    done = run_command(*scored)
     assert done.exit_code == 0, done.output
 
     def given(path: Path, **options: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from folded_jobs import VOCAB, tree_spec
+from harness.folded_jobs import VOCAB, tree_spec
 
 from mcore_prefix_tree import Sample, fold
 
@@ -162,7 +162,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
 
 def stock_scores(layout: Any, job: ScoringJob, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
     """One process, stock specs, each sample by itself: log-probabilities and entropies of its predicted tokens."""
-    from folded_jobs import stock_spec
+    from harness.folded_jobs import stock_spec
     from harness.models import build_chunks, tiny_gpt_config
 
     config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(job.config))

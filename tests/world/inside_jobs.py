@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from folded_jobs import ADAM_EPS, VOCAB, chunks_of, step_loss, stock_spec, tree_spec
+from harness.folded_jobs import ADAM_EPS, VOCAB, Job, chunks_of, step_loss, stock_spec, tree_spec, unfolded_gradients
+from harness.folded_runs import SAMPLES, Result
+from harness.weights import assemble
+from harness.worlds import Layout, world
 
 from mcore_prefix_tree import Sample
 
@@ -193,3 +197,24 @@ def logits_of(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: 
     """An output processor that does the same as the model without one."""
     logits: torch.Tensor = output_layer(hidden_states, weight=output_weight)[0]
     return logits.transpose(0, 1)
+
+
+# Rows that share nothing; the second micro-batch has one row.
+UNLIKE = [Sample(tokens=[first, *range(9, 9 + more)]) for first, more in ((1, 6), (2, 4), (3, 0))]
+
+
+@functools.cache
+def unfolded_oracle(
+    config: tuple[object, ...] = (), share_embeddings: bool = False, unlike: bool = False, pattern: str | None = None
+) -> Result:
+    job = Job(config=config, share_embeddings=share_embeddings, pattern=pattern)  # type: ignore[arg-type]
+    samples = UNLIKE if unlike else SAMPLES
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
+    return loss, assemble(parts)
+
+
+def inside(size: int, layout: Layout, job: InsideJob) -> Result:
+    samples = UNLIKE if job.packed_attention else SAMPLES
+    results = world(size).run(inside_gradients, layout, job, samples, layout=layout)
+    assert all(ratio == 1 if job.packed_attention else ratio > 1.1 for _, _, ratio in results)
+    return results[0][0], assemble(itertools.chain.from_iterable(parts for _, parts, _ in results))

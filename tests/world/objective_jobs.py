@@ -13,12 +13,21 @@ from unittest import mock
 
 import numpy as np
 import torch
-from folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
+from harness.folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
 from harness.worlds import Layout
-from objective_oracles import Alone, ValuesAlone, policy_loss, token_weights, with_teachers
-from test_objectives_distill import full_loss, top_k_loss
-from test_objectives_preference import kto_loss, pair_loss
-from test_objectives_scalar_head import critic_loss, reward_model_loss
+from objective_oracles import (
+    Alone,
+    ValuesAlone,
+    critic_loss,
+    full_loss,
+    kto_loss,
+    pair_loss,
+    policy_loss,
+    reward_model_loss,
+    sft_loss,
+    top_k_loss,
+    with_teachers,
+)
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.layout import Padding
@@ -168,14 +177,6 @@ def teacher_of(job: Job, layout: Layout) -> Any:
     chunks = [with_edge_head(chunk) for chunk in build_chunks(config, tree_spec, vocab_size=job.vocab_size)]
     fill(chunks, seed=TEACHER_SEED)
     return TeacherModel(chunks=chunks, attention_backend="reference", attention_cases=())
-
-
-def sft_loss(objective: Any, world: Any) -> torch.Tensor:
-    """The weighted negative log-likelihood, token by token."""
-    weights, divisor = token_weights(world.samples, objective.normalise, None)
-    parts = (-weight * world.logprobs(index)[t] for (index, t), weight in weights.items())
-    total: torch.Tensor = sum(parts, world.logits.sum() * 0)
-    return total / divisor
 
 
 ORACLES: dict[str, Any] = {"dpo": pair_loss, "ipo": pair_loss, "kto": kto_loss, "sft": sft_loss, "distill": top_k_loss}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness.models import LENGTHS, VOCAB, forward_step, microbatches
 from harness.worlds import Layout, world
-from test_gpt_layouts import LENGTHS, VOCAB, forward_step, microbatches
 
 pytest.importorskip("psutil", reason="megatron-core's checkpoint writer needs psutil but does not install it")
 

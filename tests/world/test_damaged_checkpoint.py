@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torchrun_jobs import RECIPE, TP2, run, write_job
+from harness.torchrun_jobs import RECIPE, TP2, run, write_job
 
 # Not shared out: they are not read back into a run.
 INFORMATION = ("checksums.json", "recipe.yaml")

@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from harness.layouts import LAYOUTS
+from harness.models import LENGTHS, VOCAB, forward_step, microbatches
 from harness.worlds import Layout, world
-from layouts import LAYOUTS
 
-VOCAB = 128
-LENGTHS = (16, 24, 32, 20)
 STEPS = 3  # the losses of the third see two optimizer steps
-Microbatch = tuple[torch.Tensor, torch.Tensor]
-
-
-def microbatches() -> list[Microbatch]:
-    generator = torch.Generator().manual_seed(7)
-    made = []
-    for length in LENGTHS:
-        tokens = torch.randint(0, VOCAB, (1, length + 1), generator=generator)
-        mask = (torch.rand(1, length, generator=generator) < 0.7).double()
-        made.append((tokens, mask))
-    return made
-
-
-def forward_step(
-    data: Iterator[Microbatch], model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]]:
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    tokens, mask = next(data)
-    positions = torch.arange(tokens.shape[1] - 1)[None]
-    output = model(tokens[:, :-1], positions, None)
-
-    def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        # Megatron's own vocabulary-parallel cross entropy goes through float32.
-        logits_of_ranks = gather_from_tensor_model_parallel_region(logits)
-        per_token = torch.nn.functional.cross_entropy(logits_of_ranks[0], tokens[0, 1:], reduction="none")
-        total = (per_token * mask[0].to(per_token.dtype)).sum()
-        return total, mask.sum().int(), {"loss": total.item(), "tokens": mask.sum().item()}
-
-    return output, loss
 
 
 def train(layout: Layout, kind: str, dtype: torch.dtype, distributed_optimizer: bool) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from folded_jobs import Job, branching_samples, folded_gradients, unfolded_gradients
+from harness.folded_jobs import Job, branching_samples, folded_gradients, unfolded_gradients
+from harness.layouts import in_layouts
 from harness.weights import assemble
 from harness.worlds import Layout, world
 from head_jobs import (
@@ -19,7 +20,6 @@ from head_jobs import (
     stock_scores,
     uneven_head,
 )
-from layouts import in_layouts
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.sample import Tempered

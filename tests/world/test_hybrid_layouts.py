@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from folded_jobs import Job
+from harness.folded_jobs import Job
+from harness.folded_runs import FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle
 from harness.worlds import Layout
-from inside_jobs import InsideJob
-from test_folded_layouts import FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle
-from test_inside_layouts import inside
-from test_inside_layouts import oracle as alone
+from inside_jobs import InsideJob, inside, unfolded_oracle
 
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 
@@ -68,4 +66,4 @@ def test_every_layout(size: int, layout: Layout, job: Job) -> None:
 )
 def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads: str) -> None:
     job = InsideJob(pattern=pattern, reads=reads, check_first=True)
-    check(inside(size, layout, job), alone(pattern="*-*-"), FP64)
+    check(inside(size, layout, job), unfolded_oracle(pattern="*-*-"), FP64)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from dataclasses import replace
 
 import pytest
-import torch
-from folded_jobs import Job, branching_samples, unfolded_gradients
+from harness.folded_runs import FP32_INSIDE, FP64, LATENT, MOE, SAMPLES, check
+from harness.layouts import in_layouts
 from harness.models import HAS_OUTPUT_PROCESSOR
-from harness.weights import assemble
 from harness.worlds import Layout, WorkerError, world
-from inside_jobs import InsideJob, inside_gradients, rows_without_a_vocabulary
-from layouts import in_layouts
+from inside_jobs import InsideJob, inside, inside_gradients, rows_without_a_vocabulary, unfolded_oracle
 from megatron.core.transformer import multi_latent_attention
-from test_folded_layouts import FP32_INSIDE, FP64, LATENT, MOE, check
 
-from mcore_prefix_tree import Sample
-
-SAMPLES = branching_samples()
-# Rows that share nothing; the second micro-batch has one row.
-UNLIKE = [Sample(tokens=[first, *range(9, 9 + more)]) for first, more in ((1, 6), (2, 4), (3, 0))]
 RECOMPUTE = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
@@ -30,36 +20,17 @@ RECOMPUTE = (
 
 NEEDS_PROCESSOR = pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="came with megatron-core 0.18")
 
-Result = tuple[float, dict[str, torch.Tensor]]
-
-
-@functools.cache
-def oracle(
-    config: tuple[object, ...] = (), share_embeddings: bool = False, unlike: bool = False, pattern: str | None = None
-) -> Result:
-    job = Job(config=config, share_embeddings=share_embeddings, pattern=pattern)  # type: ignore[arg-type]
-    samples = UNLIKE if unlike else SAMPLES
-    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
-    return loss, assemble(parts)
-
-
-def inside(size: int, layout: Layout, job: InsideJob) -> Result:
-    samples = UNLIKE if job.packed_attention else SAMPLES
-    results = world(size).run(inside_gradients, layout, job, samples, layout=layout)
-    assert all(ratio == 1 if job.packed_attention else ratio > 1.1 for _, _, ratio in results)
-    return results[0][0], assemble(itertools.chain.from_iterable(parts for _, parts, _ in results))
-
 
 @pytest.mark.parametrize("reads", ["labels", "logits"])
 @in_layouts("tp2-sp", "pp2-vpp2", "dp2", ci=["single", "tp2", "pp2"])
 def test_every_layout(size: int, layout: Layout, reads: str) -> None:
-    check(inside(size, layout, InsideJob(reads=reads)), oracle(), FP64)
+    check(inside(size, layout, InsideJob(reads=reads)), unfolded_oracle(), FP64)
 
 
 @pytest.mark.parametrize("reads", ["logprobs", pytest.param("processor", marks=NEEDS_PROCESSOR)])
 @in_layouts("tp2-sp", "pp2")
 def test_output_processors(size: int, layout: Layout, reads: str) -> None:
-    check(inside(size, layout, InsideJob(reads=reads)), oracle(), FP64)
+    check(inside(size, layout, InsideJob(reads=reads)), unfolded_oracle(), FP64)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +49,7 @@ def test_other_models(size: int, layout: Layout, job: InsideJob) -> None:
     if job.config == LATENT and layout.sequence_parallel and multi_latent_attention.Linear is None:
         pytest.skip("this megatron-core takes projections that all ranks hold whole only with TransformerEngine")
     limit = FP32_INSIDE if job.config == MOE else FP64
-    check(inside(size, layout, job), oracle(job.config, job.share_embeddings), limit)
+    check(inside(size, layout, job), unfolded_oracle(job.config, job.share_embeddings), limit)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +64,14 @@ def test_other_models(size: int, layout: Layout, job: InsideJob) -> None:
 )
 def test_checking_the_first_micro_batch_changes_nothing(size: int, layout: Layout, job: InsideJob) -> None:
     limit = FP32_INSIDE if job.config == MOE else FP64
-    check(inside(size, layout, replace(job, check_first=True)), oracle(job.config), limit)
+    check(inside(size, layout, replace(job, check_first=True)), unfolded_oracle(job.config), limit)
 
 
 @in_layouts("tp2-sp", "pp2-vpp2")
 def test_forward_only(size: int, layout: Layout) -> None:
     """As trainers compute the log-probabilities of old and reference policies."""
     loss, gradients = inside(size, layout, InsideJob(forward_only=True))
-    expected, _ = oracle()
+    expected, _ = unfolded_oracle()
     assert abs(loss - expected) <= FP64 * abs(expected)
     assert not any(gradient.any() for gradient in gradients.values())
 
@@ -116,7 +87,7 @@ def test_stages_that_cannot_send_other_sizes_are_refused() -> None:
 def test_rows_that_share_nothing(size: int, layout: Layout, reads: str) -> None:
     """They go through the stock model."""
     job = InsideJob(reads=reads, packed_attention=True)
-    check(inside(size, layout, job), oracle(unlike=True), FP64)
+    check(inside(size, layout, job), unfolded_oracle(unlike=True), FP64)
 
 
 @pytest.mark.parametrize("head", ["none", "scalar"])

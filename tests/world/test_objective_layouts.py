@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.layouts import every_way, in_layouts
 from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import every_way, in_layouts
 from objective_jobs import (
     Job,
     Outcome,

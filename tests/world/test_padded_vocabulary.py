@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folded_jobs import Job as StockJob
-from folded_jobs import branching_samples, folded_gradients, stock_spec, unfolded_gradients
+from harness.folded_jobs import Job as StockJob
+from harness.folded_jobs import branching_samples, folded_gradients, stock_spec, unfolded_gradients
+from harness.torchrun_jobs import TP2, run, write_job
 from harness.weights import Piece, assemble
 from harness.worlds import Layout, world
 from head_jobs import ScoringJob, scores_and_first_ratios, stock_scores
 from inside_jobs import InsideJob, inside_gradients
 from objective_jobs import Job, folded_step, make_samples, stock_distributions, teacher_rows, unfolded_step
-from torchrun_jobs import TP2, run, write_job
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.sample import Tempered

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from folded_jobs import VOCAB
+from harness.folded_jobs import VOCAB
+from harness.layouts import in_layouts
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import in_layouts
 from objective_jobs import Job, folded_step, unfolded_step
 from rollouts import as_samples, rollouts
 

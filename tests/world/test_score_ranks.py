@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folded_jobs import VOCAB as IDS
-from folded_jobs import branching_samples, tree_spec
+from harness.folded_jobs import VOCAB as IDS
+from harness.folded_jobs import branching_samples, tree_spec
+from harness.torchrun_jobs import VOCAB, rows, run, write_job
 from harness.worlds import Layout, world
-from torchrun_jobs import VOCAB, rows, run, write_job
 
 RECIPE = f"""
 model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: {VOCAB}}}

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from harness.models import LENGTHS, VOCAB, forward_step, microbatches
 from harness.worlds import Layout, world
-from test_gpt_layouts import LENGTHS, VOCAB, forward_step, microbatches
 
 
 def save_twice(folder: Path) -> tuple[bool, list[str], bool]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
 import pytest
-from torchrun_jobs import VOCAB, Ended, rows, run
+from harness.commands import write_rows
+from harness.torchrun_jobs import VOCAB, Ended, rows, run
 
 RECIPE = f"""
 data: {{path: data.jsonl}}
@@ -41,7 +41,7 @@ def apart(tmp_path: Path) -> Path:
     (tmp_path / "apart.py").write_text(APART)
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
-        (tmp_path / rank / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+        write_rows(tmp_path / rank / "data.jsonl", rows())
     return tmp_path
 
 
@@ -64,7 +64,7 @@ def test_a_folder_that_is_not_shared_is_known_before_the_first_step(apart: Path)
 
 def test_data_that_are_not_the_same_are_known_before_the_first_step(apart: Path) -> None:
     stale = [*rows()[:-1], {"tokens": [1, 2, 3]}]
-    (apart / "1" / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stale))
+    write_rows(apart / "1" / "data.jsonl", stale)
     done = train(apart)
     assert (done.code, done.out) == (2, "")
     (sentence,) = done.errors

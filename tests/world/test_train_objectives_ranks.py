@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchrun_jobs import TRACKER, VOCAB, Ended, run
+from harness.commands import write_rows
+from harness.torchrun_jobs import LAYOUTS, TRACKER, VOCAB, reported, run
 
 RECIPE = f"""
 model:
@@ -58,27 +59,10 @@ def write_job(folder: Path) -> Path:
                 "values": (0.3 * rng.standard_normal(len(tokens))).tolist(),
             }
         )
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = write_rows(folder / "data.jsonl", lines)
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
     return recipe
-
-
-def figures(parts: list[str]) -> dict[str, float]:
-    return {name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)}
-
-
-def reported(done: Ended) -> list[dict[str, float]]:
-    """Metrics of each step, and its loss, gradient and learning rate."""
-    assert done.code == 0, done.err
-    steps = []
-    for line in done.out.splitlines():
-        if line.startswith("step "):
-            steps.append(figures(line.split(" | ")[1:4]))
-        elif line.startswith("  ") and steps:
-            steps[-1] |= figures(line.strip().split(" | "))
-    return steps
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +78,6 @@ def in_one_process(job: Path, name: str) -> tuple[Path, list[dict[str, float]]]:
     return folder, reported(run(1, "train", job, OBJECTIVES[name], *saving))
 
 
-LAYOUTS = {
-    "tensor and sequence": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
-    "pipeline": ("parallel.pipeline_model_parallel_size=2",),
-    "data": (),
-}
 # test_objective_layouts tests an objective's results in each layout; that its head is saved and read in each,
 # by a critic's.
 # A job takes half a minute on two cores: each layout once, the rest where slow tests run.
@@ -163,7 +142,7 @@ def test_groups_of_unequal_sizes_are_streamed_to_two_ranks(tmp_path: Path) -> No
     for number in (4, 5):
         lines[number] |= {"rollout": 0, "reward": lines[4]["reward"]}
     kept = [line for number, line in enumerate(lines) if number not in (3, 9, 10, 11, 17)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    write_rows(data, kept)
     overrides = (
         "objective={name: grpo, options: {alone: zero, normalise: rollout, kl_coef: 0.05}}",
         "batch.global_batch_size=null",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchrun_jobs import RECIPE, VOCAB, run, write_job
+from harness.torchrun_jobs import RECIPE, VOCAB, run, write_job
 
 MODEL = ("model.dtype=float64", "optimizer.clip_grad=0", "model.num_layers=4")
 DPO = ("objective.name=dpo", "train_iters=3", "data.order=file")

@@ -7,10 +7,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from harness.layouts import every_way, in_layouts
 from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
-from layouts import every_way, in_layouts
 from xtoken_jobs import STUDENT_SIZE, TEACHER_SIZE, Job, exported, folded_step, unfolded_step
 from xtoken_texts import samples, texts
 

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data_huggingface import PLAIN, make_folder
-from test_train_objectives_ranks import LAYOUTS, reported
-from test_train_xtoken import RECIPE, write_texts
-from torchrun_jobs import run
-from typer.testing import CliRunner
+from harness.torchrun_jobs import LAYOUTS, reported, run
+from harness.xtoken_recipes import RECIPE, make_tokenizers, write_texts
 
-from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.data import read_samples
 
 pytestmark = pytest.mark.ci
@@ -25,9 +21,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The student's recipe and its settings of the teacher; both were trained for two steps."""
     folder = tmp_path_factory.mktemp("xtoken_ranks")
     recipes: dict[str, Path] = {}
-    for name, prepend_space in (("student", False), ("teacher", True)):
-        (folder / name).mkdir()
-        make_folder(folder / name, PLAIN, prepend_space=prepend_space)
+    make_tokenizers(folder)
+    for name in ("student", "teacher"):
         data = write_texts(folder / f"{name}.jsonl", folder / name)
         recipes[name] = folder / f"{name}.yaml"
         recipes[name].write_text(RECIPE.format(data=data, tokenizer=folder / name, hidden=32))
@@ -36,8 +31,6 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         assert run(1, "train", recipe, *FLOAT64, "train_iters=2", "seed=3", f"checkpoint={saved}").code == 0
     with recipes["teacher"].open("a") as stream:
         stream.write(f"checkpoint: {{save: {folder / 'teacher_runs'}}}\n")
-    named = ["--student", str(folder / "student"), "--teacher", str(folder / "teacher")]
-    assert CliRunner().invoke(app, ["xtoken", "build-projection", *named, str(folder / "w.safetensors")]).exit_code == 0
     options = f"{{mode: p_kl, top_k: 60, scaling: dynamic, projection: {folder / 'w.safetensors'}}}"
     objective = f"objective={{name: xtoken, teacher_recipe: {recipes['teacher']}, options: {options}}}"
     start = f"checkpoint.pretrained_checkpoint={folder / 'student_runs'}"

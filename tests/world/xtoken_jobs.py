@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from folded_jobs import stock_spec, tree_spec
+from harness.folded_jobs import stock_spec, tree_spec
 from harness.worlds import Layout
 from harness.xtoken_problems import Problem, reference_terms
-from xtoken_texts import chunks_of_pair, texts
+from xtoken_texts import chunks_of_pairs, texts
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.layout import Padding
@@ -234,18 +234,7 @@ def unfolded_loss(
         ce = ce - (chosen * torch.tensor(sample.loss_mask[1:].tolist(), dtype=torch.float64)).sum() / tokens
 
     # Of all samples one after another: the rows of the oracle.
-    chunks, weights, starts = [], [], [0, 0]
-    for pair in pairs:
-        chunks += [
-            replace(
-                chunk,
-                student=tuple(row + starts[0] for row in chunk.student),
-                teacher=tuple(row + starts[1] for row in chunk.teacher),
-            )
-            for chunk in chunks_of_pair(pair)
-        ]
-        weights += pair.weight.tolist()
-        starts = [starts[0] + len(pair.student), starts[1] + len(pair.teacher)]
+    weights = [weight for pair in pairs for weight in pair.weight.tolist()]
     nothing = torch.empty(0)
     task = Problem(
         student=(nothing, nothing),
@@ -253,14 +242,14 @@ def unfolded_loss(
         w=w,
         student_bytes=token_bytes[0],
         teacher_bytes=token_bytes[1],
-        chunks=chunks,
+        chunks=chunks_of_pairs(pairs),
         weight=torch.tensor(weights, dtype=torch.float64),
     )
     x = torch.cat(list(logits))[:, : len(w)]
     rows = [torch.cat(list(z))[:, : w.shape[1]] for z in taught]
 
     def kd(z: torch.Tensor) -> torch.Tensor:
-        return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(chunks)
+        return torch.dot(task.weight, reference_terms(task, settings.losses, x, z)) / len(task.chunks)
 
     def entropies() -> list[float]:
         of_teachers = [pair.teacher for pair in pairs]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -98,6 +99,22 @@ def samples(seed: int = 0) -> list[Sample]:
     found.append(Sample(tokens=[0], source="one token"))
     found.append(Sample(tokens=found[3].tokens[:9], source="another prefix"))
     found.append(Sample(tokens=found[2].tokens, loss_mask=np.zeros(len(found[2])), source="nothing scored"))
+    return found
+
+
+def chunks_of_pairs(pairs: Sequence[Pair]) -> list[Chunk]:
+    """Return the chunks of pairs whose samples follow each other, as the oracle takes them."""
+    found, starts = [], [0, 0]
+    for pair in pairs:
+        found += [
+            replace(
+                chunk,
+                student=tuple(row + starts[0] for row in chunk.student),
+                teacher=tuple(row + starts[1] for row in chunk.teacher),
+            )
+            for chunk in chunks_of_pair(pair)
+        ]
+        starts = [starts[0] + len(pair.student), starts[1] + len(pair.teacher)]
     return found
 
 

@@ -64,10 +64,10 @@ class Job:
 
 def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
     """Every rank: the step's loss, its parts of the gradients after ``job.steps`` steps, and its micro-batches."""
-    from harness.models import Trainer, tiny_gpt_config
-    from harness.weights import local_parts
     from megatron.core import parallel_state
 
+    from harness.models import Trainer, tiny_gpt_config
+    from harness.weights import local_parts
     from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.engine.forward_step import forward_step
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch

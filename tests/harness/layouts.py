@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
+
 from harness.worlds import Layout
 
 LAYOUTS = {

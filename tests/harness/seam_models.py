@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,6 +94,27 @@ def twins(config: TransformerConfig, spec: Any = None, **model: Any) -> tuple[GP
     return stock, tree
 
 
+def hybrid(config: Any, pattern: str, spec: Any = None, **model: Any) -> Any:
+    """A HybridModel with noise; ``spec`` is that of its layers, by default those for a CPU."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+    torch.manual_seed(0)
+    settings = {"vocab_size": VOCAB, "max_sequence_length": 64, "position_embedding_type": "rope"} | model
+    return noisy(HybridModel(config, hybrid_stack if spec is None else spec, hybrid_layer_pattern=pattern, **settings))
+
+
+def hybrid_twins(config: Any, pattern: str, **model: Any) -> tuple[Any, Any]:
+    """A stock model and one whose layers follow a tree, with the same weights."""
+    from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+    stock = hybrid(config, pattern, **model)
+    tree = hybrid(config, pattern, with_prefix_tree(hybrid_stack), **model)
+    tree.load_state_dict(stock.state_dict(), strict=True)
+    return stock, tree
+
+
 def branching_samples() -> list[Sample]:
     """A tree that branches at every one of four levels, two more roots, and every edge case of DESIGN.md section 5."""
     rng = random.Random(0)
@@ -128,3 +150,63 @@ def heterogeneous_json() -> str:
 
     blocks = [block(n_heads_in_group=2), block(no_op=True), block(replace_with_linear=True)]
     return json.dumps({"block_configs": blocks})
+
+
+def config_with(**changes: Any) -> TransformerConfig:
+    """Set past ``__post_init__``, which itself rejects some of these."""
+    config = tiny_config()
+    for name, value in changes.items():
+        assert hasattr(config, name) or name in NEWER | LATENT_ONLY, name
+        setattr(config, name, value)
+    return config
+
+
+# Settings that a model which follows trees rejects, by name.
+REFUSED_SETTINGS: list[dict[str, Any]] = [
+    {"context_parallel_size": 2},
+    {"attention_dropout": 0.1},
+    {"hidden_dropout": 0.1},
+    {"multi_latent_attention": True, "apply_rope_fusion": True},
+    {"multi_latent_attention": True, "tensor_model_parallel_size": 2},
+    {"multi_latent_attention": True, "cache_mla_latents": True},
+    {"experimental_attention_variant": "dsa"},
+    {"mtp_num_layers": 1},
+    {"window_size": (128, 1)},
+    {"window_size": (-1, 0)},
+    {"fused_single_qkv_rope": True},
+    {"qk_clip": True},
+    {"log_max_attention_logit": True},
+    {"fp8": "hybrid"},
+    {"fp4": "e2m1"},
+    {"use_kitchen": True},
+    {"quant_recipe": "of its own"},
+    {"cuda_graph_impl": "local"},
+    {"tp_comm_overlap": True},
+    {"overlap_moe_expert_parallel_comm": True},
+    {"enable_mhc_connections": True},
+]
+REFUSED_EXPERT_SETTINGS: list[dict[str, Any]] = [
+    {"moe_router_load_balancing_type": "sinkhorn"},
+    {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+    {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01},
+    {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.0, 0.01]},
+    {"moe_expert_capacity_factor": 1.25},
+    {"moe_input_jitter_eps": 0.01},
+    {"moe_router_load_balancing_type": "quantile_balancing"},
+    {"moe_router_force_load_balancing": True},
+    {"moe_router_force_biased": 0.1},
+    {"moe_expert_rank_capacity_factor": 1.5},
+    {"moe_dispatch_fwd_dtype": "mxfp8"},
+    {"moe_combine_bwd_dtype": "mxfp8"},
+]
+# Fields that older releases of megatron-core lack.
+NEWER = {
+    *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
+    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections"),
+}
+# A setting of MLATransformerConfig only.
+LATENT_ONLY = {"cache_mla_latents"}
+
+
+def ids_of(settings: Sequence[dict[str, Any]]) -> list[str]:
+    return [", ".join(f"{name}={value}" for name, value in setting.items()) for setting in settings]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from harness.commands import write_rows
 from harness.forked_ranks import launch
 
 VOCAB = 64
@@ -43,8 +44,7 @@ def rows() -> list[dict[str, Any]]:
 
 def write_job(folder: Path, recipe: str) -> Path:
     """A recipe's file, with the rows as its data."""
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    data = write_rows(folder / "data.jsonl", rows())
     file = folder / "recipe.yaml"
     file.write_text(f"data: {{path: {data}}}\n{recipe}")
     return file
@@ -121,3 +121,26 @@ def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     assert len(expected) > 20
     assert actual.keys() == expected.keys()
     assert not [name for name, value in expected.items() if not torch.equal(actual[name], value)]
+
+
+def figures(parts: list[str]) -> dict[str, float]:
+    return {name: float(value) for name, value in (part.rsplit(" ", 1) for part in parts)}
+
+
+def reported(done: Ended) -> list[dict[str, float]]:
+    """Metrics of each step, and its loss, gradient and learning rate."""
+    assert done.code == 0, done.err
+    steps = []
+    for line in done.out.splitlines():
+        if line.startswith("step "):
+            steps.append(figures(line.split(" | ")[1:4]))
+        elif line.startswith("  ") and steps:
+            steps[-1] |= figures(line.strip().split(" | "))
+    return steps
+
+
+LAYOUTS = {
+    "tensor and sequence": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
+    "pipeline": ("parallel.pipeline_model_parallel_size=2",),
+    "data": (),
+}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
-from typer.testing import CliRunner
 
+from harness.commands import write_rows
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.cli.main import app
+from mcore_prefix_tree.data import iter_sample_groups
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import Recipe, load_recipe
 from mcore_prefix_tree.settings.command_checks import Task, list_checks
@@ -43,7 +46,7 @@ def rows(seed: int = 0) -> list[dict[str, Any]]:
     """Two-level trees with a duplicate, a strict prefix, a lone token, and masks from 0 to 1."""
     rng = np.random.default_rng(seed)
 
-    def run(length: int) -> list[int]:
+    def run(length: int) -> Any:
         return rng.integers(1, VOCAB, size=length).tolist()
 
     made: list[dict[str, Any]] = []
@@ -59,11 +62,6 @@ def rows(seed: int = 0) -> list[dict[str, Any]]:
     made.append({"tokens": [3]})
     made.append({"tokens": run(9)})
     return made  # 16 samples in 16 lines: batches of 6 reach over the end of an epoch
-
-
-def write_rows(path: Path, content: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return path
 
 
 def write_job(folder: Path, content: Sequence[dict[str, Any]] | None = None) -> Path:
@@ -146,11 +144,6 @@ def train(
     return notes
 
 
-def command(name: str, recipe: Path, *arguments: str, stdin: str | None = None) -> Any:
-    """The command line, in this process."""
-    return CliRunner().invoke(app, [name, str(recipe), *arguments], input=stdin)
-
-
 @contextmanager
 def world_of_one(recipe: Recipe) -> Iterator[Any]:
     """The session that the trainer would open."""
@@ -199,7 +192,52 @@ def stock_model(recipe: Recipe, place: Any) -> torch.nn.Module:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    return model.to(place.config.params_dtype)
+    return cast("torch.nn.Module", model.to(place.config.params_dtype))
+
+
+def stock_twin(recipe: Recipe, place: Any) -> torch.nn.Module:
+    """The stock model with the weights that ``train`` starts with."""
+    initial = built(recipe, place).state_dict()
+    model = stock_model(recipe, place)
+    model.load_state_dict(initial)
+    return model
+
+
+def check_steps(
+    recipe: Recipe,
+    reports: Sequence[Any],
+    weights: Sequence[torch.Tensor],
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    least: float = 1e-12,
+) -> None:
+    """Take the reported steps with AdamW on a stock model's weights: losses and gradient norms are equal.
+
+    Args:
+        recipe: of the run.
+        reports: of its steps.
+        weights: of the stock model.
+        loss_of: the loss of a report's step, by the stock model.
+        least: difference of losses that counts.
+    """
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in weights if p.ndim > 1], "weight_decay": recipe.optimizer.weight_decay},
+            {"params": [p for p in weights if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2),
+    )
+    assert len(reports) == 6
+    for report in reports:
+        for group in optimizer.param_groups:
+            group["lr"] = report.lr
+        optimizer.zero_grad()
+        loss = loss_of(report)
+        assert report.loss == pytest.approx(loss.item(), rel=1e-9, abs=least)
+        loss.backward()
+        norm = torch.linalg.vector_norm(torch.stack([cast("torch.Tensor", p.grad).norm() for p in weights]))
+        assert report.grad_norm == pytest.approx(norm.item(), rel=1e-6)  # Megatron's is in fp32
+        optimizer.step()
 
 
 def logits_of(model: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
@@ -223,10 +261,9 @@ def stock_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tenso
 
 def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
     """The samples of a step, from only the documented order."""
-    from mcore_prefix_tree.data import iter_sample_groups
-    from mcore_prefix_tree.data.batches import SampleOrder
 
     size = recipe.batch.global_batch_size
+    assert size is not None
     lines = list(iter_sample_groups(recipe.data.path))
     order = SampleOrder(lines, seed=recipe.seed, order=recipe.data.order, step=size)
     return order.take((iteration - 1) * size, size)
@@ -252,3 +289,42 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert not different
     for name in expected.keys() - set(tensors):
         assert repr(actual[name]) == repr(expected[name])
+
+
+PAIRED = ("dpo", "ipo", "simpo", "orpo")
+GROUPS = 5  # of three: a step of six takes two, and one is dropped from each epoch
+GRPO = {"kl_coef": 0.05, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
+
+
+def rows_with_signals(seed: int = 0, *, neighbours: int) -> list[dict[str, Any]]:
+    """Prompts with two turns, of which the second one is shared by some; every signal, near a new model's values."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(GROUPS * 3 // neighbours):
+        prompt, turn = (rng.integers(1, VOCAB, size=size).tolist() for size in (5, 3))
+        for member in range(neighbours):
+            tokens = prompt + (turn if member else []) + rng.integers(1, VOCAB, size=2 + member).tolist()
+            mask = [0.0] * 5 + rng.choice([0.5, 1.0], size=len(tokens) - 5).tolist()
+            made.append(
+                {
+                    "tokens": tokens,
+                    "loss_mask": mask,
+                    "reward": float(rng.choice([0.0, 0.25, 1.0])),
+                    "group": f"prompt {number}",
+                    "old_logprobs": (-math.log(VOCAB) + 0.1 * rng.standard_normal(len(tokens))).tolist(),
+                    "ref_logprobs": (-math.log(VOCAB) + 0.3 * rng.standard_normal(len(tokens))).tolist(),
+                    "rollout_logprobs": [0.0] * len(tokens),
+                    "pair": number,
+                    "chosen": member == 1,
+                    "label": bool(rng.integers(2)),
+                    "mismatched": member == 0 and number % 2 == 0,
+                }
+            )
+    return made
+
+
+def objective_job(folder: Path, name: str, options: dict[str, Any] | None = None) -> tuple[Path, list[str]]:
+    """A recipe file and the overrides that choose the objective."""
+    neighbours = 2 if name in PAIRED else 3
+    job = write_job(folder, rows_with_signals(neighbours=neighbours)[: GROUPS * 3 // neighbours * neighbours])
+    return job, [f"objective.name={name}", f"objective.options={json.dumps(options or {})}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,11 +48,12 @@ def flat_paths(samples: Sequence[Sample], layout: FlatLayout) -> list[Path]:
 def sample_lists(draw: st.DrawFn, max_samples: int = 10, min_samples: int = 0) -> list[Sample]:
     """Samples of a small alphabet, so that prefixes, duplicates and single tokens are common."""
     token = st.integers(0, draw(st.sampled_from([0, 1, 2, 40])))
-    key = st.sampled_from(draw(st.sampled_from([[None], [None, "a", 7]])))
+    keys: list[list[Hashable]] = [[None], [None, "a", 7]]
+    key = st.sampled_from(draw(st.sampled_from(keys)))
     samples: list[Sample] = []
     for _ in range(draw(st.integers(min_samples, max_samples))):
         head: list[int] = []
-        if samples and draw(st.booleans()):
+        if len(samples) > 0 and draw(st.booleans()):
             ancestor = draw(st.sampled_from(samples)).tokens.tolist()
             head = ancestor[: draw(st.integers(0, len(ancestor)))]
         tail = draw(st.lists(token, min_size=0 if head else 1, max_size=9))
@@ -99,6 +101,14 @@ def random_forest(
     return [rng.choice(node_lens) for _ in range(nodes)], parents
 
 
+def content_of(samples: Sequence[Sample], plan: Any) -> list[list[Any]]:
+    """Contents of each micro-batch of each rank, without reference to the caller's order."""
+    return [
+        [sorted((repr(samples[i].merge_key), samples[i].tokens.tolist()) for i in batch) for batch in rank]
+        for rank in plan.micro_batches
+    ]
+
+
 def metadata_of(node_lens: Sequence[int], node_parent: Sequence[int], *, padding: int = 0) -> TreeMetadata:
     borders = np.concatenate([[0], np.cumsum(node_lens)])
     return TreeMetadata.from_nodes(borders, node_parent, padded_size=int(borders[-1]) + padding)
@@ -123,4 +133,4 @@ def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if not expected.numel():
         return 0.0
     scale = expected.double().norm().item()
-    return (actual.double() - expected.double()).norm().item() / (scale or 1.0)
+    return float((actual.double() - expected.double()).norm().item() / (scale or 1.0))

@@ -1,0 +1,265 @@
+"""One step of tiny models in the seam, folded and unfolded."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from harness.oracles import worst
+from harness.seam_models import branching_samples, heterogeneous_json
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.logprob import restore
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
+from mcore_prefix_tree.mcore.outputs import Logprobs, Readout, WeightedSum
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import LossOutput, sft_loss
+from mcore_prefix_tree.sample import Tempered
+
+ENTROPY_WEIGHT = 0.1
+SAMPLES = branching_samples()
+
+
+def folded_batch(backend: str = "path") -> MicroBatch:
+    unpadded = fold(SAMPLES).physical_tokens
+    return MicroBatch.from_layout(fold(SAMPLES, padded_size=unpadded + 3), attention_backend=backend)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Results of a full step: rows by sample, the loss with its entropy term, gradients by parameter name."""
+
+    logprob: list[torch.Tensor]
+    entropy: list[torch.Tensor]
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor | None]
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def score_alone(model: torch.nn.Module, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities ``[n - 1]`` and entropies ``[n]`` of one sample, through a stock model."""
+    ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
+    logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0]
+    rows = torch.log_softmax(logits / sample.temperature, dim=-1)
+    return rows[:-1].gather(1, ids[0, 1:, None])[:, 0], -(rows.exp() * rows).sum(dim=1)
+
+
+def unfolded(model: torch.nn.Module, *, entropy_weight: float = ENTROPY_WEIGHT) -> Outcome:
+    logprobs, entropies = [], []
+    loss = torch.zeros((), dtype=torch.float64)
+    for sample in SAMPLES:
+        logprob, entropy = score_alone(model, sample)
+        mask = torch.tensor(sample.loss_mask[1:].tolist())
+        loss = loss - (logprob * mask).sum() + entropy_weight * entropy.sum()
+        logprobs.append(logprob.detach())
+        entropies.append(entropy.detach())
+    loss.backward()
+    return Outcome(logprob=logprobs, entropy=entropies, loss=loss.detach(), grads=gradients(model))
+
+
+def folded(model: torch.nn.Module, batch: MicroBatch) -> Outcome:
+    logprob, entropy = Logprobs(entropy=True, fused=False).read(tree_forward(model, batch), batch)
+    assert entropy is not None
+    rows = restore(entropy, batch.layout)
+    loss = sft_loss(logprob, batch.loss_weight) + ENTROPY_WEIGHT * sum(row.sum() for row in rows)
+    loss.backward()
+    return Outcome(
+        logprob=[row[1:].detach() for row in restore(logprob, batch.layout)],
+        entropy=[row.detach() for row in rows],
+        loss=loss.detach(),
+        grads=gradients(model),
+    )
+
+
+def assert_equal(actual: Outcome, expected: Outcome, *, limit: float) -> None:
+    for index, sample in enumerate(SAMPLES):
+        assert worst(actual.logprob[index], expected.logprob[index]) < limit, (index, len(sample))
+        assert worst(actual.entropy[index], expected.entropy[index]) < limit, (index, len(sample))
+    assert worst(actual.loss, expected.loss) < limit
+    assert actual.grads.keys() == expected.grads.keys()
+    for name, wanted in expected.grads.items():
+        grad = actual.grads[name]
+        assert wanted is not None, name
+        assert grad is not None, name
+        assert wanted.abs().max() > 0, name
+        error = worst(grad, wanted)
+        assert error < limit, f"{name}: {error:.2e}"
+
+
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
+GPT2 = {
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "gated_linear_unit": False,
+    "activation_func": F.gelu,
+}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_ffn_hidden_size": 24,
+    "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_dtype": "fp64",
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": "rope",
+}
+LATENT_YARN = LATENT | {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+# name: (fields of the config, arguments of GPTModel)
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rope": ({}, {}),
+    "yarn": (YARN, {"position_embedding_type": "yarn"}),
+    "learned_absolute": ({}, {"position_embedding_type": "learned_absolute"}),
+    "no positions": ({}, {"position_embedding_type": "none"}),
+    "rope scaling": ({}, {"rope_scaling": True}),
+    "rope interpolation": ({}, {"seq_len_interpolation_factor": 2.0}),
+    "rotary_percent": ({}, {"rotary_percent": 0.5}),
+    "rotary_interleaved": ({"rotary_interleaved": True}, {}),
+    "layers without rope": ({"no_rope_freq": [0, 1, 0]}, {}),
+    "multi-head": ({"num_query_groups": 4}, {}),
+    "multi-query": ({"num_query_groups": 1}, {}),
+    "wide heads": ({"kv_channels": 24}, {}),
+    "qk_layernorm": ({"qk_layernorm": True}, {}),
+    "tied embeddings": ({}, {"share_embeddings_and_output_weights": True}),
+    "GPT-2": (GPT2, {"position_embedding_type": "learned_absolute", "share_embeddings_and_output_weights": True}),
+    "LayerNorm, biases, rope": (GPT2, {}),
+    "softmax_scale": ({"softmax_scale": 0.11}, {}),
+    "query-key layer scaling": ({"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}, {}),
+    "full recompute": (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {},
+    ),
+    "full recompute by block": (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {},
+    ),
+    "selective recompute": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
+    "selective recompute, yarn": (
+        YARN | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        {"position_embedding_type": "yarn"},
+    ),
+    "latent attention": (LATENT, {}),
+    "latent attention, yarn": (LATENT_YARN, {}),
+    "latent attention, queries without a latent": (LATENT | {"q_lora_rank": None}, {}),
+    "latent attention, qk_layernorm": (LATENT | {"qk_layernorm": True}, {}),
+    "latent attention, one head": (LATENT | {"num_attention_heads": 1, "num_query_groups": 1}, {}),
+    "latent attention, full recompute": (
+        LATENT | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {},
+    ),
+    "latent attention, yarn, selective recompute": (
+        LATENT_YARN | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+        {},
+    ),
+    "heterogeneous": ({"heterogeneous_layers_config_encoded_json": heterogeneous_json()}, {}),
+}
+sft_forward_step = partial(forward_step, readout=WeightedSum(fused=False))
+
+
+def sft_step(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """As Megatron's schedules run it, with the gradient of the logits written over the logits."""
+    output, loss_func = sft_forward_step(iter([batch]), model)
+    loss, num_tokens, reported = loss_func(output)
+    loss.backward()
+    return loss.detach(), num_tokens, reported
+
+
+WINDOWS_AND_SINKS = {
+    "window": {"window_size": (3, 0)},
+    "window of one token": {"window_size": (0, 0)},
+    "window wider than any sample": {"window_size": (1000, 0)},
+    "windows but in every second layer": {"window_size": (2, 0), "window_attn_skip_freq": 2},
+    "windows in two layers": {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 1]},
+    "learnable sinks": {"softmax_type": "learnable"},
+    "off-by-one": {"softmax_type": "off-by-one"},
+    "windows, learnable sinks, query-key layer scaling": {
+        "window_size": (5, 0),
+        "window_attn_skip_freq": 2,
+        "softmax_type": "learnable",
+        "apply_query_key_layer_scaling": True,
+        "attention_softmax_in_fp32": True,
+    },
+    "windows, learnable sinks, selective recompute": {
+        "window_size": (5, 0),
+        "softmax_type": "learnable",
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+}
+# Upstream computes some things in fp32 for any dtype of the model: a sum over the samples of a token is
+# rounded once there, or once per sample. A query that sees one wrong key costs 1e-2.
+FP32_INSIDE = 1e-6
+
+
+WARM = [
+    Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.6 + 0.2 * (i % 3), key=s.merge_key))
+    for i, s in enumerate(SAMPLES)
+]
+
+
+def batch_of(samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
+    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
+    needed = layout.loss_weight != 0 if only_supervised else None
+    return MicroBatch.from_layout(layout, needed=needed)
+
+
+def supervised(model: torch.nn.Module, batch: MicroBatch, readout: Readout[Any]) -> torch.Tensor:
+    """The loss that a readout gives."""
+    found = readout.read(tree_forward(model, batch, readout), batch)
+    return found.loss if isinstance(found, LossOutput) else sft_loss(found[0], batch.loss_weight)
+
+
+def unfolded_rows(model: torch.nn.Module, samples: list[Sample], *, entropy_weight: float = 0.0) -> dict[str, Any]:
+    """Each sample by itself through a stock model: rows, loss, and gradients by name."""
+    logprobs, entropies, loss = [], [], torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        logprob, entropy = score_alone(model, sample)
+        mask = torch.tensor(sample.loss_mask[1:].tolist())
+        loss = loss - (logprob * mask).sum() + entropy_weight * (entropy[:-1] * mask).sum()
+        logprobs.append(logprob.detach())
+        entropies.append(entropy[:-1].detach())
+    loss.backward()
+    return {"logprob": logprobs, "entropy": entropies, "loss": loss.detach(), "grads": take_gradients(model)}
+
+
+def take_gradients(model: torch.nn.Module) -> dict[str, Any]:
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return grads
+
+
+def assert_same_gradients(actual: dict[str, Any], expected: dict[str, Any], limit: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert worst(actual[name], wanted) < limit, name
