@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from objective_oracles import with_sets, within_sets
 from oracles import forest_samples, random_forest, worst
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,13 +81,15 @@ def gradients(model, loss):
 def unfolded_logprobs(model, sample):
     """Log-probabilities by Transformers' own attention, without a batch."""
     tokens = torch.tensor(sample.tokens[None], dtype=torch.long)
-    logits = model(input_ids=tokens).logits[0, :-1] / sample.temperature
+    logits = within_sets(model(input_ids=tokens).logits[0], sample)[:-1] / sample.temperature
     row = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
     return torch.cat([row.new_zeros(1), row])
 
 
-def compare(name, backend, seed, **settings):
+def compare(name, backend, seed, *, masked=False, **settings):
     model, samples = tiny(name, **settings), forest(seed)
+    if masked:
+        samples = with_sets(samples, 97)
     with InDouble():
         folded = sample_logprobs(model, fold(samples, pad_to_multiple_of=8), backend=backend)
         actual = gradients(model, loss_of(folded, seed))
@@ -102,6 +105,10 @@ def compare(name, backend, seed, **settings):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_rows_and_gradients_equal_unfolded_samples(name, seed):
     compare(name, "auto", seed)
+
+
+def test_sampling_masks_equal_unfolded_samples():
+    compare("llama", "auto", 1, masked=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

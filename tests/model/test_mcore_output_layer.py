@@ -13,6 +13,7 @@ from harness.marks import quick
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
+from objective_oracles import with_sets, within_sets
 from oracles import worst
 from seam_models import VOCAB, branching_samples, tiny_config, twins
 
@@ -49,6 +50,7 @@ WARM = [
     Sample(tokens=s.tokens, loss_mask=s.loss_mask, merge_key=Tempered(temperature=0.6 + 0.2 * (i % 3), key=s.merge_key))
     for i, s in enumerate(SAMPLES)
 ]
+MASKED = with_sets(WARM, VOCAB)
 SCORED = [s for s in SAMPLES if s.loss_mask[1:].any()]
 SCORED = SCORED[: len(SCORED) // 2 * 2]
 LOGITS = WeightedSum(fused=False)
@@ -58,7 +60,7 @@ SFT = [LOGITS, *FUSED]
 
 def batch_of(samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
     layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
-    needed = layout.loss_weight != 0 if only_supervised else None
+    needed = layout.edge_weight != 0 if only_supervised else None
     return MicroBatch.from_layout(layout, needed=needed)
 
 
@@ -87,9 +89,9 @@ def run_unfolded(model: torch.nn.Module, samples: list[Sample], *, entropy_weigh
     for sample in samples:
         ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
         logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0]
-        scores = torch.log_softmax(logits / sample.temperature, dim=-1)
+        scores = torch.log_softmax(within_sets(logits, sample) / sample.temperature, dim=-1)
         logprob = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        entropy = -(scores.exp() * scores).sum(dim=1)[:-1]
+        entropy = -(scores.exp() * scores.masked_fill(scores == -torch.inf, 0)).sum(dim=1)[:-1]
         mask = torch.tensor(sample.loss_mask[1:].tolist())
         loss = loss - (logprob * mask).sum() + entropy_weight * (entropy * mask).sum()
         logprobs.append(logprob.detach())
@@ -111,7 +113,7 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, t
         assert worst(actual[name], wanted) < limit, name
 
 
-@pytest.mark.parametrize("samples", [SAMPLES, WARM], ids=["plain", "tempered"])
+@pytest.mark.parametrize("samples", [SAMPLES, WARM, MASKED], ids=["plain", "tempered", "masked"])
 @pytest.mark.parametrize("tied", quick(False, of=[False, True]), ids=["untied", "tied"])
 @pytest.mark.parametrize("only_supervised", [False, True])
 @pytest.mark.parametrize("readout", SFT, ids=str)
@@ -232,17 +234,20 @@ def test_each_output_that_objectives_name_has_a_readout() -> None:
     assert {asking.output, make_objective("xtoken").output} == set(HOOKS)
 
 
-@pytest.mark.parametrize("chunk", [2, 5, 1000])
+@pytest.mark.parametrize(("chunk", "masked"), [(2, False), (5, False), (1000, False), (5, True)])
 @pytest.mark.parametrize(("name", "options", "terms"), OBJECTIVES)
 def test_objectives_form_their_gradients_in_forward(
-    name: str, options: dict[str, Any], terms: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], terms: str, chunk: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss, the metrics, and every gradient of the path that has all logits first."""
     monkeypatch.setattr(head_chunks, "_CPU", (1, chunk))
     objective: Any = make_objective(name, options)
+    masked = masked and name != "distill"  # which reads the whole vocabulary
     assert objective.terms == terms
     assert make_readout(objective, fused_head=True) == EdgeLoss(objective=objective)
     samples = informed(SCORED if terms == "pair" or name == "kto" else SAMPLES)
+    if masked:
+        samples = with_sets(samples, VOCAB)
     targets = objective.targets(samples)
     found = []
     for fused_head in (True, False):

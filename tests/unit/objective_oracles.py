@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from mcore_prefix_tree import FlatLayout, Sample, Signals, fold
+from mcore_prefix_tree import FlatLayout, Sample, SamplingMask, Signals, fold
 from mcore_prefix_tree.objectives import LossOutput, PolicyGradient, Targets
 from mcore_prefix_tree.signals import Teacher
 
@@ -75,7 +75,10 @@ class Alone:
 
     @functools.cached_property
     def _distributions(self) -> list[torch.Tensor]:
-        return [torch.log_softmax(self.logits_of(sample.tokens.tolist()), dim=-1) for sample in self.samples]
+        return [
+            torch.log_softmax(within_sets(self.logits_of(sample.tokens.tolist()), sample), dim=-1)
+            for sample in self.samples
+        ]
 
     def distributions(self, index: int) -> Scalars:
         return [None, *self._distributions[index][:-1]]
@@ -85,7 +88,36 @@ class Alone:
         return [None, *(rows[t, token] for t, token in enumerate(self.samples[index].tokens[1:].tolist()))]
 
     def entropies(self, index: int) -> Scalars:
-        return [None, *(-(row.exp() * row).sum() for row in self._distributions[index][:-1])]
+        rows = self._distributions[index][:-1]
+        return [None, *(-(row.exp() * row.masked_fill(row == -math.inf, 0)).sum() for row in rows)]
+
+
+def within_sets(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
+    """A sample's logits ``[n, V]`` with -inf outside the sets that its tokens were drawn from."""
+    mask = sample.signals.sampling_mask
+    if mask is None:
+        return logits
+    drops = torch.zeros_like(logits, dtype=torch.bool)
+    for t in range(1, len(sample)):
+        ids = mask.token_ids[mask.offsets[t] : mask.offsets[t + 1]].tolist()
+        if ids:
+            drops[t - 1] = True
+            drops[t - 1, ids] = False
+    return logits.masked_fill(drops, -math.inf)
+
+
+def with_sets(samples: Sequence[Sample], vocab: int) -> list[Sample]:
+    """The samples with sets of one id, of some, of all or none at every token; the same in any order of samples."""
+    made = []
+    for sample in samples:
+        old = sample.signals.old_logprobs
+        rng = np.random.default_rng(zlib.crc32(sample.tokens.tobytes() + (b"" if old is None else old.tobytes())))
+        rows = []
+        for token, kind in zip(sample.tokens.tolist(), rng.integers(0, 5, size=len(sample)).tolist(), strict=True):
+            others = rng.choice(vocab, size=(0, 0, 2, 9, vocab)[kind], replace=False).tolist()
+            rows.append(None if kind == 0 else sorted({token, *others}))
+        made.append(replace_signals(sample, replace(sample.signals, sampling_mask=SamplingMask.from_rows(rows))))
+    return made
 
 
 @dataclass(frozen=True)
