@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.metadata import TreeMetadata
     from mcore_prefix_tree.plan import plan_step
     from mcore_prefix_tree.sample import Sample, SampleError, Signals, Tempered
-    from mcore_prefix_tree.signals import Teacher
+    from mcore_prefix_tree.signals import SamplingMask, Teacher
 
 __all__ = [
     "FlatLayout",
     "Sample",
     "SampleError",
+    "SamplingMask",
     "Signals",
     "Teacher",
     "Tempered",
@@ -26,6 +27,7 @@ __all__ = [
 
 _HOMES = {
     "FlatLayout": "layout",
+    "SamplingMask": "signals",
     "Teacher": "signals",
     "TreeMetadata": "metadata",
     "fold": "layout",

@@ -106,7 +106,9 @@ class Sample:
             raise SampleError(f"{source}: signals is a {type(signals).__name__}; give Signals(reward=...)")
         if signal_fields:
             signals = _signals_from(signal_fields, signals, source)
-        checked_signals = NO_SIGNALS if signals is None else check_signals(signals, checked_mask, source)
+        checked_signals = (
+            NO_SIGNALS if signals is None else check_signals(signals, checked_tokens, checked_mask, source)
+        )
         object.__setattr__(self, "signals", checked_signals)
         object.__setattr__(self, "renderings", renderings)
         object.__setattr__(self, "carried", carried or _NOTHING)

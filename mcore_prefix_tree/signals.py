@@ -71,6 +71,44 @@ class Teacher:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingMask:
+    """The ids that each token of a sample could have been drawn from, after an engine's top-k, top-p or min-p.
+
+    Log-probabilities and entropies of the sample's predictions are those of the distribution over these ids alone.
+
+    Attributes:
+        token_ids: int32 ``[K]``, the kept ids of one token after the other, each id once for a token; a sample sorts
+            them within each token.
+        offsets: int64 ``[n + 1]``: ``tokens[t]`` was drawn from ``token_ids[offsets[t]:offsets[t + 1]]``, or from the
+            whole vocabulary if these are none.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int] | npt.NDArray[np.integer] | None]) -> SamplingMask:
+        """Return the mask of a list of ids for each token; None or an empty list is the whole vocabulary."""
+        sets = [np.asarray(() if row is None else row) for row in rows]
+        ids = [one for one in sets if one.size] or [np.empty(0, dtype=np.int32)]
+        return cls(
+            token_ids=np.concatenate(ids),
+            offsets=np.cumsum([0, *(one.size for one in sets)], dtype=np.int64),
+        )
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Number of kept ids of each token, int64 ``[n]``; 0 for the whole vocabulary."""
+        return np.diff(self.offsets)
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the fields, by name, for a file."""
+        return {"token_ids": self.token_ids, "offsets": self.offsets}
+
+    parts = arrays
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Signals:
     """Optional training signals of one sample; :class:`~mcore_prefix_tree.sample.Sample` checks them.
@@ -93,6 +131,7 @@ class Signals:
         mismatched: whether the completion belongs to another prompt; it then only measures the divergence from the
             reference (KTO).
         teacher: teacher to distil from.
+        sampling_mask: ids that each token was drawn from; None is the whole vocabulary.
     """
 
     reward: float | Numbers | None = None
@@ -110,6 +149,7 @@ class Signals:
     label: bool | None = None
     mismatched: bool = False
     teacher: Teacher | None = None
+    sampling_mask: SamplingMask | None = None
 
     def unit(self, by: GroupedBy) -> Hashable:
         """Return the key that all samples of one pair, rollout or group share; None for a sample that names none.
@@ -126,8 +166,10 @@ class Signals:
         return f"Signals({', '.join(given)})"
 
 
-def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: str) -> Signals:
-    """Return a sample's signals, checked, with read-only arrays, for ``loss_mask``, float32 ``[n]``.
+def check_signals(
+    signals: Signals, tokens: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.float32], source: str
+) -> Signals:
+    """Return a sample's signals, checked, with read-only arrays, for ``tokens`` and ``loss_mask``, ``[n]`` each.
 
     Fields per token are float32, or float64 if they were given as such; ``reward`` and ``advantage`` are a float or
     float64. Raises SampleError for a malformed field, with ``source`` and the field.
@@ -152,6 +194,8 @@ def check_signals(signals: Signals, loss_mask: npt.NDArray[np.float32], source: 
             checked[name] = _frozen(array.astype(np.float64 if is_double else np.float32))
     if signals.teacher is not None:
         checked["teacher"] = _teacher(signals.teacher, scored, source)
+    if signals.sampling_mask is not None:
+        checked["sampling_mask"] = _sampling_mask(signals.sampling_mask, tokens, source)
     _check_roles(signals, source)
     return replace(signals, **checked)
 
@@ -236,6 +280,45 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
         if (rows & scored).any():
             raise SampleError(f"{source}: field 'teacher' has {fault} at token {int(np.argmax(rows & scored))}")
     return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs), **own)
+
+
+def _sampling_mask(mask: object, tokens: npt.NDArray[np.int32], source: str) -> SamplingMask:
+    """Return a checked mask, ascending within each token, for ``tokens``, int32 ``[n]``."""
+    field, length = f"{source}: field 'sampling_mask", len(tokens)
+    if not isinstance(mask, SamplingMask):
+        raise SampleError(f"{field}' is a {type(mask).__name__}; give SamplingMask(token_ids=..., offsets=...)")
+    ids, offsets = _integers(mask.token_ids), _integers(mask.offsets)
+    for name, array in (("token_ids", ids), ("offsets", offsets)):
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise SampleError(f"{field}.{name}' must be a flat list of integers")
+    offsets = offsets.astype(np.int64)
+    if len(offsets) != length + 1:
+        raise SampleError(
+            f"{field}' has sets for {max(len(offsets) - 1, 0)} tokens but 'tokens' has {length}; there must be one for "
+            "each, empty where the whole vocabulary was kept"
+        )
+    sizes = np.diff(offsets)
+    if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] != len(ids):
+        raise SampleError(f"{field}.offsets' must rise from 0 to {len(ids)}, the number of 'sampling_mask.token_ids'")
+    token, largest = np.repeat(np.arange(length), sizes), np.iinfo(np.int32).max
+    bad = (ids < 0) | (ids > largest)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise SampleError(f"{field}' keeps {ids[at]} at index {token[at]}; token ids are 0 to {largest}")
+    keyed = np.sort(token << 32 | ids.astype(np.int64))
+    ids = (keyed & 0xFFFFFFFF).astype(np.int32)
+    twice = np.flatnonzero(np.diff(keyed) == 0)
+    if len(twice):
+        raise SampleError(f"{field}' keeps {ids[twice[0]]} twice at index {token[twice[0]]}; give each id once")
+    outside = (sizes > 0) & ~np.isin(np.arange(length) << 32 | tokens.astype(np.int64), keyed)
+    outside[:1] = False  # nothing predicts the first token
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise SampleError(
+            f"{field}' does not keep {tokens[at]}, the token at index {at}; give each token the ids that it was drawn "
+            "from"
+        )
+    return SamplingMask(token_ids=_frozen(ids), offsets=_frozen(offsets))
 
 
 def _absent(rows: object) -> set[int]:

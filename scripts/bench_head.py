@@ -4,7 +4,8 @@
     scripts/bench_head.py --output benchmarks/results/head_cpu.json
 
 Every row has one target, because all heads support that; the share of supervised rows varies. All heads run in turn,
-round by round, in one process, on a GPU if there is one. Liger's kernels need a GPU.
+round by round, in one process, on a GPU if there is one. Liger's kernels need a GPU. Kept sets are random, so that rows
+have few ids in common; those of an engine overlap, and are faster.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,17 +28,20 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree import Sample, SamplingMask, Signals, fold
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss, head_logprobs, head_weighted_sum
 from mcore_prefix_tree.logprob.edges import slices
+from mcore_prefix_tree.logprob.kept_logits import KeptRows
 from mcore_prefix_tree.utils.memory import PeakMemory
 
 # (rows, hidden size, vocabulary)
 CPU_CASES = [(2048, 128, 32768), (1024, 512, 32768), (512, 512, 131072)]
 GPU_CASES = [(16384, 2048, 32768), (16384, 4096, 131072), (32768, 4096, 131072)]
 SUPERVISED = (1.0, 0.4)
+# Ids that an engine kept for each token.
+KEPT = (1, 64, 512)
 # Sequences of equal length, at most one chunk of rows each, except in the GPU's last case.
 SEQUENCES = 8
 # Rows of the exact gradients at a time: in float64 the logits of all rows would not fit a GPU.
@@ -56,6 +62,7 @@ class Case:
             mask = (torch.rand(len(tokens), generator=generator) < supervised).float()
             samples.append(Sample(tokens=tokens.numpy(), loss_mask=mask.numpy()))
         layout = fold(samples)
+        self.kept = {size: kept_edges(samples, size, vocab, device) for size in KEPT}
         size = layout.physical_tokens
         self.hidden = torch.randn(size, hidden, generator=generator).to(device, dtype).requires_grad_()
         self.weight = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(device, dtype).requires_grad_()
@@ -116,6 +123,12 @@ class Case:
         edge_weight = self.loss_weight[self.needed.token]
         return -head_weighted_sum(rows, self.weight, Head(edges=self.needed), edge_weight=edge_weight)[0]
 
+    def fused_kept(self, size: int) -> torch.Tensor:
+        """Run the head for any loss of tokens that were drawn from ``size`` kept ids each."""
+        edges = self.kept[size]
+        logprob, _ = head_logprobs(self.hidden[edges.head_row], self.weight, Head(edges=edges))
+        return -torch.dot(logprob[edges.kept.place], self.loss_weight[edges.kept.predictor + 1])
+
     def torch_two_steps(self) -> torch.Tensor:
         """``linear`` and ``cross_entropy``."""
         return F.cross_entropy(F.linear(self.hidden, self.weight).float(), self.labels, reduction="sum")
@@ -134,6 +147,22 @@ class Case:
         return liger_fused_linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum")
 
 
+def kept_edges(samples: list[Sample], size: int, vocab: int, device: torch.device) -> Edges:
+    """Return the scored edges if every token of the samples was drawn from ``size`` ids, or all of fewer."""
+    size = min(size, vocab)
+    others = np.random.default_rng(size).choice(vocab - 1, size=size - 1, replace=False) + 1
+    ids = np.concatenate([np.zeros(1, dtype=np.int64), others])
+    masked = [
+        replace(
+            sample,
+            signals=Signals(sampling_mask=SamplingMask.from_rows(list((sample.tokens[:, None] + ids) % vocab))),
+        )
+        for sample in samples
+    ]
+    layout = fold(masked)
+    return Edges.from_layout(layout, needed=layout.edge_weight != 0, device=device)
+
+
 def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]], dict[str, str]]:
     """Return the heads that can run here, and why the others cannot."""
     runs = {
@@ -143,6 +172,7 @@ def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]
         "fused, loss of all rows": Case.fused_whole,
         "fused, loss of all rows in one chunk": Case.fused_whole_at_once,
         "fused, linear loss": Case.fused_sum,
+        **{f"fused, any loss, {size} kept": partial(Case.fused_kept, size=size) for size in KEPT},
         "unfused": Case.unfused,
         "torch: linear, cross_entropy": Case.torch_two_steps,
     }
@@ -175,20 +205,27 @@ def synchronize(case: Case) -> None:
 
 
 def error(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Tensor, ...]) -> float:
-    """Return the larger relative error of the two gradients."""
+    """Return the larger relative error of the two gradients; 0 if both are 0, as of a single kept id."""
     case.hidden.grad = case.weight.grad = None
     way(case).backward()
     return max(
-        float((leaf.grad.double() - grad).norm() / grad.norm())
+        float((leaf.grad.double() - grad).norm() / grad.norm().clamp(min=torch.finfo(grad.dtype).tiny))
         for leaf, grad in zip((case.hidden, case.weight), exact, strict=True)
     )
 
 
-def exact_gradients(case: Case) -> tuple[torch.Tensor, ...]:
-    """Compute the gradients in float64, in torch's two steps."""
+def exact_gradients(case: Case, kept: KeptRows | None = None) -> tuple[torch.Tensor, ...]:
+    """Compute the gradients in float64, in torch's two steps, with logits of -inf outside the kept sets."""
     hidden, weight = (leaf.detach().double().requires_grad_() for leaf in (case.hidden, case.weight))
     for rows in slices(len(case.labels), EXACT_ROWS):
-        F.cross_entropy(F.linear(hidden[rows], weight), case.labels[rows], reduction="sum").backward()
+        logits = F.linear(hidden[rows], weight)
+        if kept is not None:
+            predictor = kept.predictor[kept.row_of_id]
+            here = (predictor >= rows.start) & (predictor < rows.stop)
+            drops = torch.ones_like(logits, dtype=torch.bool)
+            drops[predictor[here] - rows.start, kept.token_id[here]] = False
+            logits = logits.masked_fill(drops & (case.labels[rows] >= 0)[:, None], -torch.inf)
+        F.cross_entropy(logits, case.labels[rows], reduction="sum").backward()
     return hidden.grad, weight.grad
 
 
@@ -207,9 +244,13 @@ def tried(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Te
 def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
     """Return the figures of each head; a head that fails has its error under ``failed``, and the others still run."""
     runs, _ = ways(case.hidden.device)
-    exact = exact_gradients(case)
-    results = {name: tried(way, case, exact) for name, way in runs.items()}
-    del exact
+    results = {}
+    for kept in (None, *case.kept):
+        exact = exact_gradients(case, None if kept is None else case.kept[kept].kept)
+        for name, way in runs.items():
+            if kept == getattr(way, "keywords", {}).get("size"):
+                results[name] = tried(way, case, exact)
+        del exact
     timed = [name for name, result in results.items() if "failed" not in result]
     for _ in range(repeats):
         for name in timed:

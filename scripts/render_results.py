@@ -239,6 +239,16 @@ def bench_head_tables(result: dict[str, Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
+def bench_kept_tables(result: dict[str, Any]) -> str:
+    """Markdown for a result of scripts/bench_head.py: kept sets next to the whole vocabulary."""
+    shown = ("unfused", "fused, any loss")
+    cases = [
+        case | {"ways": {name: way for name, way in case["ways"].items() if name in shown or name.endswith(" kept")}}
+        for case in result["cases"]
+    ]
+    return bench_head_tables(result | {"cases": cases})
+
+
 def attention_tables(result: dict[str, Any]) -> str:
     """Markdown for a result of scripts/bench_attention.py: one table per workload."""
     machine, settings, ceilings = result["machine"], result["settings"], result["ceilings"]
@@ -494,6 +504,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "verl_dealing": ("verl_dealing.json", verl_dealing_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),
     "bench_head": ("head_cpu.json", bench_head_tables),
+    "bench_kept": ("head_kept_cpu.json", bench_kept_tables),
     "bench_head_gpu": ("gpu_*.json", head_on_gpus),
     "cost": ("cost_quickstart_cpu.json", cost_table),
     "attention_cpu": ("attention_cpu.json", attention_tables),
@@ -511,6 +522,7 @@ PAGES = (
     "docs/trainers.md",
     "docs/huggingface.md",
     "docs/verl.md",
+    "docs/sampling-replay.md",
 )
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"

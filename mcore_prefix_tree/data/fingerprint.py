@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.sample import NO_SIGNALS, Sample, SampleError
-from mcore_prefix_tree.signals import Signals, Teacher
+from mcore_prefix_tree.signals import SamplingMask, Signals, Teacher
 
 _DEFAULTS = {field.name: field.default for field in fields(Signals)}
 _NAMED = 3
@@ -211,6 +211,8 @@ def _crc_of_signal(value: object, crc: int) -> int:
         for part in (value.token_ids, value.logprobs, value.tokens, value.realised, value.tokenizer):
             crc = crc if part is None else _crc_of_signal(part, crc)
         return crc
+    if isinstance(value, SamplingMask):
+        return crc32(value.offsets.tobytes(), crc32(value.token_ids.tobytes(), crc))
     return crc32(repr(value).encode(), crc)
 
 

@@ -402,4 +402,13 @@ def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, K
                 f"vocabulary of {options.vocab_size}; distil from a teacher of the same vocabulary"
             )
             return error, "outside the vocabulary"
+    mask = sample.signals.sampling_mask
+    if options.vocab_size is not None and mask is not None and mask.token_ids.max(initial=0) >= options.vocab_size:
+        at = int(np.argmax(mask.token_ids >= options.vocab_size))
+        token = int(np.searchsorted(mask.offsets, at, side="right")) - 1
+        error = SampleError(
+            f"{sample.source}: field 'sampling_mask' keeps {mask.token_ids[at]} at index {token}, outside the model's "
+            f"vocabulary of {options.vocab_size}; use the model that drew the tokens"
+        )
+        return error, "outside the vocabulary"
     return None

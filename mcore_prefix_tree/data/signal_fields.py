@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_prefix_tree.signals import PER_TOKEN, SampleError, Signals, Teacher, check_turn
+from mcore_prefix_tree.signals import PER_TOKEN, SampleError, SamplingMask, Signals, Teacher, check_turn
 
 _NAMES = tuple(field.name for field in fields(Signals))
 _IDS = ("group", "rollout", "pair")
@@ -27,6 +27,8 @@ def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
             raise SampleError(f"{source}: field '{name}' must be a string, a finite number or a boolean")
     if "teacher" in given:
         given["teacher"] = _teacher(given["teacher"], source)
+    if "sampling_mask" in given:
+        given["sampling_mask"] = _sampling_mask(given["sampling_mask"], source)
     return Signals(**given) if given else None
 
 
@@ -39,9 +41,23 @@ def _teacher(value: Any, source: str) -> Teacher:
     return Teacher(**value)
 
 
+def _sampling_mask(value: Any, source: str) -> SamplingMask:
+    if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
+        return SamplingMask(**value)
+    if isinstance(value, (list, np.ndarray)):
+        try:
+            return SamplingMask.from_rows(list(value))
+        except (ValueError, TypeError):  # a list in a list of lists, or a text
+            pass
+    raise SampleError(
+        f"{source}: field 'sampling_mask' must be a list of ids for each token, or an object with 'token_ids' and "
+        "'offsets'"
+    )
+
+
 def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:
     """Return the signals of a record with ``messages``; a field with an entry for each token is an error."""
-    for name in (*PER_TOKEN, "teacher"):
+    for name in (*PER_TOKEN, "teacher", "sampling_mask"):
         if row.get(name) is not None:
             raise SampleError(f"{source}: field '{name}' goes with 'tokens'; it has an entry for each of them")
     if isinstance(row.get("advantage"), (list, np.ndarray)):

@@ -76,6 +76,8 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
         signals["advantage"] = aligned.field(row, "advantage")[kept]
     if isinstance(row.get("teacher"), dict) and set(row["teacher"]) == set(_TEACHER_ROWS):
         signals["teacher"] = aligned.teacher(row["teacher"], kept)
+    if row.get("sampling_mask") is not None:
+        signals["sampling_mask"] = aligned.sets(row["sampling_mask"], "sampling_mask")[kept]
     return TokenRow(ids=ids[kept], loss_mask=mask, signals=signals)
 
 
@@ -114,6 +116,22 @@ class _Aligned:
         if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
             raise ChatError(f"field '{name}' must be a list of 0 and 1: {says}")
         return array.astype(bool)
+
+    def sets(self, value: Any, name: str) -> list[Any]:
+        """Return a list of ids for each token, None for those of the prompt, from such a list or ids and offsets."""
+        if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
+            ids, offsets = _array(value["token_ids"]), _array(value["offsets"])
+            if ids.ndim != 1 or offsets.ndim != 1 or offsets.dtype.kind not in "iu":
+                raise ChatError(f"fields '{name}.token_ids' and '{name}.offsets' must be flat lists of integers")
+            if (
+                not len(offsets)
+                or offsets[0] != 0
+                or (np.diff(offsets.astype(np.int64)) < 0).any()
+                or offsets[-1] != len(ids)
+            ):
+                raise ChatError(f"field '{name}.offsets' must rise from 0 to {len(ids)}, the number of ids")
+            value = np.split(ids, offsets[1:-1]) if len(offsets) > 1 else []
+        return _list(self.value(value, name))
 
     def teacher(self, teacher: Mapping[str, Any], kept: slice) -> dict[str, Any]:
         """Return the rows of a teacher for each token that is kept, None for those of the prompt."""

@@ -21,7 +21,7 @@ from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import JsonText, is_gzip
 from mcore_prefix_tree.data.saved_datasets import is_saved
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
-from mcore_prefix_tree.signals import Signals, Teacher
+from mcore_prefix_tree.signals import SamplingMask, Signals, Teacher
 from mcore_prefix_tree.utils.inputs import files_of_folder, is_same_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -175,7 +175,7 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, Teacher):
+    if isinstance(value, (SamplingMask, Teacher)):
         return {name: _part(part) for name, part in value.parts().items()}
     if isinstance(value, np.ndarray):
         return [_plain(row) for row in value] if value.ndim > 1 else _listed(value)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_prefix_tree.data.jsonl import JsonText
-from mcore_prefix_tree.signals import SampleError, Teacher
+from mcore_prefix_tree.signals import SampleError, SamplingMask, Teacher
 
 # Bytes of a row group or record batch, which a reader unpacks for a single row.
 _PART_BYTES = 1 << 24
@@ -125,7 +125,7 @@ def _describe_source(row: Mapping[str, Any]) -> str:
 def _json_kind(value: Any) -> str:
     if isinstance(value, (np.ndarray, list)):
         return "a list"
-    if isinstance(value, (Teacher, dict)):
+    if isinstance(value, (SamplingMask, Teacher, dict)):
         return "an object"
     if isinstance(value, (bool, np.bool_)):
         return "true or false"
@@ -135,7 +135,7 @@ def _json_kind(value: Any) -> str:
 def _array(values: Sequence[Any]) -> Any:
     """Return an Arrow array of values of one kind. In a list of numbers, NaN becomes null."""
     example = next((value for value in values if value is not None), None)
-    if isinstance(example, Teacher):
+    if isinstance(example, (SamplingMask, Teacher)):
         return _structs(values)
     if isinstance(example, np.ndarray):
         dtype = np.result_type(*(value.dtype for value in values if value is not None))
@@ -144,12 +144,12 @@ def _array(values: Sequence[Any]) -> Any:
     return pa.array(values)
 
 
-def _structs(teachers: Sequence[Teacher | None]) -> Any:
-    """Return an Arrow array of teachers, of the fields that any of them has."""
+def _structs(values: Sequence[SamplingMask | Teacher | None]) -> Any:
+    """Return an Arrow array of masks or of teachers, of the fields that any of them has."""
     parts: dict[str, list[Any]] = {}
-    for name, part in ((name, part) for one in teachers if one for name, part in one.arrays().items()):
+    for name, part in ((name, part) for one in values if one for name, part in one.arrays().items()):
         parts.setdefault(name, []).append(part)
-    rows = [None if one is None else {name: _plain(part) for name, part in one.parts().items()} for one in teachers]
+    rows = [None if one is None else {name: _plain(part) for name, part in one.parts().items()} for one in values]
     return pa.array(rows, type=pa.struct([(name, _infer_type(own)) for name, own in parts.items()]))
 
 

@@ -218,7 +218,8 @@ def sample_logprobs(model: Any, layout: FlatLayout, *, backend: str = AUTO) -> l
 
     Returns:
         ``[n]`` for each sample, in the order of samples; entry t scores ``tokens[t]``, and entry 0 is 0. Logits are
-        divided by the temperature of the samples, if they have one.
+        divided by the temperature of the samples, if they have one, and those outside a token's sampling mask are not
+        part of its distribution.
 
     Raises:
         ValueError: see :func:`model_inputs`; or the model drew random numbers.

@@ -6,12 +6,13 @@ Legend: T physical tokens, P padded size, N nodes, S samples, L logical tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.layout.kept_sets import KeptSets, find_kept_sets
 from mcore_prefix_tree.sample import INT32_MAX, Sample
 from mcore_prefix_tree.trie import Trie, build_trie
 
@@ -42,6 +43,8 @@ class FlatLayout:
         sample_shared: int64 ``[S]``, leading tokens that each sample in that order has in common with the one before.
         num_supervised: logical tokens that have a predictor and a non-zero loss mask.
         temperature: float64 ``[P]``, divisor of the logits at each token; None if it is 1 for all.
+        kept: sets of ids that samples were drawn from; None if no sample has a sampling mask. Each of its M edges has a
+            score of its own, at place P + m behind those of the tokens.
     """
 
     input_ids: Int32Array
@@ -58,6 +61,7 @@ class FlatLayout:
     sample_shared: Int64Array
     num_supervised: int
     temperature: npt.NDArray[np.float64] | None = None
+    kept: KeptSets | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -105,6 +109,28 @@ class FlatLayout:
             sample_map[start : start + length] = path[:length]
         return sample_map
 
+    @property
+    def num_places(self) -> int:
+        """P + M, the number of scores; P without sampling masks."""
+        return self.padded_size + (0 if self.kept is None else len(self.kept))
+
+    @property
+    def has_edge(self) -> npt.NDArray[np.bool_]:
+        """Return whether a sample has its score at each place, bool ``[P + M]``."""
+        if self.kept is None:
+            return self.predictor >= 0
+        return np.append(self.kept.has_whole, np.ones(len(self.kept), dtype=np.bool_))
+
+    @property
+    def edge_weight(self) -> npt.NDArray[np.float64]:
+        """Return the loss masks of all samples with a score at each place, summed, float64 ``[P + M]``."""
+        return self.loss_weight if self.kept is None else np.append(self.kept.whole_weight, self.kept.loss_weight)
+
+    @property
+    def places(self) -> Int32Array:
+        """Place of each logical token's score, int32 ``[L]``: :attr:`sample_map`, but P + m for kept edge m."""
+        return self.sample_map if self.kept is None else self.kept.place
+
     @cached_property
     def visible_pairs(self) -> int:
         """(query, key) pairs that attention computes, padding aside."""
@@ -145,6 +171,10 @@ class FlatLayout:
     def sample_tokens(self, sample: int) -> Int32Array:
         """Flat indices of one sample's tokens, ``[n]``, a view of :attr:`sample_map`."""
         return self.sample_map[self.cu_sample_lens[sample] : self.cu_sample_lens[sample + 1]]
+
+    def sample_places(self, sample: int) -> Int32Array:
+        """Places of the scores of one sample's tokens, ``[n]``, a view of :attr:`places`."""
+        return self.places[self.cu_sample_lens[sample] : self.cu_sample_lens[sample + 1]]
 
 
 def fold(
@@ -209,7 +239,7 @@ def fold(
 
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
     loss_weight, num_supervised = _loss_weights(samples, trie, lengths, padded_size)
-    return FlatLayout(
+    layout = FlatLayout(
         input_ids=input_ids,
         position_ids=position_ids,
         subtree_end=subtree_end,
@@ -225,6 +255,9 @@ def fold(
         num_supervised=num_supervised,
         temperature=_temperature(samples, trie, lengths, padded_size),
     )
+    if all(sample.signals.sampling_mask is None for sample in samples):
+        return layout
+    return replace(layout, kept=find_kept_sets(samples, layout))
 
 
 def _temperature(

@@ -2,7 +2,7 @@
 
 from mcore_prefix_tree.logprob.block_losses import BlockLoss, head_block_losses
 from mcore_prefix_tree.logprob.edges import Edges, edge_logprobs
-from mcore_prefix_tree.logprob.head import head_logprobs
+from mcore_prefix_tree.logprob.head import head_logprobs, split_kept
 from mcore_prefix_tree.logprob.head_chunks import Chunks, Head
 from mcore_prefix_tree.logprob.head_losses import (
     EdgeLoss,
@@ -28,5 +28,6 @@ __all__ = [
     "head_logprobs",
     "head_weighted_sum",
     "restore",
+    "split_kept",
     "top_logprobs",
 ]

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.logprob.kept_logits import KeptRows, KeptScores, kept_logits, kept_scores
 from mcore_prefix_tree.logprob.softmax import (
     EdgeGrads,
     RowSums,
@@ -55,6 +56,8 @@ class Edges:
         settled_by: int64 tensor ``[R]``, the last row that is scored together with this one: once its log-probabilities
             are known, so are all others that a loss of samples reads with this row's.
         padded_size: P.
+        num_places: P + M for a layout with M kept edges, else P: the number of scores.
+        kept: the other edges, whose tokens were drawn from kept sets; None without any.
     """
 
     predictor: torch.Tensor
@@ -67,6 +70,8 @@ class Edges:
     settled_by: torch.Tensor
     host_settled_by: npt.NDArray[np.int64]
     padded_size: int
+    num_places: int
+    kept: KeptRows | None = None
 
     @classmethod
     def from_layout(
@@ -74,10 +79,11 @@ class Edges:
     ) -> Edges:
         """Return the edges of the predicted tokens, which are all but the first of each root.
 
-        Rows are scored together if a sample goes through both. Tokens outside ``needed``, bool ``[P]``, have no edge:
-        their log-probability is 0.
+        Rows are scored together if a sample goes through both. Places outside ``needed``, bool ``[P + M]``, have no
+        edge: their log-probability is 0.
         """
-        token = np.flatnonzero(layout.predictor >= 0 if needed is None else (layout.predictor >= 0) & needed)
+        needed = layout.has_edge if needed is None else needed
+        token = np.flatnonzero((layout.predictor >= 0) & needed[: layout.padded_size])
         token = token[np.argsort(layout.predictor[token], kind="stable")]
         predictor = layout.predictor[token].astype(np.int64)
         row, first, row_of_edge = np.unique(predictor, return_index=True, return_inverse=True)
@@ -94,6 +100,8 @@ class Edges:
             settled_by=upload(settled_by, device),
             host_settled_by=settled_by,
             padded_size=layout.padded_size,
+            num_places=layout.num_places,
+            kept=KeptRows.from_layout(layout, needed[layout.padded_size :], device=device),
         )
 
     @classmethod
@@ -123,13 +131,17 @@ class Edges:
             settled_by=torch.arange(len(row), device=device),
             host_settled_by=np.arange(len(row)),
             padded_size=padded_size,
+            num_places=padded_size,
         )
 
     def scored_together(self, predictor: npt.NDArray[np.int64], term: npt.NDArray[np.int64]) -> Edges:
         """Return these edges for a loss whose terms read more than one sample each.
 
         ``predictor`` and ``term``, int64 ``[K]``, have the flat indices that terms read, and the number of each term.
+        Kept edges, from P on, are scored before all others.
         """
+        is_row = predictor < self.padded_size
+        predictor, term = predictor[is_row], term[is_row]
         row = np.searchsorted(self.host_row, predictor)
         last = np.zeros(term.max(initial=-1) + 1, dtype=np.int64)
         np.maximum.at(last, term, row)
@@ -162,6 +174,7 @@ class Edges:
                 settled_by=torch.arange(len(count), device=rows.device),
                 host_settled_by=np.arange(len(count)),
                 padded_size=self.padded_size,
+                num_places=self.padded_size,
             ),
             rows,
             edges,
@@ -182,17 +195,46 @@ class Edges:
         return (column >= 0) & (column < size), column.clamp(0, size - 1)
 
     def at_tokens(self, per_edge: torch.Tensor) -> torch.Tensor:
-        """Return a value of each edge ``[E]`` at the flat index of the token that it predicts ``[P]``; 0 elsewhere."""
+        """Return a value of each edge ``[E]`` at the flat index of its token, ``[P + M]``; 0 elsewhere."""
         assert self.token is not None, "candidates are not in the layout"
-        return per_edge.new_zeros(self.padded_size).index_put((self.token,), per_edge)
+        return per_edge.new_zeros(self.num_places).index_put((self.token,), per_edge)
 
     def placed(self, per_edge: torch.Tensor) -> torch.Tensor:
         """Return :meth:`at_tokens`, or ``[E]`` unchanged if the tokens need not be in the layout."""
         return per_edge if self.token is None else self.at_tokens(per_edge)
 
     def at_rows(self, per_row: torch.Tensor) -> torch.Tensor:
-        """Return a value of each row ``[R]`` at the flat index of the predictor ``[P]``; 0 elsewhere."""
-        return per_row.new_zeros(self.padded_size).index_put((self.row,), per_row)
+        """Return a value of each row ``[R]`` at the flat index of the predictor, 0 elsewhere: ``[P + M]``."""
+        return per_row.new_zeros(self.num_places).index_put((self.row,), per_row)
+
+    @property
+    def head_row(self) -> torch.Tensor:
+        """Flat indices of the hidden states that a head reads, int64 ``[R]``; with kept edges ``[R + D]``."""
+        return self.row if self.kept is None else torch.cat([self.row, self.kept.predictor])
+
+    @property
+    def has_rows(self) -> bool:
+        """Return whether an edge needs the whole vocabulary, or there is nothing else to score."""
+        return self.kept is None or bool(len(self.host_row))
+
+    def no_scores(self, like: torch.Tensor, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return zeros ``[P + M]``, and ``[P + M]`` or None, in the dtype of ``like``, ``[...]``."""
+        zeros = like.new_zeros(self.num_places)
+        return zeros, zeros if with_entropy else None
+
+    def with_kept(
+        self, kept: KeptScores | None, logprob: torch.Tensor, entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities, and entropies or None, ``[P + M]``, with those of the kept edges in their places.
+
+        An entropy stands at the place of each edge that is drawn from its distribution.
+        """
+        if self.kept is None or kept is None:
+            return logprob, entropy
+        place = (self.kept.place,)
+        if entropy is not None:
+            entropy = entropy.index_put(place, kept.entropy)
+        return logprob.index_put(place, kept.logprob), entropy
 
 
 def _places(mask: torch.Tensor, count: int) -> torch.Tensor:
@@ -306,18 +348,28 @@ def edge_logprobs(
             nobody reads afterwards; autograd rejects a second backward.
 
     Returns:
-        Log-probabilities ``[P]`` in nats, at each token's flat index, 0 if nothing predicts the token; ``[E]`` for
-        edges to tokens that need not be in the layout. And the entropies ``[P]`` in nats, or None. Equal on all ranks
-        of the group, fp32 or better.
+        Log-probabilities ``[P + M]`` in nats, at each token's flat index, 0 if nothing predicts the token, and behind
+        these the M kept edges'; ``[E]`` for edges to tokens that need not be in the layout. And the entropies
+        ``[P + M]`` in nats, of the predictors and of the kept edges' distributions, or None. Equal on all ranks of the
+        group, fp32 or better.
 
     Raises:
-        ValueError: if the logits are not ``[padded_size, Vl]``.
+        ValueError: if the logits are not ``[padded_size, Vl]``, or a kept id is outside the vocabulary.
     """
     if logits.ndim != 2 or logits.shape[0] != edges.padded_size:
         raise ValueError(f"logits must be [{edges.padded_size}, vocabulary], not {list(logits.shape)}")
     if temperature is not None:
         temperature = temperature.to(wide(logits.dtype))
-    per_edge, entropy = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, edges, temperature, vocab_start, group, with_entropy, in_place
-    )
-    return edges.placed(per_edge), entropy
+    split: dict[str, Any] = {"temperature": temperature, "vocab_start": vocab_start, "group": group}
+    of_kept = None if edges.kept is None else kept_scores(kept_logits(logits, edges.kept, **split), edges.kept)
+    if edges.has_rows:
+        per_edge, entropy = _EdgeLogprobs.apply(  # type: ignore[no-untyped-call]
+            logits, edges, temperature, vocab_start, group, with_entropy, in_place
+        )
+        per_place = edges.placed(per_edge)
+    else:
+        assert of_kept is not None
+        per_place, entropy = edges.no_scores(of_kept.logprob, with_entropy=with_entropy)
+    if entropy is not None and len(entropy) < edges.num_places:
+        entropy = torch.nn.functional.pad(entropy, (0, edges.num_places - len(entropy)))
+    return edges.with_kept(of_kept, per_place, entropy)

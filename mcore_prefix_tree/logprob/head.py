@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.head_chunks import Chunks, Grads, Head
+from mcore_prefix_tree.logprob.kept_logits import KeptScores, head_kept_logits, kept_scores
 from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
 
 
@@ -27,21 +28,42 @@ def head_logprobs(
     """Return the log-probability of every scored token given its path.
 
     Args:
-        hidden: ``[R, h]``, the hidden states of ``head.edges.row``, the same on all ranks of the group.
+        hidden: ``[R, h]``, the hidden states of ``head.edges.head_row``, the same on all ranks of the group; with D
+            distributions over kept sets ``[R + D, h]``.
         weight: ``[Vl, h]``, this rank's part of the output weight.
 
     Returns:
-        Log-probabilities ``[P]`` in nats, fp32 or better, at each token's flat index, 0 for tokens without an edge, or
-        ``[E]`` for edges to tokens that need not be in the layout; and the entropies ``[P]`` of the predictors, 0 if
-        they have no edge, or None. Both are equal on all ranks of the group. The gradient of ``hidden`` is this rank's
-        part: the caller sums it over the group.
+        Log-probabilities ``[P + M]`` in nats, fp32 or better, at each token's flat index, 0 for tokens without an edge,
+        and behind these those of the M kept edges; or ``[E]`` for edges to tokens that need not be in the layout; and
+        the entropies ``[P + M]``, of the predictors, 0 if they have no edge, and of the kept edges, or None. Both
+        are equal on all ranks of the group. The gradient of ``hidden`` is this rank's part: the caller sums it over the
+        group.
 
     Raises:
-        ValueError: if ``hidden`` does not have a row for every predictor or ``weight`` is not ``[Vl, h]``.
+        ValueError: if ``hidden`` does not have a row for every predictor or ``weight`` is not ``[Vl, h]``; a
+            kept id is outside the vocabulary.
     """
+    hidden, of_kept = split_kept(hidden, weight, head)
+    if not head.edges.has_rows:
+        assert of_kept is not None
+        return head.edges.with_kept(of_kept, *head.edges.no_scores(of_kept.logprob, with_entropy=with_entropy))
     check_shapes(hidden, weight, head)
-    per_edge, entropy = _HeadLogprobs.apply(hidden, weight, head, with_entropy)  # type: ignore[no-untyped-call]
-    return head.edges.placed(per_edge), None if entropy is None else head.edges.at_rows(entropy)
+    per_edge, per_row = _HeadLogprobs.apply(hidden, weight, head, with_entropy)  # type: ignore[no-untyped-call]
+    per_place, entropy = head.edges.placed(per_edge), None if per_row is None else head.edges.at_rows(per_row)
+    return head.edges.with_kept(of_kept, per_place, entropy)
+
+
+def split_kept(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> tuple[torch.Tensor, KeptScores | None]:
+    """Return the hidden states ``[R, h]`` of ``[R + D, h]``, and the scores of the kept edges or None.
+
+    ``weight`` is ``[Vl, h]``. Raises ValueError as :func:`head_logprobs`.
+    """
+    kept = head.edges.kept
+    if kept is None:
+        return hidden, None
+    rows = len(head.edges.host_row)
+    check_shapes(hidden[: -len(kept.predictor)], weight, head)
+    return hidden[:rows], kept_scores(head_kept_logits(hidden[rows:], weight, head, kept), kept)
 
 
 def check_shapes(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> None:

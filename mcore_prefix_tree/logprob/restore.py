@@ -14,13 +14,13 @@ def restore(values: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     """Return each sample's own row of a flat per-token tensor; gradients of shared tokens add up.
 
     Args:
-        values: ``[P, ...]``.
+        values: ``[P, ...]``, or scores ``[P + M, ...]`` of a layout with M kept edges.
         layout: the layout they belong to.
 
     Returns:
         One ``[n, ...]`` tensor per sample, in the caller's order of samples.
     """
-    index = upload(layout.sample_map, values.device)
+    index = upload(layout.places if len(values) == layout.num_places else layout.sample_map, values.device)
     lengths = (layout.cu_sample_lens[1:] - layout.cu_sample_lens[:-1]).tolist()
     return list(values.index_select(0, index).split(lengths))
 

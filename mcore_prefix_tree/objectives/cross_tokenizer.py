@@ -37,7 +37,7 @@ from mcore_prefix_tree.objectives.cross_tokenizer_rows import (
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample
 from mcore_prefix_tree.objectives.objective import Objective, Output, SecondModels
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
-from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import Targets
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
@@ -222,6 +222,7 @@ class BoundCrossTokenizer(Objective):
     def targets(self, samples: Sequence[Sample]) -> ChunkTargets:
         """Pair a step's samples with every teacher's; raises SampleError for misaligned text or a temperature."""
         refuse_temperatures(samples)
+        refuse_sampling_masks(samples, "objective.name=xtoken")
         scored = ScoredTokens.of(samples)
         paired = tuple(
             tuple(side.pairing.of(sample, number) for sample in samples) for number, side in enumerate(self.sides)

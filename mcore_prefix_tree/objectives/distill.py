@@ -36,7 +36,7 @@ from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, w
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
 from mcore_prefix_tree.objectives.objective import Output, SecondModels, TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
-from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
+from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import SampleError
@@ -107,6 +107,7 @@ class Distillation(TokenObjective):
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Compute the weights of a step, on the host; raises SampleError for a missing teacher, or one of another k."""
+        refuse_sampling_masks(samples, "objective.name=distill")
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise)
         if self.teacher == "top_k":

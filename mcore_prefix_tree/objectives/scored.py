@@ -28,6 +28,16 @@ class MissingSignalError(SampleError):
         self.field = field
 
 
+def refuse_sampling_masks(samples: Sequence[Sample], setting: str) -> None:
+    """Raise SampleError for a sample with a sampling mask, for a loss that compares whole vocabularies."""
+    masked = next((sample for sample in samples if sample.signals.sampling_mask is not None), None)
+    if masked is not None:
+        raise SampleError(
+            f"{masked.source}: field 'sampling_mask' limits predictions to the ids that an engine kept, but {setting} "
+            "compares them over the whole vocabulary; remove the field"
+        )
+
+
 def rollout_keys(samples: Sequence[Sample]) -> list[Hashable]:
     """Return keys that are equal for the samples of one rollout. A sample that names none is a rollout by itself."""
     keys = (sample.signals.unit("rollout") for sample in samples)

@@ -3,7 +3,7 @@
 A token that several samples score has an entry for each of them, so every value per sample (for example an advantage, a
 ratio or a sum over a sequence) is exact, and autograd adds up the gradients where log-probabilities were gathered.
 
-Legend: P padded tokens, K scored tokens, S samples, Q pairs.
+Legend: P padded tokens, M kept edges, K scored tokens, S samples, Q pairs.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Rows(LossRows):
     """The scored tokens of a micro-batch.
 
     Attributes:
-        token: int64 tensor ``[K]``, flat index of each.
-        predictor: int64 ``[K]``, flat index of the token that predicts it.
+        token: int64 tensor ``[K]``, place of the log-probability of each: its flat index, or P + m for kept edge m.
+        predictor: int64 ``[K]``, place of the entropy, or the value, of its prediction: the flat index of the token
+            that predicts it, or P + m.
         sample: int64 ``[K]``, sample of the micro-batch that it belongs to.
         weight: float64 ``[K]``, weight of its loss; see :mod:`mcore_prefix_tree.objectives.normalise`.
         lens: float64 ``[S]``, scored tokens of each sample.
@@ -127,9 +128,11 @@ class Targets:
         Raises:
             ValueError: the two sides of a pair are not both in the micro-batch.
         """
-        entries, local, token = self.located(layout, indices)
+        entries, local, logical = self._logical(layout, indices)
         chosen = np.asarray(indices, dtype=np.int64)
-        predictor, pairs = layout.predictor[token].astype(np.int64), self._local_pairs(chosen)
+        token, flat = layout.places[logical].astype(np.int64), layout.sample_map[logical]
+        predictor = np.where(token < layout.padded_size, layout.predictor[flat], token)
+        pairs = self._local_pairs(chosen)
         on_device = partial(upload, device=device)
         return Rows(
             token=on_device(token),
@@ -147,14 +150,18 @@ class Targets:
 
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return step index, sample here and flat index, int64 ``[K']`` each, of a micro-batch's scored tokens."""
+        entries, local, logical = self._logical(layout, indices)
+        return entries, local, layout.sample_map[logical].astype(np.int64)
+
+    def _logical(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return :meth:`located`, but with each token's index among the layout's logical tokens."""
         assert layout.num_samples == len(indices)
         chosen = np.asarray(indices, dtype=np.int64)
         lens = self.scored.lens[chosen]
         local = np.repeat(np.arange(len(chosen)), lens)
         within = np.arange(len(local)) - (np.cumsum(lens) - lens)[local]
         entries = self.scored.cu_lens[chosen][local] + within
-        token = layout.sample_map[layout.cu_sample_lens[local] + self.scored.position[entries]].astype(np.int64)
-        return entries, local, token
+        return entries, local, layout.cu_sample_lens[local] + self.scored.position[entries]
 
     def _local_pairs(self, chosen: Int64Array) -> Int64Array:
         """Return int64 ``[Q, 2]``, pairs by their places among the samples ``chosen``, int64 ``[S]``."""

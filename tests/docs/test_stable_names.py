@@ -15,8 +15,8 @@ INTEGRATIONS = "mcore_prefix_tree.integrations"
 # To take a name away, or to give it another meaning, breaks users: say so in the changelog.
 STABLE = {
     "mcore_prefix_tree": {
-        "FlatLayout", "Sample", "SampleError", "Signals", "Teacher", "Tempered", "TreeMetadata", "fold", "plan_step",
-        "restore",
+        "FlatLayout", "Sample", "SampleError", "SamplingMask", "Signals", "Teacher", "Tempered", "TreeMetadata",
+        "fold", "plan_step", "restore",
     },
     "mcore_prefix_tree.mcore": {
         "Logprobs", "MicroBatch", "RowLogprobs", "TreePackedSeqParams", "Values", "fold_inside", "folding_model",

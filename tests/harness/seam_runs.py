@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from harness.kept_sets import within_sets
 from harness.oracles import worst
 from harness.seam_models import branching_samples, heterogeneous_json
 from mcore_prefix_tree import Sample, fold
@@ -46,8 +47,9 @@ def score_alone(model: torch.nn.Module, sample: Sample) -> tuple[torch.Tensor, t
     """Log-probabilities ``[n - 1]`` and entropies ``[n]`` of one sample, through a stock model."""
     ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
     logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)[0]
-    rows = torch.log_softmax(logits / sample.temperature, dim=-1)
-    return rows[:-1].gather(1, ids[0, 1:, None])[:, 0], -(rows.exp() * rows).sum(dim=1)
+    rows = torch.log_softmax(within_sets(logits, sample) / sample.temperature, dim=-1)
+    entropy = -(rows.exp() * rows.masked_fill(rows == -torch.inf, 0)).sum(dim=1)
+    return rows[:-1].gather(1, ids[0, 1:, None])[:, 0], entropy
 
 
 def unfolded(model: torch.nn.Module, *, entropy_weight: float = ENTROPY_WEIGHT) -> Outcome:
@@ -229,7 +231,7 @@ WARM = [
 
 def batch_of(samples: list[Sample] = SAMPLES, *, only_supervised: bool = False) -> MicroBatch:
     layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
-    needed = layout.loss_weight != 0 if only_supervised else None
+    needed = layout.edge_weight != 0 if only_supervised else None
     return MicroBatch.from_layout(layout, needed=needed)
 
 

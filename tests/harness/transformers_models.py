@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from harness.kept_sets import within_sets
 from mcore_prefix_tree import Sample
 
 SMALL: dict[str, Any] = {
@@ -62,6 +63,6 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 def unfolded_logprobs(model: Any, sample: Sample) -> torch.Tensor:
     """Log-probabilities by Transformers' own attention, without a batch."""
     tokens = torch.tensor(sample.tokens[None], dtype=torch.long)
-    logits = model(input_ids=tokens).logits[0, :-1] / sample.temperature
+    logits = within_sets(model(input_ids=tokens).logits[0], sample)[:-1] / sample.temperature
     row = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
     return torch.cat([row.new_zeros(1), row])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from harness.each_tensor import EachTensor
+from harness.kept_sets import with_sets
 from harness.oracles import forest_samples, random_forest, worst
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
@@ -30,8 +31,10 @@ def loss_of(rows, seed):
     return sum((row * torch.randn(len(row), generator=rng, dtype=torch.float64)).sum() for row in rows)
 
 
-def compare(name, backend, seed, **settings):
+def compare(name, backend, seed, *, masked=False, **settings):
     model, samples = tiny(name, **settings), forest(seed)
+    if masked:
+        samples = with_sets(samples, 97)
     with InDouble():
         folded = sample_logprobs(model, fold(samples, pad_to_multiple_of=8), backend=backend)
         actual = gradients(model, loss_of(folded, seed))
@@ -47,6 +50,10 @@ def compare(name, backend, seed, **settings):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_rows_and_gradients_equal_unfolded_samples(name, seed):
     compare(name, "auto", seed)
+
+
+def test_sampling_masks_equal_unfolded_samples():
+    compare("llama", "auto", 1, masked=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

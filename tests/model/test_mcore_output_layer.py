@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from harness.kept_sets import with_sets
 from harness.marks import quick
 from harness.oracles import worst
 from harness.seam_models import VOCAB, tiny_config, twins
@@ -43,6 +44,7 @@ from mcore_prefix_tree.signals import Teacher
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 
+MASKED = with_sets(WARM, VOCAB)
 SCORED = [s for s in SAMPLES if s.loss_mask[1:].any()]
 SCORED = SCORED[: len(SCORED) // 2 * 2]
 LOGITS = WeightedSum(fused=False)
@@ -63,7 +65,7 @@ class SumOfSquares:
         return LossOutput(loss=scores.square().sum())
 
 
-@pytest.mark.parametrize("samples", [SAMPLES, WARM], ids=["plain", "tempered"])
+@pytest.mark.parametrize("samples", [SAMPLES, WARM, MASKED], ids=["plain", "tempered", "masked"])
 @pytest.mark.parametrize("tied", quick(False, of=[False, True]), ids=["untied", "tied"])
 @pytest.mark.parametrize("only_supervised", [False, True])
 @pytest.mark.parametrize("readout", SFT, ids=str)
@@ -184,17 +186,20 @@ def test_each_output_that_objectives_name_has_a_readout() -> None:
     assert {asking.output, make_objective("xtoken").output} == set(HOOKS)
 
 
-@pytest.mark.parametrize("chunk", [2, 5, 1000])
+@pytest.mark.parametrize(("chunk", "masked"), [(2, False), (5, False), (1000, False), (5, True)])
 @pytest.mark.parametrize(("name", "options", "terms"), OBJECTIVES)
 def test_objectives_form_their_gradients_in_forward(
-    name: str, options: dict[str, Any], terms: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], terms: str, chunk: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss, the metrics, and every gradient of the path that has all logits first."""
     monkeypatch.setattr(head_chunks, "_CPU", (1, chunk))
     objective: Any = make_objective(name, options)
+    masked = masked and name != "distill"  # which reads the whole vocabulary
     assert objective.terms == terms
     assert make_readout(objective, fused_head=True) == EdgeLoss(objective=objective)
     samples = informed(SCORED if terms == "pair" or name == "kto" else SAMPLES)
+    if masked:
+        samples = with_sets(samples, VOCAB)
     targets = objective.targets(samples)
     found = []
     for fused_head in (True, False):

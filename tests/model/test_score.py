@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from harness.commands import run_command
+from harness.kept_sets import within_sets
 from harness.train_jobs import BATCH, logits_of, rows, stock_model, train, world_of_one, write_job
 
 from mcore_prefix_tree.data import FieldNames, read_samples
@@ -31,6 +32,9 @@ EXTRA = [
     {"tokens": [5, 6, 7, 9], "loss_mask": [0, 1, 1, 1], "temperature": 0.5, "merge_key": "policy-7"},
     {"tokens": [5, 6, 9], "loss_mask": [0, 0, 0], "pair": 1, "chosen": False, "rollout_logprobs": [None, None, None]},
     {"tokens": [5, 6, 9], "advantage": [0, -1.5, 0.25], "label": False},
+    {"tokens": [5, 6, 9, 8], "sampling_mask": {"token_ids": [9, 3, 8, 2, 6, 5], "offsets": [0, 0, 0, 2, 6]}},
+    {"tokens": [5, 6, 9], "sampling_mask": [None, None, [9]], "temperature": 0.5},
+    {"tokens": [5, 6, 9], "sampling_mask": [None, [6, 1], [9, 7, 6]]},
 ]
 
 
@@ -65,9 +69,10 @@ def score_unfolded(job: Path, folder: Path) -> list[tuple[np.ndarray, np.ndarray
         checkpoint.load_weights(folder, 2, [model], model=recipe.model)
         for sample in read_samples(recipe.data.path):
             with torch.no_grad():
-                scores = torch.log_softmax(logits_of(model, sample.tokens.tolist()) / sample.temperature, dim=-1)[:-1]
+                logits = within_sets(logits_of(model, sample.tokens.tolist()), sample)
+                scores = torch.log_softmax(logits / sample.temperature, dim=-1)[:-1]
             labels = torch.tensor(sample.tokens[1:].tolist(), dtype=torch.int64)
-            entropy = -(scores.exp() * scores).sum(dim=1)
+            entropy = -(scores.exp() * scores.masked_fill(scores == -torch.inf, 0)).sum(dim=1)
             found.append((scores.gather(1, labels[:, None])[:, 0].numpy(), entropy.numpy()))
     return found
 

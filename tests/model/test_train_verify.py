@@ -200,6 +200,29 @@ def test_folding_changes_nothing(
     assert (report.dtype, report.reference) == (dtype, wider[dtype])
 
 
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples that were drawn from kept ids: one, some, all, or without a mask."""
+    rng, content = np.random.default_rng(5), rows()
+    for row in content[::2]:
+        kinds = rng.integers(0, 4, size=len(row["tokens"])).tolist()
+        others = [rng.choice(VOCAB, size=(0, 0, 5, VOCAB)[kind], replace=False).tolist() for kind in kinds]
+        kept = [sorted({token, *some}) for token, some in zip(row["tokens"], others, strict=True)]
+        row["sampling_mask"] = [ids if kind else None for ids, kind in zip(kept, kinds, strict=True)]
+    return write_job(tmp_path_factory.mktemp("masked"), content)
+
+
+@pytest.mark.parametrize("fused_head", ["true", "false"])
+def test_sampling_masks_change_both_sides(masked: Path, fused_head: str, broken: Callable[[Break], None]) -> None:
+    recipe = load_recipe(masked, [*FLOAT64, f"fused_head={fused_head}"])
+    report, _ = run_once(recipe, verify_first)
+    assert all(0 <= getattr(report, name) <= 1e-12 for name in ERRORS)
+    broken(lambda layout: replace(layout, kept=None))  # every token from the whole vocabulary
+    report, _ = run_once(recipe, verify_first)
+    assert not report.passed
+    assert all(getattr(report, name) > 1e-3 for name in ERRORS)
+
+
 def converged(folder: Path, content: list[dict[str, Any]]) -> tuple[Path, str]:
     """A job, and the override that starts it from a float32 model that is nearly certain of all its tokens."""
     job = write_job(folder, content)

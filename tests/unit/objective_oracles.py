@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.kept_sets import within_sets
 
 from mcore_prefix_tree import FlatLayout, Sample, Signals, fold
 from mcore_prefix_tree.objectives import (
@@ -85,7 +86,10 @@ class Alone:
 
     @functools.cached_property
     def _distributions(self) -> list[torch.Tensor]:
-        return [torch.log_softmax(self.logits_of(sample.tokens.tolist()), dim=-1) for sample in self.samples]
+        return [
+            torch.log_softmax(within_sets(self.logits_of(sample.tokens.tolist()), sample), dim=-1)
+            for sample in self.samples
+        ]
 
     def distributions(self, index: int) -> Scalars:
         return [None, *self._distributions[index][:-1]]
@@ -95,7 +99,8 @@ class Alone:
         return [None, *(rows[t, token] for t, token in enumerate(self.samples[index].tokens[1:].tolist()))]
 
     def entropies(self, index: int) -> Scalars:
-        return [None, *(-(row.exp() * row).sum() for row in self._distributions[index][:-1])]
+        rows = self._distributions[index][:-1]
+        return [None, *(-(row.exp() * row.masked_fill(row == -math.inf, 0)).sum() for row in rows)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,34 +20,50 @@ HIDDEN = 6
 COLUMNS = (23, 11, 7)  # of each rank: no two have as many
 
 
-def head_problem(dtype: torch.dtype, padding: int = 0) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+def head_problem(
+    dtype: torch.dtype, padding: int = 0, masked: bool = False
+) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A layout, hidden states ``[P, h]``, the full weight and temperatures ``[P]``."""
+    from harness.kept_sets import with_sets
+
     generator = torch.Generator().manual_seed(3)
     vocabulary = sum(COLUMNS)
     tokens = torch.randint(0, vocabulary - padding, (9, 4), generator=generator).tolist()
-    layout = fold([Sample(tokens=[1, 2, *row]) for row in tokens], pad_to_multiple_of=4)
+    samples = [Sample(tokens=[1, 2, *row]) for row in tokens]
+    layout = fold(with_sets(samples, vocabulary - padding) if masked else samples, pad_to_multiple_of=4)
     hidden = torch.randn(layout.padded_size, HIDDEN, generator=generator, dtype=torch.float64)
     weight = 2 * torch.randn(vocabulary, HIDDEN, generator=generator, dtype=torch.float64)
     temperature = 0.5 + torch.rand(layout.padded_size, generator=generator, dtype=torch.float64)
     return layout, hidden.to(dtype), weight.to(dtype), temperature
 
 
-def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str, padding: int = 0) -> tuple[Any, ...]:
+def uneven_head(
+    dtype: torch.dtype, with_entropy: bool, way: str, padding: int = 0, masked: bool = False
+) -> tuple[Any, ...]:
     """Scores, the summed gradient of the hidden states, and this rank's of its columns.
 
     So many of the last ranks' columns are padding, which the oracle does not have.
     """
     import torch.distributed as dist
 
-    from mcore_prefix_tree.logprob import Edges, Head, head_edge_loss, head_logprobs, head_weighted_sum
+    from mcore_prefix_tree.logprob import (
+        Edges,
+        Head,
+        edge_logprobs,
+        head_edge_loss,
+        head_logprobs,
+        head_weighted_sum,
+        kept_logits,
+    )
 
-    layout, hidden, weight, temperature = head_problem(dtype, padding)
+    layout, hidden, weight, temperature = head_problem(dtype, padding, masked)
     rank, size = dist.get_rank(), dist.get_world_size()
     # A single rank has all columns: the oracle.
     start, stop = (0, len(weight) - padding) if size == 1 else (sum(COLUMNS[:rank]), sum(COLUMNS[: rank + 1]))
     hidden.requires_grad_()
     own = weight[start:stop].clone().requires_grad_()
-    edges = Edges.from_layout(layout)
+    with mock.patch.object(kept_logits, "_ROWS", 3):
+        edges = Edges.from_layout(layout)
     head = Head(
         edges=edges,
         multiplier=0.5,
@@ -56,7 +73,7 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str, padding: int =
         head_chunk_rows=5,
         vocab_size=len(weight) - padding if padding and size > 1 else None,
     )
-    weights = torch.linspace(-1, 2, layout.padded_size, dtype=torch.float64)
+    weights = torch.linspace(-1, 2, layout.num_places, dtype=torch.float64)
     entropy = None
 
     def loss(logprob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
@@ -75,8 +92,13 @@ def uneven_head(dtype: torch.dtype, with_entropy: bool, way: str, padding: int =
         )
         logprob, entropy = edges.at_tokens(per_edge), None if per_row is None else edges.at_rows(per_row)
         total = total + loss(logprob, entropy)
+    elif way == "logits":
+        logits = head.multiplier * (hidden @ own.T)
+        split: Any = {"temperature": temperature, "vocab_start": start, "group": head.group}
+        logprob, entropy = edge_logprobs(logits, edges, with_entropy=with_entropy, **split)
+        total = loss(logprob, entropy)
     else:
-        logprob, entropy = head_logprobs(hidden[edges.row], own, head, with_entropy=with_entropy)
+        logprob, entropy = head_logprobs(hidden[edges.head_row], own, head, with_entropy=with_entropy)
         total = loss(logprob, entropy)
     grad_hidden, grad_weight = torch.autograd.grad(total, (hidden, own))
     if size > 1:

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 from harness.folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
+from harness.kept_sets import with_sets
 from harness.worlds import Layout
 from objective_oracles import (
     Alone,
@@ -49,6 +50,11 @@ class Job:
     config: Options = ()
     teacher_config: Options = ()
     vocab_size: int = VOCAB
+    masked: bool = False
+
+    def on(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """The samples, with the sets that their tokens were drawn from if these are part of the job."""
+        return with_sets(samples, self.vocab_size) if self.masked else samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +127,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         fill(chunks)
     elif job.fused_head:
         chunks = [with_edge_head(chunk) for chunk in chunks]
-    trainer = Trainer.of(chunks)
+    trainer, samples = Trainer.of(chunks), job.on(samples)
     folding = Folding(
         max_tokens=job.max_tokens,
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -151,7 +157,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     own = (
         sum(float(entry["loss_sum"]) for entry in reported),
         sum(int(entry["num_tokens"]) for entry in reported),
-        add_means(entry["metrics"] for entry in reported),
+        add_means(entry.get("metrics", {}) for entry in reported),  # a weighted sum reports none
     )
     dist.all_gather_object(parts, own if speaks else (0.0, 0, {}))
     assert sum(count for _, count, _ in parts) == divisor
@@ -273,6 +279,7 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
 
     from mcore_prefix_tree.objectives import make_objective
 
+    samples = job.on(samples)
     config = tiny_gpt_config(layout=Layout(), dtype=job.dtype, **dict(job.config))
     (model,) = build_chunks(config, stock_spec, vocab_size=job.vocab_size)
     objective: Any = make_objective(job.name, dict(job.options))

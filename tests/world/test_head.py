@@ -70,6 +70,19 @@ def test_a_vocabulary_in_uneven_parts(
     assert not grad_weight[len(whole[4]) :].any()
 
 
+@pytest.mark.parametrize(("way", "padding"), [("any loss", 0), ("any loss", 9), ("logits", 0)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_kept_sets_of_a_vocabulary_in_uneven_parts(dtype: torch.dtype, limit: float, way: str, padding: int) -> None:
+    arguments = (dtype, True, way, padding, True)
+    (whole,) = world(1).run(uneven_head, *arguments, layout=Layout())
+    parts = world(len(COLUMNS)).run(uneven_head, *arguments, layout=Layout())
+    for total, logprob, entropy, grad_hidden, _ in parts:
+        assert torch.equal(logprob, parts[0][1]), "all ranks know the same"
+        for one, other in zip((total, logprob, entropy, grad_hidden), whole[:4], strict=True):
+            assert error(one, other) < limit
+    assert error(torch.cat([part[4] for part in parts])[: len(whole[4])], whole[4]) < limit
+
+
 @functools.cache
 def oracle(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, SAMPLES, layout=Layout())

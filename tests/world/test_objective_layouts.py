@@ -132,6 +132,22 @@ EVERY = [
 ]
 
 
+MASKED = [replace(job, masked=True) for job in (GRPO, GSPO, DPO, KTO, CRITIC, BY_GROUP[1], Job(name="sft"))]
+
+
+@pytest.mark.parametrize("job", quick(*MASKED[:3], of=MASKED), ids=lambda job: job.name)
+def test_sampling_masks_equal_unfolded_samples(job: Job) -> None:
+    """Fused and not, on unequal ranks, tensor- and pipeline-parallel ones, in several micro-batches and in one."""
+    for size, layout, fused, most in (
+        (2, Layout(), True, max(LONGEST, PAIR) + 10),
+        (2, Layout(tp=2, sequence_parallel=True), True, max(LONGEST, PAIR) + 10),
+        (2, Layout(tp=2), False, 10_000),
+        (2, Layout(pp=2, vpp=2), True, max(LONGEST, PAIR) + 10),
+        (1, Layout(), True, 10_000),
+    ):
+        check(size, layout, replace(job, max_tokens=most, fused_head=fused))
+
+
 # By default, each question to the last stage on unequal ranks or in a model that is cut; in CI each objective.
 QUICK = {
     "dp2": {"grpo", "reward_model", "kto"},

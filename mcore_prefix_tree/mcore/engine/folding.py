@@ -105,7 +105,7 @@ class Folding:
             layout,
             attention_backend=self.attention_backend,
             deterministic_attention=self.deterministic_attention,
-            needed=layout.loss_weight != 0 if self.only_supervised else None,
+            needed=layout.edge_weight != 0 if self.only_supervised else None,
             head_chunk_rows=self.head_chunk_rows,
         )
         plan_attention(batch, self.attention_backend, self.attention_cases)

@@ -19,9 +19,10 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.pipeline import forward_only
-from mcore_prefix_tree.mcore.outputs import Readout, SampleScores
+from mcore_prefix_tree.mcore.outputs import ExportedRows, Readout, SampleScores, TopLogprobs
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives.scored import refuse_sampling_masks
 from mcore_prefix_tree.sample import Sample
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class Scorer(Readout[Any], Protocol[S_co]):
         """Read a micro-batch's output, ``[1, P, ...]``, onto the host."""
 
     def sample_scores(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
-        """Return a sample's scores from :meth:`flat`; ``tokens`` int32 ``[n]`` are indices, ``scored`` bool ``[n]``."""
+        """Return a sample's scores from :meth:`flat`; ``tokens`` int32 ``[n]`` are places, ``scored`` bool ``[n]``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +90,10 @@ class ScoringStep:
 
         Raises:
             ScoreError: a score is NaN or infinite; names the sample, on every rank.
+            SampleError: a sample has a sampling mask, and the readout is of the whole vocabulary.
         """
+        if isinstance(readout, TopLogprobs | ExportedRows):
+            refuse_sampling_masks(self.samples, "distillation")
         own: dict[int, S] = {}
         found = forward_only(chunks, self.micro_batches, readout, readout.flat)
         for number, flat in enumerate(found):
@@ -99,7 +103,7 @@ class ScoringStep:
                 scored = layout.predictor[tokens] >= 0
                 if not self.all_tokens:
                     scored &= self.samples[index].loss_mask != 0
-                own[index] = readout.sample_scores(flat, tokens, scored)
+                own[index] = readout.sample_scores(flat, layout.sample_places(place), scored)
         faults = ((index, own[index].fault(self.samples[index])) for index in sorted(own))
         of_each = everyone(next(((index, fault) for index, fault in faults if fault is not None), None))
         first = min((fault for fault in of_each if fault is not None), default=None)

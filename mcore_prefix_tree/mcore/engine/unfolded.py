@@ -27,6 +27,9 @@ class StockBatch:
         labels: int64 ``[1, n]``, the next token; 0 at the end.
         loss_mask: float32 ``[n]``, the label's loss mask; 0 at the end.
         length: length of the sample, without padding; 0 for a batch that is only padding.
+        temperature: divisor of the logits.
+        kept: the ids that labels were drawn from, int64 ``[2, K]``, a label's index above each id; a label with none
+            was drawn from the whole vocabulary.
     """
 
     input_ids: torch.Tensor
@@ -35,6 +38,7 @@ class StockBatch:
     loss_mask: torch.Tensor
     length: int
     temperature: float
+    kept: torch.Tensor
 
     @classmethod
     def from_sample(cls, sample: Sample | None, *, multiple: int, device: torch.device) -> StockBatch:
@@ -45,6 +49,11 @@ class StockBatch:
         mask = np.zeros(size + 1, dtype=np.float32)
         if sample is not None:
             tokens[:length], mask[:length] = sample.tokens, sample.loss_mask
+        kept = np.empty((2, 0), dtype=np.int64)
+        if sample is not None and sample.signals.sampling_mask is not None:
+            sets = sample.signals.sampling_mask
+            kept = np.stack([np.repeat(np.arange(-1, length - 1), sets.sizes), sets.token_ids.astype(np.int64)])
+            kept = kept[:, kept[0] >= 0]
         return cls(
             input_ids=upload(tokens[:-1], device).unsqueeze(0),
             position_ids=torch.arange(size, device=device).unsqueeze(0),
@@ -52,6 +61,7 @@ class StockBatch:
             loss_mask=upload(mask[1:], device),
             length=length,
             temperature=1.0 if sample is None else sample.temperature,
+            kept=upload(kept, device),
         )
 
 
@@ -136,6 +146,10 @@ def stock_logprobs(logits: torch.Tensor, batch: StockBatch) -> tuple[torch.Tenso
     """
     whole = gather_from_tensor_model_parallel_region(logits.squeeze(0))
     wide = whole.to(torch.promote_types(whole.dtype, torch.float32)) / batch.temperature
+    if batch.kept.shape[1]:
+        label, token_id = batch.kept
+        drops = torch.zeros_like(wide, dtype=torch.bool).index_fill(0, label, True)
+        wide = wide.masked_fill(drops.index_put((label, token_id), torch.zeros_like(drops[0, 0])), -torch.inf)
     logprobs = torch.log_softmax(wide, dim=-1)
     probabilities = logprobs.exp()
     # 0 log 0 is 0, also of a logit of -inf.

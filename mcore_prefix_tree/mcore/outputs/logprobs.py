@@ -1,6 +1,6 @@
 """The readout of every token's log-probability, and of the entropies, which ``score`` reads from a policy.
 
-Legend: P padded tokens, R rows, n tokens of a sample.
+Legend: P padded tokens, M kept edges, R rows, D distributions over kept sets, n tokens of a sample.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scores(SampleScores):
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
-    """Log-probabilities ``[P]`` of all tokens with an edge, and the entropies ``[P]`` of their predictors or None.
+    """Log-probabilities ``[P + M]`` of all tokens with an edge, and entropies ``[P + M]`` of the predictions or None.
 
     Attributes:
         entropy: whether to compute the entropies too.
@@ -51,23 +51,25 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
     entropy: bool = False
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-        """Return ``[P, 1]``, with entropies ``[P, 2]``, from ``hidden`` ``[R, h]`` and ``weight`` ``[V / tp, h]``."""
+        """Return ``[P + M, 1]``, with entropies ``[P + M, 2]``, from ``[R + D, h]`` and ``weight`` ``[V / tp, h]``."""
         logprob, entropy = head_logprobs(hidden, weight, head, with_entropy=self.entropy)
         return torch.stack([logprob] if entropy is None else [logprob, entropy], dim=1)
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities ``[P]`` and entropies ``[P]`` of the packed ``[P, 1]`` or ``[P, 2]``."""
+        """Return log-probabilities and entropies ``[P + M]`` of the packed ``[P + M, 1]`` or ``[P + M, 2]``."""
         return packed[:, 0], packed[:, 1] if self.entropy else None
 
     def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probabilities and entropies ``[P]`` of local logits ``[P, V / tp]``."""
+        """Return log-probabilities and entropies ``[P + M]`` of local logits ``[P, V / tp]``."""
         return edge_logprobs(logits, batch.edges, with_entropy=self.entropy, **split_logits(logits, batch))
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> tuple[FloatArray, FloatArray | None]:
-        """Read both onto the host, ``[P]`` each; the entropies also stand at the predicted tokens."""
+        """Read both onto the host, ``[P + M]`` each; the entropies also stand at the predicted tokens."""
         logprob, entropy = self.read(output, batch)
         if entropy is not None:
+            at_kept = entropy[batch.layout.padded_size :]
             entropy = batch.edges.at_tokens(entropy[batch.edges.predictor])
+            entropy[batch.layout.padded_size :] = at_kept
         return logprob.cpu().numpy(), None if entropy is None else entropy.cpu().numpy()
 
     def sample_scores(

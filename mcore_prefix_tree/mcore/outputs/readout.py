@@ -1,7 +1,7 @@
 """Base of all readouts: a request to the output layer of the last pipeline stage, and how its answer is read.
 
-Legend: P padded tokens, R rows (predictors with an edge, or with a row of a teacher's), N, C sizes that a
-readout packs.
+Legend: P padded tokens, M kept edges, R rows (predictors with an edge, or with a row of a teacher's), D distributions
+over kept sets, N, C sizes that a readout packs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class VocabularyReadout(Readout[T_co]):
         return self._unpack(found, batch) if self.fused else self._read_logits(found, batch)
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-        """Return the answer ``[N, C]``, from the hidden states ``[R, h]`` of the predictors and the output weight."""
+        """Return the answer ``[N, C]`` from the predictors' hidden states ``[R + D, h]`` and the output weight."""
         raise NotImplementedError(f"{type(self).__name__} has no fused head; set fused=False")
 
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> T_co:
@@ -133,11 +133,11 @@ def split_logits(logits: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
 
 
 def with_gradient(gradient: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-    """Pack a scalar that has the gradient before values that have none: ``[N, 1]``."""
+    """Pack a scalar that has the gradient before values, of which only kept edges' have one: ``[N, 1]``."""
     return torch.cat([gradient[None], *values])[:, None]
 
 
-def gradient_and_values(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient_and_values(packed: torch.Tensor, *, has_kept: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Unpack the result of :func:`with_gradient`, ``[N, 1]``: a scalar and ``[N - 1]``."""
     scalar, values = packed.flatten().tensor_split((1,))
-    return scalar.squeeze(0), values.detach()
+    return scalar.squeeze(0), values if has_kept else values.detach()

@@ -1,6 +1,6 @@
 """Readouts of a scalar head: its values, and a loss of them.
 
-Legend: P padded tokens, n tokens of a sample.
+Legend: P padded tokens, M kept edges, n tokens of a sample.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
 from mcore_prefix_tree.objectives import LossOutput, TokenObjective
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,9 +61,10 @@ class Values(_OfScalarHead[torch.Tensor]):
         return output.flatten()
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> FloatArray:
-        """Read the values ``[P]`` of the output ``[1, P, 1]`` onto the host."""
+        """Read the values of the output ``[1, P, 1]`` onto the host, ``[P + M]``: a kept edge's is its token's."""
         values: FloatArray = self.read(output, batch).cpu().numpy()
-        return values
+        kept = batch.layout.kept
+        return values if kept is None else np.append(values, values[kept.token])
 
     def sample_scores(
         self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]
@@ -80,5 +82,8 @@ class ValueLoss(_OfScalarHead[LossOutput]):
     objective: TokenObjective
 
     def read(self, output: torch.Tensor, batch: MicroBatch) -> LossOutput:
-        """Return the loss of the stage's output ``[1, P, 1]``."""
-        return self.objective.loss(output.flatten(), None, batch.rows)
+        """Return the loss of the stage's output ``[1, P, 1]``; the value of a kept edge is its predictor's."""
+        values, kept = output.flatten(), batch.layout.kept
+        if kept is not None:
+            values = torch.cat([values, values[upload(batch.layout.predictor[kept.token], values.device).long()]])
+        return self.objective.loss(values, None, batch.rows)

@@ -25,7 +25,7 @@ class MicroBatch:
         layout: layout of the micro-batch, on the host.
         input_ids: int64 ``[1, P]``.
         position_ids: int64 ``[1, P]``.
-        loss_weight: float64 ``[P]``, weight of each token's log-probability in a weighted sum.
+        loss_weight: float64 ``[P + M]``, weight of each log-probability in a weighted sum.
         edges: edges to score: the layout's own, or those to a teacher's tokens.
         temperature: float64 ``[P]``, divisor of the logits at each token; None is 1.
         packed_seq_params: parameters with the tree metadata.
@@ -59,7 +59,7 @@ class MicroBatch:
     ) -> MicroBatch:
         """Make a micro-batch of a layout.
 
-        ``needed``, bool ``[P]``, is the mask of the tokens whose log-probabilities will be read; None is all. For the
+        ``needed``, bool ``[P + M]``, is the mask of the log-probabilities that will be read; None is all. For the
         attention's settings see :class:`TreePackedSeqParams`.
         """
         metadata = TreeMetadata.from_layout(layout)
@@ -67,7 +67,7 @@ class MicroBatch:
             layout=layout,
             input_ids=upload(layout.input_ids, "cpu").long().unsqueeze(0),
             position_ids=metadata.tree_position_ids.long().unsqueeze(0),
-            loss_weight=upload(layout.loss_weight, "cpu"),
+            loss_weight=upload(layout.edge_weight, "cpu"),
             edges=Edges.from_layout(layout, needed=needed),
             temperature=None if layout.temperature is None else upload(layout.temperature, "cpu"),
             packed_seq_params=TreePackedSeqParams.from_metadata(

@@ -35,8 +35,8 @@ class HeadRequest:
         edges: edges whose predictors' hidden states are read.
         temperature: ``[P]``, divisor of the logits; None is 1.
         head_chunk_rows: most predictors whose logits the head holds at a time; None leaves it to the head.
-        answer: function of these hidden states ``[R, h]``, the weight ``[Vl, h]`` and the head that returns
-            ``[N, C]``.
+        answer: function of these hidden states ``[R, h]``, or with D distributions over kept sets ``[R + D, h]``, the
+            weight ``[Vl, h]`` and the head that returns ``[N, C]``.
     """
 
     edges: Edges
@@ -111,9 +111,9 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
     if layer.sequence_parallel:
         # As in ColumnParallelLinear: each rank's gradient is of its columns only, so backward reduces and scatters.
         whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
-        rows = whole.squeeze(1).index_select(0, edges.row)
+        rows = whole.squeeze(1).index_select(0, edges.head_row)
     else:
-        rows = hidden.squeeze(1).index_select(0, edges.row)
+        rows = hidden.squeeze(1).index_select(0, edges.head_row)
         if layer.tp_group.size() > 1:
             rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
     head = _head(layer, weight, edges, request.temperature, head_chunk_rows=request.head_chunk_rows)
