@@ -8,6 +8,7 @@ A safetensors file begins with the length of its header in 8 bytes, little-endia
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,11 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_prefix_tree.settings.hf_families import COMPARED
 from mcore_prefix_tree.settings.section import collect_faults
 from mcore_prefix_tree.utils.inputs import check_folder_files, local_path, open_regular, read_text
+
+logger = logging.getLogger(__name__)
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -39,12 +43,13 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_position_embeddings",
 }
-_RUNS_CODE = "auto_map"
+_CODE = "auto_map"
 _ADAPTER = "adapter_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Keys of a configuration that the function of its model does not depend on.
 _NOT_OF_THE_MODEL = (
     "_name_or_path",
+    "auto_map",
     "bos_token_id",
     "dtype",
     "eos_token_id",
@@ -104,8 +109,8 @@ class HuggingFaceFolder:
         """Read a folder's configuration and the headers of its weights, unless they are unchanged since the last call.
 
         Raises:
-            ValueError: the folder is missing, incomplete or truncated, holds code, pickles or quantized weights, or its
-                model is not a causal language model; names the file.
+            ValueError: the folder is missing, incomplete or truncated, holds pickles or quantized weights, or its model
+                is not a causal language model, or of a family that was not compared; names the file.
             OSError: a file cannot be read.
         """
         return _read_folder(path)
@@ -253,19 +258,11 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
     """Return the configuration of the model, and whether it has a tokenizer with a chat template."""
     names = (CONFIG, _TOKENIZER_CONFIG, "generation_config.json")
     contents = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
-    for name, content in contents.items():
-        if _RUNS_CODE in content:
-            raise ValueError(
-                f"{folder / name} has '{_RUNS_CODE}': this model comes with its own code, which is never run; use a "
-                "version of the model that transformers itself implements"
-            )
     config = contents[CONFIG]
     if (folder / _ADAPTER).is_file():
         raise ValueError(
             f"{folder} has {_ADAPTER}: transformers adds an adapter to these weights; merge it into them, or remove it"
         )
-    if "quantization_config" in config:
-        raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -275,6 +272,21 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
         raise ValueError(
             f"{folder / CONFIG} has architectures={architectures}; model.hf takes one, a causal language model such as "
             "LlamaForCausalLM or, with a scalar head, LlamaForSequenceClassification"
+        )
+    kind = config.get("model_type")
+    if kind not in COMPARED:
+        raise ValueError(
+            f"{folder / CONFIG} has model_type={kind}, an architecture whose results were never compared with "
+            f"transformers'; model.hf takes {', '.join(COMPARED)}"
+        )
+    if "quantization_config" in config:
+        raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
+    if _CODE in config and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s has '%s': the folder's code is ignored, and the model is transformers' own %s",
+            folder / CONFIG,
+            _CODE,
+            kind,
         )
     is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
     return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {})

@@ -96,12 +96,9 @@ FAMILIES = {
     ),
     "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),
-    "Mixtral": Family(name="Mixtral", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "OLMo 2": Family(name="Olmo2", settings=SIZES),
     "OLMoE": Family(
         name="Olmoe", settings=SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
     ),
-    "Phi-3": Family(name="Phi3", settings=SIZES | {"pad_token_id": 0}),
 }
 
 

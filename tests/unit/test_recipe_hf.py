@@ -34,7 +34,7 @@ HAS_BRIDGE = sys.version_info >= (3, 12) and importlib.util.find_spec("megatron.
 
 def write_tensors(file: Path, names: list[str], dtype: str = "F32", shape: Sequence[int] = (1,)) -> None:
     """A safetensors file of equal tensors, as the format's page describes it."""
-    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype] * math.prod(shape)
+    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I64": 8}[dtype] * math.prod(shape)
     header = {
         name: {"dtype": dtype, "shape": list(shape), "data_offsets": [i * size, (i + 1) * size]}
         for i, name in enumerate(names)
@@ -208,7 +208,6 @@ def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with its own code, which is never run"),
         ({"quantization_config": {"quant_method": "fp8"}}, "has 'quantization_config'"),
         ({"architectures": None}, "has architectures=None; model.hf takes one, a causal language model"),
         ({"architectures": ["BertModel"]}, r"has architectures=\['BertModel'\]"),
@@ -221,10 +220,22 @@ def test_configurations_that_are_rejected(folder: Path, changes: dict[str, Any],
         recipe_of(folder)
 
 
-def test_code_of_a_tokenizer_is_rejected(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenizer.Tokenizer", null]}}')
-    with pytest.raises(RecipeError, match=r"tokenizer_config\.json has 'auto_map'"):
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "glm4_moe_lite", "falcon_h1", "nemotron_h", "deepseek_v4", None])
+def test_families_that_were_not_compared_are_rejected(folder: Path, kind: str | None) -> None:
+    """Also those whose configurations have other names for the sizes, or tables of integers among the weights."""
+    write_config(folder, model_type=kind, auto_map={"AutoConfig": "own.Own"}, quantization_config={})
+    write_tensors(folder / "model.safetensors", ["a"], dtype="I64")
+    says = rf"config\.json has model_type={kind}, an architecture whose results were never compared with transformers'"
+    with pytest.raises(RecipeError, match=f"{says}; model.hf takes deepseek_v3, .*, qwen3_moe$"):
         recipe_of(folder)
+
+
+def test_code_of_a_compared_family_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_config(folder, auto_map={"AutoModelForCausalLM": "own.Model"})
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+    assert recipe_of(folder).model.num_layers == CONFIG["num_hidden_layers"]
+    says = "has 'auto_map': the folder's code is ignored, and the model is transformers' own llama"
+    assert caplog.messages == [f"{folder / 'config.json'} {says}"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", '{"a": ' * 100_000])
@@ -235,7 +246,8 @@ def test_configurations_that_are_not_objects(folder: Path, text: str) -> None:
 
 
 def test_configuration_without_a_size(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}))
+    kept = ("architectures", "model_type", "num_hidden_layers")
+    (folder / "config.json").write_text(json.dumps({name: CONFIG[name] for name in kept}))
     with pytest.raises(RecipeError, match=r"config\.json lacks 'hidden_size'"):
         recipe_of(folder)
 

@@ -33,9 +33,9 @@ from mcore_prefix_tree.settings.adapter_folder import PREFIX
 from mcore_prefix_tree.settings.command_checks import check_new
 from mcore_prefix_tree.settings.hf_folder import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
-# Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
+# Weights, in formats of other frameworks too, which would be the untrained ones, and tables of other weights.
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
-_LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLES, *_OTHER_WEIGHTS)
+_LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", *PICKLES, *_OTHER_WEIGHTS)
 
 
 def make_parent(path: str | Path, setting: str) -> None:

@@ -130,13 +130,22 @@ def transformers_of_bridge() -> Requirement | None:
 
 def load_bridge(path: str) -> Any:
     """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
-    kind = auto_bridge()
+    kind, folder = auto_bridge(), HuggingFaceFolder.read(path)
     try:
-        architecture = HuggingFaceFolder.read(path).architecture
-        # Of a model with a scalar head the bridge of the language model converts all but the head.
-        return kind.from_hf_pretrained(path, trust_remote_code=False, architectures=[architecture])
+        # Of a model with a scalar head the bridge of the language model converts all but the head. Megatron-Bridge
+        # would look for the class that the code of a folder names.
+        bridge = kind.from_hf_pretrained(
+            path, trust_remote_code=False, architectures=[folder.architecture], auto_map={}
+        )
+        config = bridge.hf_pretrained.config
+        own = type(config)()
     except Exception as error:  # its own words are a page
         raise _cannot_build(path, error) from error
+    # Megatron-Bridge reads some keys of any configuration, also if transformers' model has no such setting.
+    for name in vars(config).keys() & folder.config.keys():
+        if not hasattr(own, name):
+            delattr(config, name)
+    return bridge
 
 
 def _cannot_build(path: str, error: Exception) -> RecipeError:
@@ -170,7 +179,12 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
     if model.lora is not None:
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     check_experts(provider.num_moe_experts, parallel)
-    of_folder = settings_of_folder(model.hf, provider, tensor_parallel=parallel.tensor_model_parallel_size)
+    of_folder = settings_of_folder(
+        model.hf,
+        bridge.hf_pretrained.config.to_dict(),
+        provider,
+        tensor_parallel=parallel.tensor_model_parallel_size,
+    )
     if model.transformer_impl == "transformer_engine":
         check_transformer_engine()
         spec: Any = partial(engine_layers, provider.transformer_layer_spec)

@@ -1,0 +1,50 @@
+"""Families of Hugging Face models whose results were compared with transformers', and the settings they need.
+
+``benchmarks/families.py`` compares the families, and ``tests/peers/test_config_sweep.py`` each setting of a family.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+# Megatron-Core does not normalise the score of a single expert.
+_ABOVE_ONE = range(2, sys.maxsize)
+# Constants in Megatron-Bridge's source for the rotary embeddings of gpt-oss.
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+# By model_type, the settings that the layers do not read as transformers does, with the values that give its results.
+COMPARED: dict[str, Mapping[str, tuple[Any, ...] | range]] = {
+    # Scores of experts are normalised; rotary channels are interleaved; transformers' latent norms have this epsilon.
+    "deepseek_v3": {
+        "norm_topk_prob": (True,),
+        "num_experts_per_tok": _ABOVE_ONE,
+        "rope_interleave": (True,),
+        "rms_norm_eps": (1e-6,),
+    },
+    "gemma3_text": {
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False,),
+    },
+    "glm4_moe": {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE},
+    "gpt_oss": {
+        "swiglu_limit": (7.0,),
+        "swiglu_alpha": (1.702,),
+        **{name: (value,) for name, value in _GPT_OSS_YARN.items()},
+    },
+    "llama": {},
+    "minimax_m2": {"num_experts_per_tok": _ABOVE_ONE},
+    "mistral": {"hidden_act": ("silu",)},
+    "olmoe": {"norm_topk_prob": (False,), "clip_qkv": (None,)},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+}
