@@ -9,36 +9,30 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+Allowed = Mapping[str, tuple[Any, ...] | range]
 # Megatron-Core does not normalise the score of a single expert.
 _ABOVE_ONE = range(2, sys.maxsize)
-# Constants in Megatron-Bridge's source for the rotary embeddings of gpt-oss.
-_GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-}
+# Scores of experts are normalised, and rotary channels interleaved.
+_LATENT: Allowed = {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE, "rope_interleave": (True,)}
 # By model_type, the settings that the layers do not read as transformers does, with the values that give its results.
-COMPARED: dict[str, Mapping[str, tuple[Any, ...] | range]] = {
-    # Scores of experts are normalised; rotary channels are interleaved; transformers' latent norms have this epsilon.
-    "deepseek_v3": {
-        "norm_topk_prob": (True,),
-        "num_experts_per_tok": _ABOVE_ONE,
-        "rope_interleave": (True,),
-        "rms_norm_eps": (1e-6,),
-    },
+COMPARED: dict[str, Allowed] = {
+    "deepseek_v3": _LATENT,
     "gemma3_text": {
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
         "use_bidirectional_attention": (False,),
     },
     "glm4_moe": {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE},
-    "gpt_oss": {
+    "glm4_moe_lite": _LATENT,
+    "gpt_oss": {  # constants in Megatron-Bridge's source
         "swiglu_limit": (7.0,),
         "swiglu_alpha": (1.702,),
-        **{name: (value,) for name, value in _GPT_OSS_YARN.items()},
+        "rope_type": ("yarn",),
+        "factor": (32.0,),
+        "original_max_position_embeddings": (4096,),
+        "beta_fast": (32.0,),
+        "beta_slow": (1.0,),
+        "truncate": (False,),
     },
     "llama": {},
     "minimax_m2": {"num_experts_per_tok": _ABOVE_ONE},

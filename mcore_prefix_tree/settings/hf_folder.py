@@ -282,12 +282,8 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
     if "quantization_config" in config:
         raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
     if _CODE in config and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "%s has '%s': the folder's code is ignored, and the model is transformers' own %s",
-            folder / CONFIG,
-            _CODE,
-            kind,
-        )
+        says = "%s has '%s': the folder's code is ignored, and the model is transformers' own %s"
+        logger.warning(says, folder / CONFIG, _CODE, kind)
     is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
     return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {})
 

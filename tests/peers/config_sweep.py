@@ -27,6 +27,7 @@ LIMIT = 1e-5
 # Of a family's smallest model, so that a group of experts has enough of them.
 BASE = {
     "DeepSeek-V3": {"n_routed_experts": 8},
+    "GLM-4.7-Flash": {"n_routed_experts": 8},
     "GLM-4.5": {"n_routed_experts": 8, "num_experts": 8, "n_group": 2, "topk_group": 1},
 }
 # Fields that transformers' function of a token sequence does not read: ids of control tokens, caching, initial weights,
@@ -82,6 +83,7 @@ VALUES: dict[str, list[Any]] = {
     "norm_topk_prob": [True, False],
     "num_nextn_predict_layers": [1],
     "partial_rotary_factor": [0.5],
+    "rope_local_base_freq": [500.0],
     "rope_theta": [500.0],
     "routed_scaling_factor": [0.5, 2.0],
     "scoring_func": ["sigmoid", "softmax"],
@@ -118,6 +120,8 @@ def cases_of(family: str) -> Iterator[dict[str, Any]]:
             values: list[Any] = [[one] * layers, [other] * layers]
             values += [[one, other] * layers, [other, one] * layers]
             values = [value[:layers] for value in values]
+        elif name == "rope_parameters" and any(isinstance(one, dict) for one in present.values()):
+            values = [{**present, layer: THETA | rope} for layer in present for rope in ROPES]
         elif name in VALUES:
             values = VALUES[name]
         elif isinstance(present, bool | None):

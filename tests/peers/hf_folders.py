@@ -84,6 +84,7 @@ FAMILIES = {
         | EXPERTS
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "use_qk_norm": True},
     ),
+    "GLM-4.7-Flash": Family(name="Glm4MoeLite", settings=SIZES | LATENT),
     "DeepSeek-V3": Family(name="DeepseekV3", settings=SIZES | LATENT),
     "gpt-oss": Family(
         name="GptOss", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}

@@ -24,7 +24,9 @@ from hf_jobs import EP2, PP2, TP2_SP, check_layout, errors_of
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 ROOT = Path(__file__).parents[2]
 QUICK = ("Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3")
-LOCAL = (*QUICK, "Qwen2.5", "Mistral")
+LOCAL = (*QUICK, "Qwen2.5", "Mistral", "GLM-4.7-Flash")
+# Layouts that have tests of their own, or that local layers of latent attention do not have.
+ELSEWHERE = [("Llama 3", "tp2-sp"), ("Qwen3", "pp2"), *((name, "tp2-sp") for name in ("DeepSeek-V3", "GLM-4.7-Flash"))]
 LAYOUTS = {"tp2-sp": TP2_SP, "pp2": PP2, "ep2": EP2, "tp2-sp-ep2": (*TP2_SP, *EP2)}
 
 
@@ -55,7 +57,7 @@ def check(errors: dict[str, float]) -> None:
             pytest.param(family, layout, marks=pytest.mark.slow)
             for family in LOCAL
             for layout in ("tp2-sp", "pp2")
-            if (family, layout) not in [("Llama 3", "tp2-sp"), ("Qwen3", "pp2"), ("DeepSeek-V3", "tp2-sp")]
+            if (family, layout) not in ELSEWHERE
         ),
     ],
 )

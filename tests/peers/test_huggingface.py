@@ -265,7 +265,6 @@ YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max
     [
         ("DeepSeek-V3", {"norm_topk_prob": False}),
         ("DeepSeek-V3", {"rope_interleave": False}),
-        ("DeepSeek-V3", {"rms_norm_eps": 0.1}),
         ("GLM-4.5", {"norm_topk_prob": False}),
         ("Gemma 3", {"final_logit_softcapping": 30.0}),
         ("Gemma 3", {"use_bidirectional_attention": True}),

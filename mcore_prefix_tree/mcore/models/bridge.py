@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import unwrap_model
 from packaging.requirements import Requirement
 
-from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers
+from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers, latent_layers
 from mcore_prefix_tree.mcore.models.bridge_settings import settings_of_folder
 from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, check_shapes
 from mcore_prefix_tree.mcore.models.config_fields import (
@@ -179,12 +179,8 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
     if model.lora is not None:
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     check_experts(provider.num_moe_experts, parallel)
-    of_folder = settings_of_folder(
-        model.hf,
-        bridge.hf_pretrained.config.to_dict(),
-        provider,
-        tensor_parallel=parallel.tensor_model_parallel_size,
-    )
+    config = bridge.hf_pretrained.config.to_dict()
+    of_folder = settings_of_folder(model.hf, config, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     if model.transformer_impl == "transformer_engine":
         check_transformer_engine()
         spec: Any = partial(engine_layers, provider.transformer_layer_spec)
@@ -212,6 +208,7 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
     if isinstance(provider, MLATransformerConfig):
         kind = MLATransformerConfig
         check_latent_layers(model, parallel, on_gpu=on_gpu)
+        fixed["transformer_layer_spec"] = partial(latent_layers, spec)
     settings = of_folder | fixed | {name: value for name, value in defaults.items() if hasattr(provider, name)}
     try:
         provider.apply_overrides_and_finalize(overrides=settings | typed_settings(model, kind))

@@ -5,7 +5,7 @@ Each rule was found by training tiny models whose configurations differ in one s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -48,6 +48,7 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, t
         )
     _check_rotary(path, config, provider)
     _check_needed(path, config)
+    _check_groups(path, config)
     _check_windows(path, config, provider)
     fields: dict[str, Any] = {}
     rope, is_latent = _read_rope(config), isinstance(provider, MLATransformerConfig)
@@ -87,13 +88,14 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
         "yarn": lambda one: (
             one.get("attention_factor") is None
             and (provider.position_embedding_type == "yarn" or isinstance(provider, MLATransformerConfig))
+            # Megatron-Core's YaRN turns all channels.
+            and one.get("partial_rotary_factor", 1.0) == 1.0
             # The scores of latent attention are scaled, too.
             and (not isinstance(provider, MLATransformerConfig) or one.get("mscale") or not one.get("mscale_all_dim"))
         ),
     }
-    each = [rope]
-    if any(isinstance(value, Mapping) for value in rope.values()):  # for each kind of layer
-        each = list(rope.values())
+    each: Sequence[Mapping[str, Any]] = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
+    if each[0] is not rope:  # for each kind of layer
         # Gemma's layers without a window have a separate factor.
         factor = getattr(provider, "rope_scaling_factor", None)
         supported["linear"] = lambda one: one is rope.get("full_attention") and one.get("factor") == factor
@@ -115,6 +117,16 @@ def _check_needed(path: str, config: Mapping[str, Any]) -> None:
                 f"model.hf={path}: config.json has {name}={given.get(name)}, and Megatron-Core's layers of this "
                 f"architecture would compute other values than transformers unless it is {words}"
             )
+
+
+def _check_groups(path: str, config: Mapping[str, Any]) -> None:
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    # transformers chooses groups by their two best experts, Megatron-Core by as many as each may give.
+    if chosen < groups and config["num_experts_per_tok"] // chosen != 2:
+        raise RecipeError(
+            f"model.hf={path}: config.json has num_experts_per_tok={config['num_experts_per_tok']} and topk_group="
+            f"{chosen}, and Megatron-Core chooses groups of experts as transformers does only with two experts a group"
+        )
 
 
 def _check_windows(path: str, config: Mapping[str, Any], provider: Any) -> None:
