@@ -42,3 +42,11 @@ COMPARED: dict[str, Allowed] = {
     "qwen3": {},
     "qwen3_moe": {},
 }
+# Models of pictures and text by model_type: the model_type of their text model, and the model_type and architecture of
+# the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
+TEXT_MODELS = {
+    "gemma3": ("gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
+    "mistral3": ("mistral", "mistral", "MistralForCausalLM"),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2", "Qwen2ForCausalLM"),
+    "qwen3_vl": ("qwen3_vl_text", "qwen3", "Qwen3ForCausalLM"),
+}

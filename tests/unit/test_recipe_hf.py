@@ -226,8 +226,26 @@ def test_families_that_were_not_compared_are_rejected(folder: Path, kind: str | 
     write_config(folder, model_type=kind, auto_map={"AutoConfig": "own.Own"}, quantization_config={})
     write_tensors(folder / "model.safetensors", ["a"], dtype="I64")
     says = rf"config\.json has model_type={kind}, an architecture whose results were never compared with transformers'"
-    with pytest.raises(RecipeError, match=f"{says}; model.hf takes deepseek_v3, .*, qwen3_moe$"):
+    with pytest.raises(RecipeError, match=f"{says}; model.hf takes deepseek_v3, .*, qwen3_moe, "):
         recipe_of(folder)
+
+
+def test_text_model_of_a_model_of_pictures_and_text(folder: Path) -> None:
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "qwen3_vl_text"}
+    pictures = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+    (folder / "config.json").write_text(json.dumps(pictures | {"text_config": text}))
+    inner = ["model.language_model.embed_tokens.weight", "model.language_model.norm.weight"]
+    write_tensors(folder / "model.safetensors", [*inner, "lm_head.weight", "model.visual.merger.norm.weight"])
+    read = HuggingFaceFolder.read(folder)
+    assert (read.architecture, read.sizes["hidden_size"]) == ("Qwen3ForCausalLM", CONFIG["hidden_size"])
+    own = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    assert read.names == dict(zip(own, [*inner, "lm_head.weight"], strict=True))
+    (folder / "config.json").write_text(json.dumps(pictures | {"text_config": text | {"model_type": "llama"}}))
+    with pytest.raises(ValueError, match="has another 'text_config' than one of model_type=qwen3_vl_text"):
+        HuggingFaceFolder.read(folder)
+    (folder / "config.json").write_text(json.dumps(pictures | {"text_config": text, "model_type": "kimi_k25"}))
+    with pytest.raises(ValueError, match="has model_type=kimi_k25, an architecture whose results were never compared"):
+        HuggingFaceFolder.read(folder)
 
 
 def test_code_of_a_compared_family_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
