@@ -12,8 +12,13 @@ from typing import Any
 Allowed = Mapping[str, tuple[Any, ...] | range]
 # Megatron-Core does not normalise the score of a single expert.
 _ABOVE_ONE = range(2, sys.maxsize)
-# Scores of experts are normalised, and rotary channels interleaved.
-_LATENT: Allowed = {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE, "rope_interleave": (True,)}
+# Scores of experts are normalised, and rotary channels interleaved; queries without a latent would get another norm.
+_LATENT: Allowed = {
+    "norm_topk_prob": (True,),
+    "num_experts_per_tok": _ABOVE_ONE,
+    "q_lora_rank": range(1, sys.maxsize),
+    "rope_interleave": (True,),
+}
 # By model_type, the settings that the layers do not read as transformers does, with the values that give its results.
 COMPARED: dict[str, Allowed] = {
     "deepseek_v3": _LATENT,

@@ -37,6 +37,7 @@ def test_compared_families_are_accepted() -> None:
         ("DeepSeek-V3", {"num_experts_per_tok": 1}, "num_experts_per_tok=1, and .* unless it is at least 2"),
         ("DeepSeek-V3", {"num_experts_per_tok": 3}, "chooses groups of experts as transformers does only with two"),
         ("DeepSeek-V3", {"rms_norm_eps": 0.1}, None),
+        ("DeepSeek-V3", {"q_lora_rank": None}, "q_lora_rank=None, and .* unless it is at least 1"),
         ("DeepSeek-V3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}}, None),
         (
             "DeepSeek-V3",

@@ -111,10 +111,13 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
 def _check_needed(path: str, config: Mapping[str, Any]) -> None:
     given = {**config, **_read_rope(config)}
     for name, allowed in COMPARED[config["model_type"]].items():
-        if given.get(name) not in allowed:
+        value = given.get(name)
+        # A range would look for anything but an integer by counting.
+        is_counted = isinstance(allowed, range) and not isinstance(value, int)
+        if is_counted or value not in allowed:
             words = f"at least {allowed.start}" if isinstance(allowed, range) else " or ".join(map(str, allowed))
             raise RecipeError(
-                f"model.hf={path}: config.json has {name}={given.get(name)}, and Megatron-Core's layers of this "
+                f"model.hf={path}: config.json has {name}={value}, and Megatron-Core's layers of this "
                 f"architecture would compute other values than transformers unless it is {words}"
             )
 
