@@ -458,16 +458,13 @@ def families_table(result: dict[str, Any]) -> str:
     }
     for family, one in by_layers["transformer_engine"].items():
         local = by_layers["local"][family]
-        if "refused" in one:
-            cells = [f"refused: {_reason(one)}", "", "", ""]
-        else:
-            kept = [name for name in ("TP=2", "PP=2", "EP=2") if isinstance(one.get(name), float | bool)]
-            cells = [
-                f"{one['logprob']:.1e}",
-                f"{one['gradient']:.1e}",
-                ", ".join(kept),
-                _with_layouts(local) if "logprob" in local else f"no: {_reason(local)}",
-            ]
+        kept = [name for name in ("TP=2", "PP=2", "EP=2") if isinstance(one.get(name), float | bool)]
+        cells = [
+            f"{one['logprob']:.1e}",
+            f"{one['gradient']:.1e}",
+            ", ".join(kept),
+            _with_layouts(local) if "logprob" in local else f"no: {_reason(local)}",
+        ]
         lines.append(f"| {' | '.join([family, *cells])} |")
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join([*lines, "", f"{versions}."])
@@ -481,7 +478,6 @@ REASONS = {
     "cannot be trained with biases": "experts with biases",
     "does not read": "experts have other names",
     "its own layers": "layers of Megatron-Bridge's own",
-    "cannot build": "Megatron-Bridge has no such architecture",
 }
 
 

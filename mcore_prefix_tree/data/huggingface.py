@@ -177,8 +177,8 @@ class HuggingFaceChatTokenizer:
         """Encode a digit by itself and after a control token, and return which of them gets a space."""
 
         def has_space(text: str, at: int) -> bool:
-            piece: str = self._tokenizer.convert_ids_to_tokens(self._token_ids([text])[0])[at]
-            return piece.startswith(("\u2581", "\u0120"))
+            pieces = self._tokenizer.convert_ids_to_tokens(self._token_ids([text])[0])
+            return "".join(pieces[at:]).startswith(("\u2581", "\u0120"))  # a digit may have no token
 
         if not has_space("0", 0):
             return "never"

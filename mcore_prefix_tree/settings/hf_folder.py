@@ -8,16 +8,20 @@ A safetensors file begins with the length of its header in 8 bytes, little-endia
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_prefix_tree.settings.hf_families import COMPARED, TEXT_MODELS
 from mcore_prefix_tree.settings.section import collect_faults
 from mcore_prefix_tree.utils.inputs import check_folder_files, local_path, open_regular, read_text
+
+logger = logging.getLogger(__name__)
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -39,12 +43,13 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_position_embeddings",
 }
-_RUNS_CODE = "auto_map"
+_CODE = "auto_map"
 _ADAPTER = "adapter_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Keys of a configuration that the function of its model does not depend on.
 _NOT_OF_THE_MODEL = (
     "_name_or_path",
+    "auto_map",
     "bos_token_id",
     "dtype",
     "eos_token_id",
@@ -56,6 +61,8 @@ _NOT_OF_THE_MODEL = (
 # The heads of language models, and of models that give a text one number.
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+_WITH_PICTURES = "ForConditionalGeneration"
+_EMBEDDINGS = "embed_tokens.weight"
 # Folders that are kept: a student's and those of its teachers.
 _KEPT = 8
 
@@ -85,11 +92,12 @@ class HuggingFaceFolder:
     """A folder of a causal language model, or of one that ends in a scalar head.
 
     Attributes:
-        config: content of ``config.json``.
+        config: content of ``config.json``; of a model of pictures and text, its text model's part.
         files: file name of each weight.
         dtypes: type of each weight as safetensors names it, for example ``BF16``.
         shapes: shape of each weight.
         has_chat_template: whether the folder holds a tokenizer with a chat template.
+        names: names in the files of the text model's weights, by those of a model of text alone, if they differ.
     """
 
     path: Path
@@ -98,14 +106,15 @@ class HuggingFaceFolder:
     dtypes: Mapping[str, str]
     shapes: Mapping[str, Sequence[int]]
     has_chat_template: bool
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def read(path: str | Path) -> HuggingFaceFolder:
         """Read a folder's configuration and the headers of its weights, unless they are unchanged since the last call.
 
         Raises:
-            ValueError: the folder is missing, incomplete or truncated, holds code, pickles or quantized weights, or its
-                model is not a causal language model; names the file.
+            ValueError: the folder is missing, incomplete or truncated, holds pickles or quantized weights, or its model
+                is not a causal language model, or of a family that was not compared; names the file.
             OSError: a file cannot be read.
         """
         return _read_folder(path)
@@ -163,7 +172,7 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
             f"{folder} is not a folder with a {CONFIG}; download the model first and give its local folder"
         )
     check_folder_files(folder)
-    config, has_chat_template = _read_configs(folder)
+    config, has_chat_template, has_pictures = _read_configs(folder)
     placed = _placed_weights(folder)
     headers = {file: tensors_in(folder / file) for file in sorted({SINGLE} if placed is None else set(placed.values()))}
     files = dict.fromkeys(headers[SINGLE], SINGLE) if placed is None else placed
@@ -184,6 +193,7 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
         dtypes={name: dtype for name, (dtype, _) in tensors.items()},
         shapes={name: shape for name, (_, shape) in tensors.items()},
         has_chat_template=has_chat_template,
+        names=_text_names(folder, tensors) if has_pictures else {},
     )
     if model.has_scalar_head and list(model.shapes.get(SCORE, ())) != [1, config.get("hidden_size")]:
         raise ValueError(
@@ -249,35 +259,54 @@ def _vocabulary(file: Path) -> Any:
     return model.get("vocab") if isinstance(model, dict) else None
 
 
-def _read_configs(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return the configuration of the model, and whether it has a tokenizer with a chat template."""
+def _text_names(folder: Path, tensors: Collection[str]) -> dict[str, str]:
+    """Return the names of a text model's weights within a model of pictures and text; see HuggingFaceFolder."""
+    prefixes = [name.removesuffix(_EMBEDDINGS) for name in tensors if name.endswith(f".{_EMBEDDINGS}")]
+    if len(prefixes) != 1:
+        raise ValueError(f"{folder} has {len(prefixes)} weights '{_EMBEDDINGS}'; a model of pictures and text has one")
+    found = {f"model.{name.removeprefix(prefixes[0])}": name for name in tensors if name.startswith(prefixes[0])}
+    head = next((name for name in tensors if name.endswith(LM_HEAD)), None)
+    return found if head is None else found | {LM_HEAD: head}
+
+
+def _read_configs(folder: Path) -> tuple[dict[str, Any], bool, bool]:
+    """Return the configuration of the model, and whether it has a tokenizer with a chat template, and pictures."""
     names = (CONFIG, _TOKENIZER_CONFIG, "generation_config.json")
     contents = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
-    for name, content in contents.items():
-        if _RUNS_CODE in content:
-            raise ValueError(
-                f"{folder / name} has '{_RUNS_CODE}': this model comes with its own code, which is never run; use a "
-                "version of the model that transformers itself implements"
-            )
     config = contents[CONFIG]
     if (folder / _ADAPTER).is_file():
         raise ValueError(
             f"{folder} has {_ADAPTER}: transformers adds an adapter to these weights; merge it into them, or remove it"
         )
-    if "quantization_config" in config:
-        raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1
-        or not str(architectures[0]).endswith((_LANGUAGE_MODEL, _CLASSIFIER))
+        or not str(architectures[0]).endswith((_LANGUAGE_MODEL, _CLASSIFIER, _WITH_PICTURES))
     ):
         raise ValueError(
             f"{folder / CONFIG} has architectures={architectures}; model.hf takes one, a causal language model such as "
             "LlamaForCausalLM or, with a scalar head, LlamaForSequenceClassification"
         )
+    kind, has_pictures = config.get("model_type"), str(architectures[0]).endswith(_WITH_PICTURES)
+    if kind not in (TEXT_MODELS if has_pictures else COMPARED):
+        raise ValueError(
+            f"{folder / CONFIG} has model_type={kind}, an architecture whose results were never compared with "
+            f"transformers'; model.hf takes {', '.join([*COMPARED, *TEXT_MODELS])}"
+        )
+    if "quantization_config" in config:
+        raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
+    if _CODE in config and os.environ.get("RANK", "0") == "0":
+        says = "%s has '%s': the folder's code is ignored, and the model is transformers' own %s"
+        logger.warning(says, folder / CONFIG, _CODE, kind)
+    if has_pictures:
+        expected, family, architecture = TEXT_MODELS[str(kind)]
+        text = config.get("text_config", {"model_type": expected})  # older folders have it beside the other settings
+        if not isinstance(text, dict) or text.get("model_type") != expected:
+            raise ValueError(f"{folder / CONFIG} has another 'text_config' than one of model_type={expected}")
+        config = {**config, **text, "architectures": [architecture], "model_type": family}
     is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
-    return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {})
+    return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {}), has_pictures
 
 
 def _without_head(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
     own += of_model + of_lora
     of_command = collect_faults(checks(recipe))
     of_files = of_hf + of_adapter or collect_faults(
-        [lambda: _check_head(recipe.model, recipe.objective), lambda: _check_adapter(recipe.model)]
+        [
+            lambda: _check_head(recipe.model, recipe.objective),
+            lambda: _check_text_model(recipe.model, recipe.objective),
+            lambda: _check_adapter(recipe.model),
+        ]
     )
     own_name = f"recipe {path}: " if own or of_files else ""
     if own or of_command or of_files:
@@ -107,6 +111,17 @@ def _check_head(model: ModelConfig, objective: ObjectiveConfig) -> None:
         raise RecipeError(
             f"model.hf={model.hf} ends in a scalar head, and objective.name={objective.name} needs a vocabulary; give "
             "a language model"
+        )
+
+
+def _check_text_model(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    if model.hf is None or not HuggingFaceFolder.read(model.hf).names:
+        return
+    other = "model.lora" if model.lora is not None else f"objective.name={objective.name}"
+    if model.lora is not None or objective.has_scalar_head:
+        raise RecipeError(
+            f"model.hf={model.hf} is a model of pictures and text, whose text model is trained as a whole; {other} "
+            "needs the folder of a model of text"
         )
 
 

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {
 
 def write_tensors(file: Path, names: list[str], dtype: str = "F32", shape: Sequence[int] = (1,)) -> None:
     """A safetensors file of equal tensors, as the format's page describes it."""
-    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype] * math.prod(shape)
+    size = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I64": 8}[dtype] * math.prod(shape)
     header = {
         name: {"dtype": dtype, "shape": list(shape), "data_offsets": [i * size, (i + 1) * size]}
         for i, name in enumerate(names)

@@ -84,6 +84,7 @@ FAMILIES = {
         | EXPERTS
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "use_qk_norm": True},
     ),
+    "GLM-4.7-Flash": Family(name="Glm4MoeLite", settings=SIZES | LATENT),
     "DeepSeek-V3": Family(name="DeepseekV3", settings=SIZES | LATENT),
     "gpt-oss": Family(
         name="GptOss", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
@@ -96,12 +97,9 @@ FAMILIES = {
     ),
     "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),
-    "Mixtral": Family(name="Mixtral", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "OLMo 2": Family(name="Olmo2", settings=SIZES),
     "OLMoE": Family(
         name="Olmoe", settings=SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
     ),
-    "Phi-3": Family(name="Phi3", settings=SIZES | {"pad_token_id": 0}),
 }
 
 

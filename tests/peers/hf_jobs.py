@@ -33,6 +33,9 @@ compare: false
 # A step that changes no bit of a weight.
 STILL = "optimizer.lr=1e-30"
 TP2_SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+# Families that local layers can build; the first are tested each time.
+QUICK = ("Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3")
+LOCAL = (*QUICK, "Qwen2.5", "Mistral", "GLM-4.7-Flash")
 EP2 = ("parallel.expert_model_parallel_size=2",)
 PP2 = ("parallel.pipeline_model_parallel_size=2",)
 # Sinks and windows together, in every kind of model.
@@ -44,10 +47,15 @@ def write_job(
 ) -> tuple[Path, Path, Any]:
     """A recipe, the folder of a model, and transformers' model; ``settings`` are further ones of its configuration."""
     model = saved_model(family, folder / "source", settings or {}, **options)
+    return write_recipe(folder), folder / "source", model
+
+
+def write_recipe(folder: Path) -> Path:
+    """A recipe without a model, and its data."""
     data = write_rows(folder / "data.jsonl", [{"tokens": row} for row in rows()])
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"data: {{path: {data}}}\n{RECIPE}")
-    return recipe, folder / "source", model
+    return recipe
 
 
 def nll(model: Any, row: list[int]) -> torch.Tensor:
@@ -135,14 +143,18 @@ def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:
         parameter.data = parameter.grad
     model.save_pretrained(folder / "gradients")
     expected = weights_in(folder / "gradients")
+    return errors | gradient_errors(found, expected)
+
+
+def gradient_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The errors of gradients by weight, see :func:`errors_of`."""
     trained = [name for name in expected if not name.endswith("e_score_correction_bias")]
     whole = float(torch.stack([expected[name].norm() for name in trained]).norm())
     each = {name: float((found[name] - expected[name]).norm()) for name in trained}
-    errors["gradient"] = float(np.linalg.norm(list(each.values()))) / whole
-    errors["worst_gradient"] = max(
-        error / max(float(expected[name].norm()), 1e-3 * whole) for name, error in each.items()
-    )
-    return errors
+    return {
+        "gradient": float(np.linalg.norm(list(each.values()))) / whole,
+        "worst_gradient": max(error / max(float(expected[name].norm()), 1e-3 * whole) for name, error in each.items()),
+    }
 
 
 def check_layout(family: str, folder: Path, *overrides: str) -> float:

@@ -148,6 +148,7 @@ def test_teacher_is_a_folder(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"architectures": ["UnheardOfForCausalLM"]}, "Megatron-Bridge cannot build UnheardOfForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"]}, "model_type=llama, which is LlamaForCausalLM in transformers"),
         ({"intermediate_size": 80}, "its weights do not fit its config.json"),
         ({"num_hidden_layers": 3}, "lacks the weights of decoder.layers.2."),
         (
@@ -163,6 +164,23 @@ def test_folders_with_inconsistent_parts_are_rejected(change: dict[str, Any], sa
     refused = run_command("verify", recipe, "--hf", source)
     assert refused.exit_code == 2, refused.output
     assert says in " ".join(refused.output.split())
+
+
+def test_code_of_a_folder_is_ignored(tmp_path: Path) -> None:
+    """It is exported, as every file of the folder."""
+    recipe, source, model = write_job(tmp_path, "Llama 3")
+    (source / "own.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    kinds = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    config = json.loads((source / "config.json").read_text()) | {"auto_map": kinds}
+    (source / "config.json").write_text(json.dumps(config))
+    exported, scores = tmp_path / "exported", tmp_path / "scores.jsonl"
+    done = run_command("train", recipe, "--hf", str(source), STILL, f"checkpoint.export_hf={exported}")
+    assert done.exit_code == 0, done.output
+    assert_same_folder(exported, source)
+    scored = run_command("score", recipe, "--hf", str(exported), "--output", str(scores))
+    assert scored.exit_code == 0, scored.output
+    assert worst_score(scores, model) <= 1e-5
+    assert not (tmp_path / "ran").exists()
 
 
 def damage(source: Path, weight: str) -> Path:
@@ -215,12 +233,12 @@ def test_weights_that_no_layer_reads(tmp_path: Path) -> None:
         ({"rope_parameters": LLAMA3}, None),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "no rotary embeddings with these settings"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "no rotary embeddings with these settings"),
-        ({"sliding_window": 4}, "no sliding window for this architecture"),
+        ({"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}, "no sliding window"),
         ({"sliding_window": 4, "use_sliding_window": False}, None),
     ],
 )
 def test_positions_and_windows(change: dict[str, Any], says: str | None, tmp_path: Path) -> None:
-    recipe, source, _ = write_job(tmp_path, "Llama 3")
+    recipe, source, _ = write_job(tmp_path, "Qwen3" if "sliding_window" in change else "Llama 3")
     config = json.loads((source / "config.json").read_text()) | change
     (source / "config.json").write_text(json.dumps(config))
     done = run_command("verify", recipe, "--hf", source)
@@ -245,7 +263,6 @@ YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max
     [
         ("DeepSeek-V3", {"norm_topk_prob": False}),
         ("DeepSeek-V3", {"rope_interleave": False}),
-        ("DeepSeek-V3", {"rms_norm_eps": 0.1}),
         ("GLM-4.5", {"norm_topk_prob": False}),
         ("Gemma 3", {"final_logit_softcapping": 30.0}),
         ("Gemma 3", {"use_bidirectional_attention": True}),

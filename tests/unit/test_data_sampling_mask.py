@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from test_data_jsonl import CHAT, CharacterTokenizer
+from data_sources import CHAT, CharacterTokenizer
 
 from mcore_prefix_tree import Sample, SampleError, SamplingMask, Signals
 from mcore_prefix_tree.data import read_samples

@@ -173,7 +173,6 @@ def test_export_without_a_folder_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "comes with its own code, which is never run"),
         ({"quantization_config": {"quant_method": "fp8"}}, "has 'quantization_config'"),
         ({"architectures": None}, "has architectures=None; model.hf takes one, a causal language model"),
         ({"architectures": ["BertModel"]}, r"has architectures=\['BertModel'\]"),
@@ -186,10 +185,40 @@ def test_configurations_that_are_rejected(folder: Path, changes: dict[str, Any],
         hf_recipe(folder)
 
 
-def test_code_of_a_tokenizer_is_rejected(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenizer.Tokenizer", null]}}')
-    with pytest.raises(RecipeError, match=r"tokenizer_config\.json has 'auto_map'"):
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "falcon_h1", "nemotron_h", "deepseek_v4", None])
+def test_families_that_were_not_compared_are_rejected(folder: Path, kind: str | None) -> None:
+    """Also those whose configurations have other names for the sizes, or tables of integers among the weights."""
+    write_config(folder, model_type=kind, auto_map={"AutoConfig": "own.Own"}, quantization_config={})
+    write_tensors(folder / "model.safetensors", ["a"], dtype="I64")
+    says = rf"config\.json has model_type={kind}, an architecture whose results were never compared with transformers'"
+    with pytest.raises(RecipeError, match=f"{says}; model.hf takes deepseek_v3, .*, qwen3_moe, "):
         hf_recipe(folder)
+
+
+def test_text_model_of_a_model_of_pictures_and_text(folder: Path) -> None:
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "qwen3_vl_text"}
+    pictures = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+    (folder / "config.json").write_text(json.dumps(pictures | {"text_config": text}))
+    inner = ["model.language_model.embed_tokens.weight", "model.language_model.norm.weight"]
+    write_tensors(folder / "model.safetensors", [*inner, "lm_head.weight", "model.visual.merger.norm.weight"])
+    read = HuggingFaceFolder.read(folder)
+    assert (read.architecture, read.sizes["hidden_size"]) == ("Qwen3ForCausalLM", CONFIG["hidden_size"])
+    own = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    assert read.names == dict(zip(own, [*inner, "lm_head.weight"], strict=True))
+    (folder / "config.json").write_text(json.dumps(pictures | {"text_config": text | {"model_type": "llama"}}))
+    with pytest.raises(ValueError, match="has another 'text_config' than one of model_type=qwen3_vl_text"):
+        HuggingFaceFolder.read(folder)
+    (folder / "config.json").write_text(json.dumps(pictures | {"text_config": text, "model_type": "kimi_k25"}))
+    with pytest.raises(ValueError, match="has model_type=kimi_k25, an architecture whose results were never compared"):
+        HuggingFaceFolder.read(folder)
+
+
+def test_code_of_a_compared_family_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_config(folder, auto_map={"AutoModelForCausalLM": "own.Model"})
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+    assert hf_recipe(folder).model.num_layers == CONFIG["num_hidden_layers"]
+    says = "has 'auto_map': the folder's code is ignored, and the model is transformers' own llama"
+    assert caplog.messages == [f"{folder / 'config.json'} {says}"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", '{"a": ' * 100_000])
@@ -200,7 +229,8 @@ def test_configurations_that_are_not_objects(folder: Path, text: str) -> None:
 
 
 def test_configuration_without_a_size(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}))
+    kept = ("architectures", "model_type", "num_hidden_layers")
+    (folder / "config.json").write_text(json.dumps({name: CONFIG[name] for name in kept}))
     with pytest.raises(RecipeError, match=r"config\.json lacks 'hidden_size'"):
         hf_recipe(folder)
 

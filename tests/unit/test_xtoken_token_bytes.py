@@ -98,6 +98,22 @@ def test_dummy_space_is_found_out(folders, variant, where):
     assert folders[variant][1].dummy_space == where
 
 
+@pytest.mark.parametrize(
+    ("variant", "where"),
+    [("byte level", "never"), ("metaspace", "first"), ("prepends", "always")],
+)
+def test_tokenizer_without_a_digit(variant, where, tmp_path):
+    folder = make_folder(tmp_path, PLAIN, **VARIANTS[variant])
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: number for token, number in vocabulary.items() if "0" not in token}
+    file.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer.encode_text("a0")) == len(tokenizer.encode_text("a"))
+    assert token_bytes(tokenizer).dummy_space == where
+
+
 def test_dummy_space_of_mistral(wheel):
     assert [table.dummy_space for _, table in wheel.values()] == ["always", "never"]
 

@@ -33,9 +33,9 @@ from mcore_prefix_tree.settings.adapter_folder import PREFIX
 from mcore_prefix_tree.settings.command_checks import check_new
 from mcore_prefix_tree.settings.hf_folder import CONFIG, INDEX, PICKLES, SCORE, HuggingFaceFolder
 
-# Weights, in formats of other frameworks too, which would be the untrained ones; tables of other weights, and code.
+# Weights, in formats of other frameworks too, which would be the untrained ones, and tables of other weights.
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
-_LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", ".py", *PICKLES, *_OTHER_WEIGHTS)
+_LEFT_OUT = (".safetensors", ".bin.index.json", ".h5.index.json", *PICKLES, *_OTHER_WEIGHTS)
 
 
 def make_parent(path: str | Path, setting: str) -> None:
@@ -173,7 +173,8 @@ class _Writer:
         self._weights: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Take a weight by the source's name; raise RecipeError unless the source has it, of the same shape."""
+        """Take a text model's weight; raise RecipeError unless the source has it, of the same shape."""
+        name = self._source.names.get(name, name)
         file = self._source.files.get(name)
         if file is None or name not in self._left[file]:
             raise RecipeError(f"Megatron-Bridge exports '{name}', which {self._source.path} does not have, or twice")
@@ -210,7 +211,7 @@ class _Writer:
             if one.is_file() and not one.name.endswith(_LEFT_OUT):
                 shutil.copyfile(one, self._target / one.name)
         # A language model that became a classifier.
-        if json.loads((self._target / CONFIG).read_text()) != self._source.config:
+        if self._source.has_scalar_head and json.loads((self._target / CONFIG).read_text()) != self._source.config:
             (self._target / CONFIG).write_text(json.dumps(self._source.config, indent=2) + "\n")
             if (self._target / INDEX).is_file():
                 index = json.loads((self._target / INDEX).read_text()) | {"weight_map": dict(self._source.files)}

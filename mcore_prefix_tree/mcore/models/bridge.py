@@ -25,9 +25,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import unwrap_model
 from packaging.requirements import Requirement
 
-from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers
+from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers, latent_layers
 from mcore_prefix_tree.mcore.models.bridge_settings import settings_of_folder
-from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, check_shapes
+from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, TextWeights, check_shapes
 from mcore_prefix_tree.mcore.models.config_fields import (
     check_experts,
     check_latent_layers,
@@ -130,13 +130,37 @@ def transformers_of_bridge() -> Requirement | None:
 
 def load_bridge(path: str) -> Any:
     """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
-    kind = auto_bridge()
+    kind, folder = auto_bridge(), HuggingFaceFolder.read(path)
     try:
-        architecture = HuggingFaceFolder.read(path).architecture
-        # Of a model with a scalar head the bridge of the language model converts all but the head.
-        return kind.from_hf_pretrained(path, trust_remote_code=False, architectures=[architecture])
+        # Of a model with a scalar head the bridge of the language model converts all but the head. Megatron-Bridge
+        # would look for the class that the code of a folder names.
+        bridge = kind.from_hf_pretrained(
+            path, trust_remote_code=False, architectures=[folder.architecture], auto_map={}
+        )
+        config = bridge.hf_pretrained.config
+        if folder.names:
+            config = bridge.hf_pretrained.config = _text_config(config, folder)
+            bridge.hf_pretrained.state.source = TextWeights(folder, bridge.hf_pretrained.state.source)
+        own = type(config)()
     except Exception as error:  # its own words are a page
         raise _cannot_build(path, error) from error
+    # Megatron-Bridge reads some keys of any configuration, also if transformers' model has no such setting.
+    for name in vars(config).keys() & folder.config.keys():
+        if not hasattr(own, name):
+            delattr(config, name)
+    return bridge
+
+
+def _text_config(config: Any, folder: HuggingFaceFolder) -> Any:
+    """Return the configuration of the text model alone in transformers' configuration of a folder."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[folder.config["model_type"]]
+    given, known = config.text_config.to_dict(), kind().to_dict()
+    rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
+    settings = {name: value for name, value in given.items() if name in known and name != "model_type"}
+    fixed = {"rope_parameters": rope, "tie_word_embeddings": config.tie_word_embeddings}
+    return kind(**settings | fixed | {"architectures": [folder.architecture]})
 
 
 def _cannot_build(path: str, error: Exception) -> RecipeError:
@@ -170,7 +194,8 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
     if model.lora is not None:
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     check_experts(provider.num_moe_experts, parallel)
-    of_folder = settings_of_folder(model.hf, provider, tensor_parallel=parallel.tensor_model_parallel_size)
+    config = bridge.hf_pretrained.config.to_dict()
+    of_folder = settings_of_folder(model.hf, config, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     if model.transformer_impl == "transformer_engine":
         check_transformer_engine()
         spec: Any = partial(engine_layers, provider.transformer_layer_spec)
@@ -198,6 +223,7 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
     if isinstance(provider, MLATransformerConfig):
         kind = MLATransformerConfig
         check_latent_layers(model, parallel, on_gpu=on_gpu)
+        fixed["transformer_layer_spec"] = partial(latent_layers, spec)
     settings = of_folder | fixed | {name: value for name, value in defaults.items() if hasattr(provider, name)}
     try:
         provider.apply_overrides_and_finalize(overrides=settings | typed_settings(model, kind))
@@ -322,7 +348,8 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
     bridge, folder = load_bridge(path), HuggingFaceFolder.read(path)
     check_shapes(folder, bridge.hf_pretrained.config)
     bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
-    read = (replaced | _beyond(folder)).union(*map(_sources, bridge.get_conversion_tasks(models)))
+    read = replaced.union(*map(_sources, bridge.get_conversion_tasks(models)))
+    read = {folder.names.get(name, name) for name in read} | _beyond(folder)
     names = sorted(folder.files)
     # Of experts that are spread over ranks each rank knows its own.
     is_read = torch.tensor(
@@ -371,13 +398,15 @@ def _sources(task: Any) -> Iterable[str]:
 
 def _beyond(folder: HuggingFaceFolder) -> set[str]:
     """Return the names of unused weights: those of layers that predict further tokens, and derived ones."""
-    tied = {LM_HEAD} if folder.config.get("tie_word_embeddings") else set()
+    tied = {folder.names.get(LM_HEAD, LM_HEAD)} if folder.config.get("tie_word_embeddings") else set()
     head = {SCORE} if folder.has_scalar_head else set()
     return tied | head | {name for name in folder.files if is_untrained(folder, name)}
 
 
 def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
-    """Return whether training does not change a weight: a rotary table, or a layer behind the model's last."""
+    """Return whether training does not change a weight: a picture's, a rotary table, a layer behind the last."""
+    if folder.names and name not in folder.names.values():
+        return True
     found = _LAYER.match(name)
     # Multi-token prediction has layers behind the last, which are not built.
     return _BUFFER in name or (found is not None and int(found[1]) >= folder.config["num_hidden_layers"])

@@ -1,13 +1,20 @@
-"""TransformerEngine's layers as Megatron-Bridge's providers compose them, tree-capable."""
+"""Layers with which Megatron-Bridge's models compute what transformers' do, tree-capable."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
+from mcore_prefix_tree.mcore.seam.core_attention import tree_class
+from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
+
+# Epsilon of the norms in latent attention: transformers' models leave it at their norms' default.
+_LATENT_EPSILON = 1e-6
 
 
 def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
@@ -30,3 +37,22 @@ def _with_epsilon(base: Any) -> type:
 
     # The name stays: Megatron-Bridge recognises the layers whose weights it converts by their classes' names.
     return type(base.__name__, (base,), {"__init__": __init__, "__doc__": base.__doc__, "__module__": __name__})
+
+
+def latent_layers(layers: Callable[..., Any], config: Any, vp_stage: int | None = None) -> Any:
+    """Return the spec that a function gives, with transformers' epsilon in the norms of latent attention."""
+    from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
+
+    classes = [tree_class(TreeLatentAttentionMixin, one) for one in (MLASelfAttention, FusedMLASelfAttention)]
+    return exchanged(layers(config, vp_stage=vp_stage), {one: _with_latent_epsilon(one) for one in classes})
+
+
+@cache
+def _with_latent_epsilon(base: type) -> type:
+    def __init__(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        own = copy.copy(config)  # only latent norms are inside this layer
+        own.layernorm_epsilon = _LATENT_EPSILON
+        base.__init__(self, own, *args, **options)  # type: ignore[misc]
+
+    names = {"__init__": __init__, "__doc__": base.__doc__, "__module__": __name__}
+    return type(base.__name__, (base,), names)

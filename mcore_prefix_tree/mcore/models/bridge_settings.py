@@ -5,67 +5,60 @@ Each rule was found by training tiny models whose configurations differ in one s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from mcore_prefix_tree.mcore.seam.core_attention import layer_window
 from mcore_prefix_tree.settings import RecipeError
+from mcore_prefix_tree.settings.hf_families import COMPARED
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 # Constants in Megatron-Core's source for the rotary embeddings of Llama 3.1.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Constants in Megatron-Bridge's source for those of gpt-oss.
-_GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-}
 # Defaults of transformers for keys that a configuration lacks, and Megatron-Core has no value for.
 _YARN = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
+_YARN_SCALES = ("yarn_mscale", "yarn_mscale_all_dim")
 # Architectures that turn a share of the channels; transformers 5 keeps it in a place that Megatron-Bridge skips.
 _PARTLY_ROTARY = ("glm4_moe", "minimax_m2")
-# Settings, by model_type, that the layers have one value for, with that value.
-_FIXED: dict[str, dict[str, Any]] = {
-    # Scores of experts are normalised, rotary channels interleaved; transformers' latent norms have this epsilon.
-    "deepseek_v3": {"norm_topk_prob": True, "rope_interleave": True, "rms_norm_eps": 1e-6},
-    "gemma3_text": {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "use_bidirectional_attention": False,
-    },
-    "glm4_moe": {"norm_topk_prob": True},
-    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, **_GPT_OSS_YARN},
-    "mistral": {"hidden_act": "silu"},
-    "olmoe": {"norm_topk_prob": False, "clip_qkv": None},
-}
 
 
-def settings_of_folder(path: str, provider: Any, *, tensor_parallel: int) -> dict[str, Any]:
+def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, tensor_parallel: int) -> dict[str, Any]:
     """Return the fields of a provider that its folder decides and Megatron-Bridge left unset.
+
+    ``config`` is transformers' configuration of the folder, with its defaults.
 
     Raises:
         RecipeError: the configuration has a setting that the provider's layers would pass over; the message names it.
             Or ``tensor_parallel`` ranks cannot share the layers.
     """
-    config = HuggingFaceFolder.read(path).config
-    if tensor_parallel > 1 and config.get("model_type") == "olmoe":
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, architecture = config["model_type"], HuggingFaceFolder.read(path).architecture
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) != architecture:
+        raise RecipeError(
+            f"model.hf={path}: config.json has the architecture {architecture}, and model_type={kind}, which is "
+            f"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)} in transformers; correct one of them"
+        )
+    if tensor_parallel > 1 and kind == "olmoe":
         raise RecipeError(
             f"model.hf={path}: Megatron-Bridge's OLMoE normalises the queries of all heads together, which tensor-"
             f"parallel ranks do not have; set parallel.tensor_model_parallel_size=1 (given {tensor_parallel})"
         )
     _check_rotary(path, config, provider)
-    _check_fixed(path, config)
+    _check_needed(path, config)
+    _check_groups(path, config)
     _check_windows(path, config, provider)
     fields: dict[str, Any] = {}
+    rope, is_latent = _read_rope(config), isinstance(provider, MLATransformerConfig)
     if getattr(provider, "position_embedding_type", None) == "yarn":
         fields |= {name: value for name, value in _YARN.items() if getattr(provider, name) is None}
-    share = _read_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share is not None and config.get("model_type") in _PARTLY_ROTARY:
+    # transformers reads neither for the rotary embeddings unless both are set.
+    if _rope_kind(rope) == "yarn" and not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        fields |= {"mscale": 1.0, "mscale_all_dim": 0.0} if is_latent else dict.fromkeys(_YARN_SCALES)
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share is not None and kind in _PARTLY_ROTARY:
         fields["rotary_percent"] = float(share)
     elif share not in (None, 1.0, provider.rotary_percent):
         raise RecipeError(
@@ -93,13 +86,16 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
         ),
         "linear": lambda one: getattr(provider, "seq_len_interpolation_factor", None) == one.get("factor"),
         "yarn": lambda one: (
-            (provider.position_embedding_type == "yarn" or isinstance(provider, MLATransformerConfig))
-            and one.get("attention_factor") is None
+            one.get("attention_factor") is None
+            and (provider.position_embedding_type == "yarn" or isinstance(provider, MLATransformerConfig))
+            # Megatron-Core's YaRN turns all channels.
+            and one.get("partial_rotary_factor", 1.0) == 1.0
+            # The scores of latent attention are scaled, too.
+            and (not isinstance(provider, MLATransformerConfig) or one.get("mscale") or not one.get("mscale_all_dim"))
         ),
     }
-    each = [rope]
-    if any(isinstance(value, Mapping) for value in rope.values()):  # for each kind of layer
-        each = list(rope.values())
+    each: Sequence[Mapping[str, Any]] = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
+    if each[0] is not rope:  # for each kind of layer
         # Gemma's layers without a window have a separate factor.
         factor = getattr(provider, "rope_scaling_factor", None)
         supported["linear"] = lambda one: one is rope.get("full_attention") and one.get("factor") == factor
@@ -112,17 +108,28 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
             )
 
 
-def _check_fixed(path: str, config: Mapping[str, Any]) -> None:
-    kind = str(config.get("model_type"))
-    given = dict(config)
-    if kind == "gpt_oss":
-        given |= {name: _read_rope(config).get(name, value) for name, value in _GPT_OSS_YARN.items()}
-    for name, value in _FIXED.get(kind, {}).items():
-        if given.get(name, value) != value:
+def _check_needed(path: str, config: Mapping[str, Any]) -> None:
+    given = {**config, **_read_rope(config)}
+    for name, allowed in COMPARED[config["model_type"]].items():
+        value = given.get(name)
+        # A range would look for anything but an integer by counting.
+        is_counted = isinstance(allowed, range) and not isinstance(value, int)
+        if is_counted or value not in allowed:
+            words = f"at least {allowed.start}" if isinstance(allowed, range) else " or ".join(map(str, allowed))
             raise RecipeError(
-                f"model.hf={path}: config.json has {name}={given[name]}, and Megatron-Core's layers of this "
-                f"architecture would compute other values than transformers unless it is {value}"
+                f"model.hf={path}: config.json has {name}={value}, and Megatron-Core's layers of this "
+                f"architecture would compute other values than transformers unless it is {words}"
             )
+
+
+def _check_groups(path: str, config: Mapping[str, Any]) -> None:
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    # transformers chooses groups by their two best experts, Megatron-Core by as many as each may give.
+    if chosen < groups and config["num_experts_per_tok"] // chosen != 2:
+        raise RecipeError(
+            f"model.hf={path}: config.json has num_experts_per_tok={config['num_experts_per_tok']} and topk_group="
+            f"{chosen}, and Megatron-Core chooses groups of experts as transformers does only with two experts a group"
+        )
 
 
 def _check_windows(path: str, config: Mapping[str, Any], provider: Any) -> None:

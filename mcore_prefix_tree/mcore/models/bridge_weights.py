@@ -5,6 +5,7 @@ Megatron-Bridge loads with collectives in the middle. A rank that stopped there 
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,7 @@ def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     for name, weight in model.state_dict().items():
-        found, expected = list(folder.shapes.get(name, weight.shape)), list(weight.shape)
+        found, expected = list(folder.shapes.get(folder.names.get(name, name), weight.shape)), list(weight.shape)
         if found != expected:
             raise RecipeError(
                 f"model.hf={folder.path}: its weights do not fit its config.json: '{name}' has shape {found} instead "
@@ -64,7 +65,31 @@ class KeepsFailure:
         try:
             return cast("dict[str, torch.Tensor]", self._source.load_tensors(names))
         except Exception as error:  # safetensors has its own exception for damage
-            file = self._folder.path / self._folder.files[names[0]]
+            stored = {name: self._folder.names.get(name, name) for name in names}
+            file = self._folder.path / self._folder.files[stored[names[0]]]
             self.failure = self.failure or f"{file} cannot be read: {error}"
             shapes, dtypes = self._folder.shapes, self._folder.dtypes
-            return {name: torch.full(list(shapes[name]), torch.nan, dtype=DTYPES[dtypes[name]]) for name in names}
+            return {
+                name: torch.full(list(shapes[one]), torch.nan, dtype=DTYPES[dtypes[one]])
+                for name, one in stored.items()
+            }
+
+
+class TextWeights:
+    """Source for Megatron-Bridge of the text model's weights in a folder of a model of pictures and text."""
+
+    def __init__(self, folder: HuggingFaceFolder, source: Any) -> None:
+        self._names, self._source = folder.names, source
+
+    def get_all_keys(self) -> list[str]:
+        """Return the names that a model of text alone has for the weights."""
+        return sorted(self._names)
+
+    def has_glob(self, pattern: str) -> bool:
+        """Return whether a name fits a pattern."""
+        return any(fnmatch(name, pattern) for name in self._names)
+
+    def load_tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Return weights by name."""
+        found = self._source.load_tensors([self._names[name] for name in names])
+        return {name: found[self._names[name]] for name in names}

@@ -1,0 +1,57 @@
+"""Families of Hugging Face models whose results were compared with transformers', and the settings they need.
+
+``benchmarks/families.py`` compares the families, and ``tests/peers/test_config_sweep.py`` each setting of a family.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+Allowed = Mapping[str, tuple[Any, ...] | range]
+# Megatron-Core does not normalise the score of a single expert.
+_ABOVE_ONE = range(2, sys.maxsize)
+# Scores of experts are normalised, and rotary channels interleaved; queries without a latent would get another norm.
+_LATENT: Allowed = {
+    "norm_topk_prob": (True,),
+    "num_experts_per_tok": _ABOVE_ONE,
+    "q_lora_rank": range(1, sys.maxsize),
+    "rope_interleave": (True,),
+}
+# By model_type, the settings that the layers do not read as transformers does, with the values that give its results.
+COMPARED: dict[str, Allowed] = {
+    "deepseek_v3": _LATENT,
+    "gemma3_text": {
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False,),
+    },
+    "glm4_moe": {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE},
+    "glm4_moe_lite": _LATENT,
+    "gpt_oss": {  # constants in Megatron-Bridge's source
+        "swiglu_limit": (7.0,),
+        "swiglu_alpha": (1.702,),
+        "rope_type": ("yarn",),
+        "factor": (32.0,),
+        "original_max_position_embeddings": (4096,),
+        "beta_fast": (32.0,),
+        "beta_slow": (1.0,),
+        "truncate": (False,),
+    },
+    "llama": {},
+    "minimax_m2": {"num_experts_per_tok": _ABOVE_ONE},
+    "mistral": {"hidden_act": ("silu",)},
+    "olmoe": {"norm_topk_prob": (False,), "clip_qkv": (None,)},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+}
+# Models of pictures and text by model_type: the model_type of their text model, and the model_type and architecture of
+# the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
+TEXT_MODELS = {
+    "gemma3": ("gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
+    "mistral3": ("mistral", "mistral", "MistralForCausalLM"),
+    "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2", "Qwen2ForCausalLM"),
+    "qwen3_vl": ("qwen3_vl_text", "qwen3", "Qwen3ForCausalLM"),
+}

@@ -1,0 +1,111 @@
+"""Text models inside models of pictures and text: trained on text, with the weights for pictures as they were.
+
+Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+pytest.importorskip("transformers")
+import transformers
+from harness import torchrun_jobs
+from harness.commands import run_command
+from hf_jobs import PP2, PROGRAM, REFERENCE, STILL, TP2_SP, assert_same_folder, weights_in, worst_score, write_recipe
+from hf_text_models import M_ROPE, check_text, saved_model
+
+from mcore_prefix_tree.settings import RecipeError, load_recipe
+from mcore_prefix_tree.settings.hf_families import TEXT_MODELS
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+
+pytestmark = pytest.mark.usefixtures("megatron_bridge")
+LOCAL = ("Mistral3", "Qwen2_5_VL", "Qwen3VL")
+
+
+@pytest.mark.parametrize("names", TEXT_MODELS.values(), ids=TEXT_MODELS)
+def test_text_models_have_no_settings_beyond_their_family(names: tuple[str, str, str]) -> None:
+    text, family = (transformers.CONFIG_MAPPING[name]() for name in names[:2])
+    assert vars(text).keys() - vars(family).keys() == set()
+    architecture = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[names[1]]
+    assert architecture == names[2]
+
+
+@pytest.mark.parametrize("family", LOCAL)
+def test_text_has_transformers_scores_and_gradients(family: str, tmp_path: Path) -> None:
+    check_text(family, tmp_path)
+
+
+@pytest.mark.slow
+def test_text_of_gemma_has_transformers_scores_and_gradients(tmp_path: Path) -> None:
+    """Its layers are TransformerEngine's, which need a stand-in and another process."""
+    work = "check_text('Gemma3', pathlib.Path(sys.argv[1]), 'model.transformer_impl=transformer_engine')"
+    program = f"import te_stand_in, pathlib, sys, bridge_loaded, hf_text_models; hf_text_models.{work}"
+    # Megatron-Core leaves the attention that a model asks for in the environment.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("Qwen3VL", ()),
+        pytest.param("Qwen3VL", TP2_SP, marks=pytest.mark.slow),
+        pytest.param("Qwen2_5_VL", PP2, marks=pytest.mark.slow),
+        pytest.param("Mistral3", TP2_SP, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_for_pictures_are_exported_untouched(family: str, layout: tuple[str, ...], tmp_path: Path) -> None:
+    source, exported, recipe = tmp_path / "source", tmp_path / "exported", write_recipe(tmp_path)
+    saved_model(family, source)
+    arguments = ("train", recipe, "--hf", str(source), f"checkpoint.export_hf={exported}", *layout)
+    still = torchrun_jobs.run(2, *arguments, STILL, program=PROGRAM) if layout else run_command(*arguments, STILL)
+    assert (still.code if layout else still.exit_code) == 0, still.err if layout else still.output
+    assert_same_folder(exported, source)
+    if layout:
+        return
+    moved = run_command(
+        *arguments[:4], f"checkpoint.export_hf={tmp_path / 'moved'}", "optimizer.lr_decay_style=constant"
+    )
+    assert moved.exit_code == 0, moved.output
+    before, after = weights_in(source), weights_in(tmp_path / "moved")
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert kept == before.keys() - HuggingFaceFolder.read(source).names.values()
+
+
+def test_older_folders_have_the_text_settings_beside_the_others(tmp_path: Path) -> None:
+    source, scores, recipe = tmp_path / "source", tmp_path / "scores.jsonl", write_recipe(tmp_path)
+    model = saved_model("Qwen2_5_VL", source)
+    config = json.loads((source / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+    older = {**text, **config, "rope_scaling": rope, "rope_theta": M_ROPE["rope_theta"]}
+    (source / "config.json").write_text(json.dumps(older))
+    scored = run_command("score", recipe, "--hf", str(source), "--output", str(scores), REFERENCE)
+    assert scored.exit_code == 0, scored.output
+    assert worst_score(scores, model) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("model.lora={r: 2}", "whose text model is trained as a whole; model.lora needs the folder of a model of text"),
+        ("objective.name=critic", "objective.name=critic needs the folder of a model of text"),
+    ],
+)
+def test_adapters_and_scalar_heads_are_rejected(setting: str, says: str, tmp_path: Path) -> None:
+    saved_model("Qwen3VL", tmp_path / "source")
+    with pytest.raises(RecipeError, match=says):
+        load_recipe(write_recipe(tmp_path), [f"model.hf={tmp_path / 'source'}", setting])
