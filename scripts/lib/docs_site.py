@@ -200,7 +200,7 @@ def row_of(one: Any) -> tuple[object, ...]:
 
 # Modules whose docstrings have the formulas, in the order of the page.
 _FORMULAS = {
-    "Policy gradients": ("policy", "advantages", "gae", "kl", "mismatch"),
+    "Policy gradients": ("policy", "advantages", "kl"),
     "Preferences": ("preference", "kto"),
     "Supervised": ("sft",),
     "Values and rewards": ("scalar_head",),
@@ -222,7 +222,7 @@ def objectives_page() -> str:
         parts.append(f"## {heading}")
         for name in modules:
             # In these modules, the functions have the formulas.
-            members = "true" if name in ("advantages", "gae", "normalise") else "[]"
+            members = "true" if name in ("advantages", "normalise") else "[]"
             parts.append(
                 f"::: mcore_prefix_tree.objectives.{name}\n    options: {{members: {members}, heading_level: 3}}"
             )
