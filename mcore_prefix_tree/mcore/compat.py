@@ -28,6 +28,7 @@ SUPPORTED = f"megatron-core {', '.join(RELEASES)} and {MAIN} (main at {MAIN_COMM
 
 _ATTENTION = "megatron.core.transformer.attention"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
+_EXPERTS = "megatron.core.transformer.moe"
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _STATE = "megatron.core.parallel_state"
 _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
@@ -92,6 +93,14 @@ SEAM = (
     Uses(f"{_SPECS}:get_gpt_layer_local_spec", keywords="qk_layernorm normalization"),
     Uses(f"{_SPECS}:get_gpt_layer_with_transformer_engine_spec", keywords="qk_layernorm"),
     Uses("megatron.core.extensions.transformer_engine:HAVE_TE"),
+    # TreeRouterMixin, TreeExpertsMixin and TreeExpertLayerMixin, which stand before the classes of experts.
+    Uses(
+        f"{_EXPERTS}.router:TopKRouter",
+        keywords="config",
+        attributes="enable_expert_bias get_aux_loss_coeff local_tokens_per_expert topk tp_cp_group",
+    ),
+    Uses(f"{_EXPERTS}.moe_utils:MoEAuxLossAutoScaler"),
+    Uses("megatron.core.tensor_parallel:checkpoint"),
     # The forward step, and the parts of a model that it calls.
     Uses("megatron.core.models.gpt:GPTModel.forward", keywords=_FORWARD),
     Uses("megatron.core.utils:get_attr_wrapped_model", "model attr", "return_model_obj"),
@@ -157,6 +166,8 @@ HYBRID = (
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.forward", keywords=_FORWARD),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel", attributes=f"hybrid_layer_pattern {_MODEL} {_STAGE}"),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.set_input_tensor", "input_tensor"),
+    # The other latent attention of Megatron-Bridge's specs, which need a version that has hybrid models.
+    Uses(f"{_LATENT}:FusedMLASelfAttention"),
 )
 
 # Only where TransformerEngine is installed.

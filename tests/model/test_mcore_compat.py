@@ -229,7 +229,10 @@ def imported_from_core(file: Path) -> set[str]:
         (["seam", "outputs"], [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE]),
         (["engine"], [compat.SEAM, compat.ENGINE]),
         (["packed"], [compat.SEAM, compat.HYBRID, compat.PACKED]),
-        (["models", "checkpoints", "teachers"], [compat.SEAM, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS]),
+        (
+            ["models", "checkpoints", "teachers"],
+            [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS],
+        ),
         (["loop"], [compat.SEAM, compat.ENGINE, compat.MODELS, compat.LOOP]),
         (
             ["megatron_lm"],

@@ -188,8 +188,10 @@ def test_upstreams_own_spec_is_taken() -> None:
     tree = with_prefix_tree(spec)
     assert issubclass(tree.module, HybridStack)
     assert tree.module.__name__ == "HybridStack"
-    for name in ("mamba_layer", "gdn_layer", "dsa_layer", "mlp_layer", "moe_layer"):
+    for name in ("mamba_layer", "gdn_layer", "dsa_layer", "mlp_layer"):
         assert getattr(tree.submodules, name) == getattr(layers, name)
+    assert issubclass(tree.submodules.moe_layer.module, layers.moe_layer.module)
+    assert tree.submodules.moe_layer.module is not layers.moe_layer.module
     for name in with_core:
         attention = getattr(tree.submodules, name).submodules.self_attention
         assert attention.module is not getattr(layers, name).submodules.self_attention.module

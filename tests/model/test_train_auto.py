@@ -50,12 +50,10 @@ def test_steps_match_their_names() -> None:
     assert min(depths[1:]) > 0
 
 
-def test_first_step_without_sharing_selects_the_stock_causal_kernel(
-    tmp_path: Path, called: list[tuple[str, int]]
-) -> None:
+def test_the_first_step_chooses_for_all_steps(tmp_path: Path, called: list[tuple[str, int]]) -> None:
     notes = train(write_job(tmp_path, UNSHARED + SHARED), "attention_backend=auto", *IN_ORDER)
     (said,) = said_of(notes)
-    assert said.startswith("attention backend cascade: no sample branches off another in the first step")
+    assert said.startswith("attention backend cascade: fastest on the measured shape nearest to this one (")
     assert {name for name, _ in called} == {"cascade"}
     assert len({size for _, size in called}) > 1, "the steps are of several sizes"
     # The steps that do share lose nothing but speed by it.

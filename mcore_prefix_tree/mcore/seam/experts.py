@@ -231,6 +231,8 @@ def with_tree_router(mlp: Any) -> Any:
     """
     submodules = _submodules(mlp)
     router = submodules.router
+    if isinstance(router, type) and issubclass(router, TreeRouterMixin):
+        return mlp
     if not (isinstance(router, type) and issubclass(router, TopKRouter)):
         raise NotImplementedError(f"prefix-tree training needs a TopKRouter, not {getattr(router, '__name__', router)}")
     submodules = dataclasses.replace(submodules, router=tree_class(TreeRouterMixin, router))
