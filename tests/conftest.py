@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logfinish() -> None:
     """Free a test's leftovers, before the threads of hundreds of forgotten groups slow down the others."""
     global _kept
+    _forget_balancing()
     if threads() > _kept + LEFT_BEHIND:
         release_groups()
         _kept = threads()
@@ -64,19 +66,19 @@ def megatron_on_the_cpu() -> Iterator[None]:
 
     with cpu_emulation(force=True), single_process():
         yield
-    _forget_balancing()
 
 
 def _forget_balancing() -> None:
-    """Forget the balancing losses by layer, which upstream keeps in a tensor for the layers of the first model."""
-    try:
-        from megatron.core.transformer.moe import moe_logging
-    except ImportError:
-        from megatron.core.transformer.moe import moe_utils
-
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    """Forget the balancing losses and their scale, which upstream keeps in tensors of the first model's shapes."""
+    utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if utils is None:
+        return
+    utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if logging is None:
+        utils.get_moe_layer_wise_logging_tracker().clear()
     else:
-        moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
+        logging.set_moe_metrics_tracker(logging.MoEMetricsTracker())
 
 
 def pytest_configure(config: pytest.Config) -> None:
