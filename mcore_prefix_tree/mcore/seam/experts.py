@@ -94,21 +94,17 @@ class TreeRouterMixin:
         start = self.tp_cp_group.rank() * len(like) if len(like) < len(per_token) else 0
         return per_token[start : start + len(like)]
 
-    def _apply_aux_loss(
-        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Balance each sample, ``[L, E]`` each: the micro-batch that it would be when trained alone."""
+    def _apply_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
+        """Balance each sample: the micro-batch that it would be when trained alone."""
         if self._counts is None:
-            return cast(torch.Tensor, self._stock._apply_aux_loss(probs, scores, routing_map, *args, **kwargs))
-        return self._balanced("aux_loss", "load_balancing_loss", probs, scores, routing_map)
+            return cast(torch.Tensor, super()._apply_aux_loss(*given, **settings))  # type: ignore[misc]
+        return self._balanced("aux_loss", "load_balancing_loss", *given[:3])
 
-    def _apply_seq_aux_loss(
-        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Balance each sample, ``[L, E]`` each."""
+    def _apply_seq_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
+        """Balance each sample."""
         if self._counts is None:
-            return cast(torch.Tensor, self._stock._apply_seq_aux_loss(probs, scores, routing_map, *args, **kwargs))
-        return self._balanced("seq_aux_loss", "seq_load_balancing_loss", probs, scores, routing_map)
+            return cast(torch.Tensor, super()._apply_seq_aux_loss(*given, **settings))  # type: ignore[misc]
+        return self._balanced("seq_aux_loss", "seq_load_balancing_loss", *given[:3])
 
     def _balanced(
         self, kind: str, name: str, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor
@@ -148,7 +144,7 @@ class TreeRouterMixin:
         counts, coeff = self._counts, self.config.moe_z_loss_coeff
         is_off = coeff is None or not (self.training and torch.is_grad_enabled())
         if counts is None or is_off:
-            return cast(torch.Tensor, self._stock.apply_z_loss(logits, *args, **kwargs))
+            return cast(torch.Tensor, super().apply_z_loss(logits, *args, **kwargs))  # type: ignore[misc]
         weight = self._local(counts.of_token, logits).to(logits.dtype)
         loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square())
         if not self.calculate_per_token_loss:
@@ -159,15 +155,11 @@ class TreeRouterMixin:
         """Count tokens by expert, ``[L, E]``, for the update of the experts' biases."""
         counts = self._counts
         if counts is None:
-            self._stock._apply_expert_bias(routing_map, *args, **kwargs)
+            super()._apply_expert_bias(routing_map, *args, **kwargs)  # type: ignore[misc]
         elif self.enable_expert_bias and torch.is_grad_enabled():
             weight = self._local(counts.of_token, routing_map)
             with torch.no_grad():
                 self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)
-
-    @property
-    def _stock(self) -> Any:
-        return super()
 
 
 class TreeExpertsMixin:
