@@ -119,7 +119,7 @@ def test_a_router_that_counts_a_shared_token_once_is_wrong(monkeypatch):
     stock, tree = twins(tiny_config(**EXPERTS, **KINDS["all"]))
     samples = branching_samples()
     alone = gradients_alone(stock.train(), samples)
-    monkeypatch.setattr(TreeRouterMixin, "_counts", None)
+    monkeypatch.setattr(TreeRouterMixin, "tree", property(lambda router: None, lambda router, tree: None))
     folded = gradients_folded(tree.train(), [fold(samples)])
     errors = [(folded[name] - wanted).norm() / wanted.norm() for name, wanted in alone.items() if "router" in name]
     assert min(errors) > 1e-3
@@ -146,3 +146,10 @@ def test_counts_of_a_branching_forest():
     assert torch.equal(counts.of_token, expected)
     assert counts.logical_tokens == layout.logical_tokens
     assert counts.lengths.tolist() == [len(sample.tokens) for sample in branching_samples()]
+
+
+def test_experts_that_are_not_balanced_count_nothing():
+    _, tree = twins(tiny_config(**EXPERTS, moe_router_load_balancing_type="none"))
+    batch = MicroBatch.from_layout(fold(branching_samples()))
+    tree_forward(tree.train(), batch).sum().backward()
+    assert "multiplicity" not in batch.packed_seq_params.tree_metadata.cache

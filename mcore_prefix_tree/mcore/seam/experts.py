@@ -86,8 +86,9 @@ class TreeRouterMixin:
     attach_and_log_load_balancing_loss: Callable[..., torch.Tensor]
 
     @property
-    def _counts(self) -> Multiplicity | None:
-        return None if self.tree is None else self.tree.derived("multiplicity", Multiplicity.of)
+    def _counts(self) -> Multiplicity:
+        assert self.tree is not None, "asked only with a tree"
+        return self.tree.derived("multiplicity", Multiplicity.of)
 
     def _local(self, per_token: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the part ``[L]`` of ``[P]`` whose tokens this rank routes under sequence parallelism."""
@@ -96,13 +97,13 @@ class TreeRouterMixin:
 
     def _apply_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
         """Balance each sample: the micro-batch that it would be when trained alone."""
-        if self._counts is None:
+        if self.tree is None:
             return cast(torch.Tensor, super()._apply_aux_loss(*given, **settings))  # type: ignore[misc]
         return self._balanced("aux_loss", "load_balancing_loss", *given[:3])
 
     def _apply_seq_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
         """Balance each sample."""
-        if self._counts is None:
+        if self.tree is None:
             return cast(torch.Tensor, super()._apply_seq_aux_loss(*given, **settings))  # type: ignore[misc]
         return self._balanced("seq_aux_loss", "seq_load_balancing_loss", *given[:3])
 
@@ -113,9 +114,10 @@ class TreeRouterMixin:
 
         Of one sample it is upstream's ``switch_load_balancing_loss_func`` (https://arxiv.org/abs/2101.03961, eq. 4).
         """
-        counts, coeff = self._counts, self.get_aux_loss_coeff(kind)
-        if counts is None or coeff == 0:
+        coeff = self.get_aux_loss_coeff(kind)
+        if coeff == 0:
             return probs
+        counts = self._counts
         node, paths = self._local(counts.node, scores), counts.paths
 
         def per_sample(values: torch.Tensor) -> torch.Tensor:
@@ -141,10 +143,11 @@ class TreeRouterMixin:
 
     def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep logits ``[L, E]`` small, each by the number of its samples (https://arxiv.org/abs/2202.08906, eq. 5)."""
-        counts, coeff = self._counts, self.config.moe_z_loss_coeff
+        coeff = self.config.moe_z_loss_coeff
         is_off = coeff is None or not (self.training and torch.is_grad_enabled())
-        if counts is None or is_off:
+        if self.tree is None or is_off:
             return cast(torch.Tensor, super().apply_z_loss(logits, *args, **kwargs))  # type: ignore[misc]
+        counts = self._counts
         weight = self._local(counts.of_token, logits).to(logits.dtype)
         loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square())
         if not self.calculate_per_token_loss:
@@ -153,11 +156,10 @@ class TreeRouterMixin:
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Count tokens by expert, ``[L, E]``, for the update of the experts' biases."""
-        counts = self._counts
-        if counts is None:
+        if self.tree is None:
             super()._apply_expert_bias(routing_map, *args, **kwargs)  # type: ignore[misc]
         elif self.enable_expert_bias and torch.is_grad_enabled():
-            weight = self._local(counts.of_token, routing_map)
+            weight = self._local(self._counts.of_token, routing_map)
             with torch.no_grad():
                 self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)
 
