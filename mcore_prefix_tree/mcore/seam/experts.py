@@ -131,15 +131,15 @@ class TreeRouterMixin:
         of_samples = (per_sample(scores) * routed).sum(1) / counts.lengths
         experts_per_choice = self.config.num_moe_experts / self.topk
         total = max(counts.logical_tokens, 1)
-        # Upstream multiplies it by the tokens of all ranks of a sequence, by which gradients are divided at the end.
-        return self.attach_and_log_load_balancing_loss(
-            probs,
-            coeff,
-            coeff * experts_per_choice * of_samples.sum() / total,
-            name,
-            group,
-            valid_token_count=total / group.size(),
-        )
+        loss = coeff * experts_per_choice * of_samples.sum() / total
+        # For the log alone: before megatron-core 0.19 what it attaches is too small by the ranks of a sequence.
+        self.attach_and_log_load_balancing_loss(probs, coeff, loss.detach(), name, group)
+        return self._attach(probs, loss * total if self.calculate_per_token_loss else loss)
+
+    @staticmethod
+    def _attach(values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` whose backward also adds the gradient of ``loss``."""
+        return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(values, loss))
 
     def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep logits ``[L, E]`` small, each by the number of its samples (https://arxiv.org/abs/2202.08906, eq. 5)."""
@@ -152,7 +152,7 @@ class TreeRouterMixin:
         loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square())
         if not self.calculate_per_token_loss:
             loss = loss / max(counts.logical_tokens, 1)
-        return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(logits, loss))
+        return self._attach(logits, loss)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Count tokens by expert, ``[L, E]``, for the update of the experts' biases."""
