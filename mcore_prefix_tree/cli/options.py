@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from inspect import Parameter, signature
 from pathlib import Path
@@ -19,7 +19,6 @@ from mcore_prefix_tree.utils.inputs import HUB, local_path
 if TYPE_CHECKING:
     from mcore_prefix_tree.settings import Recipe
     from mcore_prefix_tree.settings.command_checks import Task
-    from mcore_prefix_tree.settings.section import Check
 
 Section = TypeVar("Section")
 
@@ -49,14 +48,16 @@ RANKS = 2**14
 SEEDS = 2**63 - 1
 
 
-def check_output_option(option: str, path: str | Path | None, inputs: Iterable[str | Path]) -> None:
+def check_output_option(
+    option: str, path: str | Path | None, inputs: Iterable[str | Path], *, is_of_rows: bool = False
+) -> None:
     """Raise ValueError, which names the option, if an output cannot be written or is one of the inputs."""
-    from mcore_prefix_tree.data.write import check_output
+    from mcore_prefix_tree.data.write import check_output, check_rows_output
 
     if path is None:
         return
     try:
-        check_output(path, inputs)
+        (check_rows_output if is_of_rows else check_output)(path, inputs)
     except ValueError as error:
         raise ValueError(f"{option} {error}") from None
 
@@ -80,21 +81,17 @@ def load_job(
     ``outputs`` are checks of the outputs, which receive all files and folders that the command reads.
     """
     from mcore_prefix_tree.settings import load_recipe
-    from mcore_prefix_tree.settings.command_checks import Task, check_metrics, list_checks
-    from mcore_prefix_tree.settings.teachers import list_inputs
+    from mcore_prefix_tree.settings.command_checks import CHECKS, Task, check_metrics
+    from mcore_prefix_tree.settings.teachers import list_teacher_inputs
 
-    def checks(loaded: Recipe) -> Iterator[Check]:
-        yield from list_checks(loaded, task)
-        if task is Task.TRAIN:
-            yield lambda: check_metrics(loaded.log.metrics, [recipe])
-        for check_output in outputs:
+    checks: list[Callable[[Recipe], object]] = [*CHECKS[task]]
+    if task is Task.TRAIN:
+        checks.append(lambda loaded: check_metrics(loaded.log.metrics, [recipe]))
 
-            def check(check_output: Callable[[list[str]], object] = check_output) -> None:
-                check_output([recipe, *list_inputs(loaded)])
+    def checked(check_output: Callable[[list[str]], object]) -> Callable[[Recipe], object]:
+        return lambda loaded: check_output([recipe, *loaded.inputs, *list_teacher_inputs(loaded.objective)])
 
-            yield check
-
-    loaded = load_recipe(recipe, with_hf(overrides, hf), checks)
+    loaded = load_recipe(recipe, with_hf(overrides, hf), [*checks, *map(checked, outputs)])
     quiet_upstream()
     return loaded
 

@@ -171,9 +171,10 @@ class SampleOptions:
         if self.model is None:
             return named
         from mcore_prefix_tree.settings import load_recipe
-        from mcore_prefix_tree.settings.teachers import list_inputs
+        from mcore_prefix_tree.settings.teachers import list_teacher_inputs
 
-        return [*named, self.model, *list_inputs(load_recipe(self.model))]
+        recipe = load_recipe(self.model)
+        return [*named, self.model, *recipe.inputs, *list_teacher_inputs(recipe.objective)]
 
     @cached_property
     def data(self) -> DataConfig:

@@ -52,7 +52,8 @@ def score(
     from mcore_prefix_tree.settings.command_checks import Task
 
     def check_written(inputs: list[str]) -> None:
-        check_output_option("--output", output, [*inputs, *([] if reference is None else [reference])])
+        inputs = inputs if reference is None else [*inputs, str(reference)]
+        check_output_option("--output", output, inputs, is_of_rows=True)
 
     loaded = load_job(recipe, overrides, Task.SCORE, hf=hf, outputs=[check_written])
     from mcore_prefix_tree.mcore.loop.score_recipe import run_score

@@ -44,7 +44,7 @@ def export_teacher(
     """
     from mcore_prefix_tree.settings.command_checks import Task
 
-    outputs = [partial(check_output_option, "--output", output)]
+    outputs = [partial(check_output_option, "--output", output, is_of_rows=True)]
     loaded = load_job(recipe, overrides, Task.EXPORT_TEACHER, outputs=outputs)
     from mcore_prefix_tree.mcore.loop.export_teacher import run_export
 

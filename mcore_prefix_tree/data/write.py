@@ -94,13 +94,12 @@ def _list_files(given: str) -> Iterator[str]:
 
 def check_rows_output(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     """Check as :func:`check_output` does, and that :func:`rows_file` writes files of this name."""
-    name = str(path)
-    if not name.lower().endswith((*_LINES, *_PACKED_LINES, *TABLES)):
+    check_output(path, inputs)
+    if not str(path).lower().endswith((*_LINES, *_PACKED_LINES, *TABLES)):
         raise ValueError(
             f"{path}: give a name that ends in {', '.join((*_LINES, *_PACKED_LINES))} (JSON Lines), "
             f"{', '.join(TABLES[:-1])} or {TABLES[-1]}"
         )
-    check_output(path, inputs)
 
 
 @contextmanager

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from pydantic import ValidationError
 
 from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
 from mcore_prefix_tree.settings.bind_xtoken import bind
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
-
-# For settings that are not yet an objective: functions that complete it from the settings and the recipe.
-BINDINGS: Mapping[type[Objective], Callable[[Any, Recipe], Objective]] = {CrossTokenizer: bind}
+from mcore_prefix_tree.settings.teachers import teacher_recipes
 
 
 def make_settings(given: ObjectiveConfig) -> Objective:
@@ -65,5 +60,13 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
 def make_bound_objective(recipe: Recipe) -> Objective:
     """Return a recipe's objective; raises RecipeError if a tokenizer, projection or teacher's recipe does not fit."""
     objective = make_settings(recipe.objective)
-    bind_settings = BINDINGS.get(type(objective))
-    return objective if bind_settings is None else bind_settings(objective, recipe)
+    if not isinstance(objective, CrossTokenizer):
+        return objective
+    return bind(
+        objective,
+        recipe.data,
+        teacher_recipes(recipe),
+        sharing=recipe.batch.sharing,
+        pad_to_multiple_of=recipe.padding.multiple,
+        block_rows=recipe.head_chunk_rows,
+    )

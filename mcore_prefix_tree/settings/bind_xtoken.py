@@ -9,25 +9,36 @@ from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, CrossTokenizer, TeacherSide
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import DataConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.teachers import teacher_recipes
+from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
-def bind(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
+def bind(
+    settings: CrossTokenizer,
+    data: DataConfig,
+    teachers: Sequence[tuple[str, Recipe]],
+    *,
+    sharing: Sharing,
+    pad_to_multiple_of: int,
+    block_rows: int | None,
+) -> BoundCrossTokenizer:
     """Return the objective of the settings in a recipe's ``objective.options``.
 
-    The recipe names the tokenizers of the student and, in the teachers' recipes, of the teachers.
+    Args:
+        data: section that names the student's tokenizer.
+        teachers: paths of the teachers' recipes, and these, which name their tokenizers.
+        sharing, pad_to_multiple_of, block_rows: see :class:`BoundCrossTokenizer`.
 
     Raises:
         RecipeError: a tokenizer or a projection is missing, or does not fit.
         ValueError, OSError: a tokenizer or a file cannot be read; names it.
     """
-    reads, teachers, multiple = settings.losses.reads, teacher_recipes(recipe), recipe.padding.multiple
+    reads = settings.losses.reads
     projections = _projections(settings, reads, len(teachers))
-    student = _tokenizer(recipe.data, "data.tokenizer")
+    student = _tokenizer(data, "data.tokenizer")
     sides = []
     for (path, teacher), projection in zip(teachers, projections, strict=True):
         pairing = _pairing(settings, student, path, teacher.data, teacher.model)
@@ -37,9 +48,9 @@ def bind(settings: CrossTokenizer, recipe: Recipe) -> BoundCrossTokenizer:
         return BoundCrossTokenizer(
             settings=settings,
             sides=tuple(sides),
-            sharing=recipe.batch.sharing,
-            pad_to_multiple_of=multiple,
-            block_rows=recipe.head_chunk_rows,
+            sharing=sharing,
+            pad_to_multiple_of=pad_to_multiple_of,
+            block_rows=block_rows,
         )
     except ValueError as error:
         raise RecipeError(f"objective.options: {error}") from None

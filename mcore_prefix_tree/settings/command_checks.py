@@ -21,9 +21,14 @@ from mcore_prefix_tree.settings.bind_objective import make_settings
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.load import load_recipe
 from mcore_prefix_tree.settings.sample_source import check_units
-from mcore_prefix_tree.settings.section import Check, collect_faults
-from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.teachers import list_inputs, parallel_of_teachers
+from mcore_prefix_tree.settings.section import collect_faults
+from mcore_prefix_tree.settings.sections import ObjectiveConfig, RecipeError
+from mcore_prefix_tree.settings.teachers import (
+    check_asked_teachers,
+    list_teacher_inputs,
+    parallel_of_teachers,
+    teacher_recipes,
+)
 from mcore_prefix_tree.utils.inputs import local_path
 from mcore_prefix_tree.utils.versions import install_command
 
@@ -77,14 +82,15 @@ _STEPS: tuple[Callable[[Any], object], ...] = (
     ),
     *_SAMPLES,
 )
-_CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
+CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
     Task.VERIFY: _SAMPLES,
     Task.MEASURE: _STEPS,
     Task.TRAIN: (
         *_STEPS,
         lambda recipe: _check_teachers(recipe.objective, across_tokenizers=False),
+        lambda recipe: _check_asked_teachers(recipe),
         lambda recipe: recipe.validation.path is None or resolve_paths(recipe.validation.path),
-        lambda recipe: check_metrics(recipe.log.metrics, list_inputs(recipe)),
+        lambda recipe: check_metrics(recipe.log.metrics, recipe.inputs + list_teacher_inputs(recipe.objective)),
         lambda recipe: _check_package("tensorboard", recipe.log.tensorboard),
         lambda recipe: _check_package("wandb", recipe.log.wandb),
         lambda recipe: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}"),
@@ -106,11 +112,6 @@ _CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
 }
 
 
-def list_checks(recipe: Recipe, task: Task) -> list[Check]:
-    """Return the checks of a task; :func:`load_recipe` runs them and reports their mistakes with its own."""
-    return [partial(check, recipe) for check in _CHECKS[task]]
-
-
 def check_new(path: str | Path | None, setting: str) -> None:
     """Check that a folder that a setting names, to be made, does not exist."""
     is_there = path is not None and os.path.lexists(path)
@@ -124,6 +125,13 @@ def _check_teachers(section: ObjectiveConfig, *, across_tokenizers: bool) -> Non
     faults = collect_faults(partial(_check_teacher, path) for path in section.teacher_recipes)
     if faults:
         raise RecipeError("; ".join(faults))
+
+
+def _check_asked_teachers(recipe: Any) -> None:
+    needed = make_settings(recipe.objective).second_models
+    is_readable = not collect_faults(partial(_check_teacher, path) for path in recipe.objective.teacher_recipes)
+    if needed is not None and needed.asked and is_readable:  # others are reported already
+        check_asked_teachers(needed, teacher_recipes(recipe), recipe.model, recipe.batch.max_tokens)
 
 
 def _check_teacher(path: str) -> None:

@@ -22,7 +22,7 @@ from yaml import YAMLError
 from mcore_prefix_tree.settings.adapter_folder import AdapterFolder, layers_with, with_adapter
 from mcore_prefix_tree.settings.hf_folder import SIZES, HuggingFaceFolder, with_folder
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.section import AT_ODDS, Check, broken_rules, collect_faults, keep_valid, suggest_key
+from mcore_prefix_tree.settings.section import AT_ODDS, broken_rules, collect_faults, keep_valid, suggest_key
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.value_types import NOT_LOCAL
 from mcore_prefix_tree.utils.inputs import local_path, read_text
@@ -37,17 +37,17 @@ _Scanner: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one i
 # How names of data end; JSON is YAML too.
 _SAMPLES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet", ".arrow", ".feather")
 _UNREADABLE = (OmegaConfBaseException, YAMLError, OSError, RecursionError, TypeError, ValueError)
-# The checks that a command adds to a recipe, see command_checks.py.
-Checks = Callable[[Recipe], Iterable[Check]]
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks = lambda recipe: ()) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), checks: Iterable[Callable[[Recipe], object]] = ()
+) -> Recipe:
     """Read a recipe.
 
     Args:
         path: path of a YAML file. ``data.path`` in the file is relative to the working directory, like an override.
         overrides: ``key=value``, with dots for nesting (``data.path=rollouts.jsonl``); values are YAML.
-        checks: function that returns further checks of the recipe, those of a command.
+        checks: further checks of the recipe, those of a command (see command_checks.py).
 
     Raises:
         RecipeError: the recipe cannot be used; names the file and the key of each mistake: first invalid values, then
@@ -60,7 +60,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), checks: Checks 
     content, of_lora, of_adapter = _fill_in("model.adapter", with_adapter, content)
     recipe, own = _validate(content, unread)
     own += of_model + of_lora
-    of_command = collect_faults(checks(recipe))
+    of_command = collect_faults(partial(check, recipe) for check in checks)
     of_files = of_hf + of_adapter or collect_faults(
         [
             lambda: _check_head(recipe.model, recipe.objective),

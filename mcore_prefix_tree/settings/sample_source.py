@@ -8,7 +8,7 @@ from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.sections import BatchConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.settings.sections import BatchConfig, DataConfig, ObjectiveConfig, Recipe, RecipeError
 
 
 def make_source(
@@ -37,10 +37,17 @@ def make_source(
     data, batch = recipe.data, recipe.batch
     by = None if objective is None else objective.grouped_by
     setting = f"objective.name={recipe.objective.name}"
-    renderings = () if objective is None else objective.renderings
+    if options is None:
+        options = _line_options(
+            data,
+            recipe.model,
+            () if objective is None else objective.renderings,
+            names or FieldNames(given=data.fields),
+            {"batch.max_tokens": batch.max_tokens, **(limits or {})},
+        )
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
-        options=options or _line_options(recipe, renderings, names or FieldNames(given=data.fields), limits or {}),
+        options=options,
         seed=recipe.seed,
         order=data.order,
         step=batch.per_step,
@@ -64,13 +71,15 @@ def check_units(objective: Objective, batch: BatchConfig, section: ObjectiveConf
 
 
 def _line_options(
-    recipe: Recipe, renderings: Sequence[ChatTokenizer], names: FieldNames, limits: Mapping[str, int]
+    data: DataConfig,
+    model: ModelConfig,
+    renderings: Sequence[ChatTokenizer],
+    names: FieldNames,
+    limits: Mapping[str, int],
 ) -> LineOptions:
-    data, model = recipe.data, recipe.model
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
-    limits = {"batch.max_tokens": recipe.batch.max_tokens, **limits}
     if model.position_embedding_type == "learned_absolute":
-        limits["model.max_position_embeddings"] = model.max_position_embeddings
+        limits = {**limits, "model.max_position_embeddings": model.max_position_embeddings}
     return LineOptions(
         tokenizer=tokenizer,
         expand_turns=data.expand_turns,

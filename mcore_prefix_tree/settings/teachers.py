@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.load import load_recipe
 from mcore_prefix_tree.settings.model_section import ModelConfig
@@ -45,13 +47,59 @@ def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
     ]
 
 
-def list_inputs(recipe: Recipe) -> list[str]:
-    """Return the files, globs and folders that a job and its teachers read, of which its outputs may replace no file.
+def check_asked_teachers(
+    needed: SecondModels, teachers: Sequence[tuple[str, Recipe]], model: ModelConfig, max_tokens: int
+) -> None:
+    """Check that each step can ask the teachers of a student, which has this model and ``batch.max_tokens``.
 
-    A teacher's recipe that cannot be read adds only its own name; :func:`teacher_recipes` rejects it.
+    Raises:
+        RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
+            vocabulary or shorter positions.
     """
-    inputs = recipe.inputs
-    for path in recipe.objective.teacher_recipes:
+    for path, teacher in teachers:
+        setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
+        if teacher.objective.has_scalar_head:
+            raise RecipeError(f"{setting}: its objective.name={name} has no vocabulary to learn from")
+        if teacher.checkpoint.save is None and teacher.model.hf is None:
+            raise RecipeError(
+                f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
+            )
+        if needed.same_vocabulary:
+            _check_vocabulary(teacher.model, model, setting)
+            _check_positions(teacher.model, model, {"batch.max_tokens": max_tokens}, setting)
+
+
+def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
+    sizes = teacher.vocab_size, student.vocab_size
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise RecipeError(
+            f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; full vocabularies are "
+            "compared token by token"
+        )
+
+
+def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[str, int], setting: str) -> None:
+    """Check the positions before the first sample that is too long for the teacher."""
+    if teacher.position_embedding_type != "learned_absolute":
+        return
+    if student.position_embedding_type == "learned_absolute":
+        limits["model.max_position_embeddings"] = student.max_position_embeddings
+    name = min(limits, key=lambda name: limits[name])
+    has = teacher.max_position_embeddings
+    if has < limits[name]:
+        raise RecipeError(
+            f"{setting}: its learned positions end at model.max_position_embeddings={has}, but the student's samples "
+            f"may have {name}={limits[name]} tokens; lower that"
+        )
+
+
+def list_teacher_inputs(objective: ObjectiveConfig) -> list[str]:
+    """Return the files, globs and folders that the teachers' recipes name.
+
+    A recipe that cannot be read has none here; :func:`teacher_recipes` rejects it.
+    """
+    inputs: list[str] = []
+    for path in objective.teacher_recipes:
         if not Path(path).is_dir():
             with suppress(OSError, ValueError):
                 inputs += load_recipe(path).inputs

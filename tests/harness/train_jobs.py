@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import Recipe, load_recipe
-from mcore_prefix_tree.settings.command_checks import Task, list_checks
+from mcore_prefix_tree.settings.command_checks import CHECKS, Task
 
 VOCAB = 64
 BATCH = 6
@@ -135,8 +134,7 @@ def train(
 ) -> Notes:
     """``run_train`` in this process; ``stop_after`` interrupts it as Ctrl-C after that step would."""
     notes = Notes(stop_after=stop_after)
-    checks = partial(list_checks, task=Task.TRAIN)
-    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, checks)
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, CHECKS[Task.TRAIN])
     try:
         run_train(loaded, notes, resume=resume, new_data=new_data)
     except KeyboardInterrupt:

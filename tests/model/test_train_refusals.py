@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from harness.commands import run_command
 from harness.train_jobs import rows, write_job
 
 from mcore_prefix_tree.settings import RecipeError, command_checks, load_recipe
-from mcore_prefix_tree.settings.command_checks import Task, list_checks
+from mcore_prefix_tree.settings.command_checks import CHECKS, Task
 
 LATENT = "model.transformer.multi_latent_attention=true model.num_query_groups=null"
 YARN = (
@@ -179,7 +178,7 @@ def test_loading_for_a_task_reports_all_mistakes(job: Path) -> None:
         (Task.SCORE, [buckets, files]),
     ):
         with pytest.raises(RecipeError) as error:
-            load_recipe(job, overrides, partial(list_checks, task=task))
+            load_recipe(job, overrides, CHECKS[task])
         found = [str(error.value).find(sentence) for sentence in sentences]
         assert found == sorted(found)
         assert found[0] >= 0

@@ -20,65 +20,64 @@ from mcore_prefix_tree.settings import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Ranks and model that a door adds to its settings; without ``measured``, costs are FLOPs."""
+    """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs."""
 
+    settings: Recipe
     device: torch.device
     dp_size: int
     work: ModelWork
     micro_batch_multiple: int
     measured: tuple[Measured, ...] = ()
 
+    def make_folding(self) -> Folding:
+        """Return the folding, back-end open; raise RecipeError if length buckets do not fit the budget or layout."""
+        settings, cost_model = self.settings, CostModel.from_work(self.work)
+        return Folding(
+            max_tokens=settings.batch.max_tokens,
+            dp_size=self.dp_size,
+            cost_model=cost_model.calibrated(self.measured) if self.measured else cost_model,
+            device=self.device,
+            micro_batch_multiple=self.micro_batch_multiple,
+            bubble=settings.parallel.bubble,
+            sharing=settings.batch.sharing,
+            padding=settings.padding,
+            attention_backend=settings.attention_backend,
+            deterministic_attention=settings.deterministic_attention,
+            only_supervised=settings.fused_head,
+            head_chunk_rows=settings.head_chunk_rows,
+        )
 
-def make_folding(recipe: Recipe, run: Run) -> Folding:
-    """Return a job's folding, back-end open; raise RecipeError if length buckets do not fit the budget or layout."""
-    cost_model = CostModel.from_work(run.work)
-    return Folding(
-        max_tokens=recipe.batch.max_tokens,
-        dp_size=run.dp_size,
-        cost_model=cost_model.calibrated(run.measured) if run.measured else cost_model,
-        device=run.device,
-        micro_batch_multiple=run.micro_batch_multiple,
-        bubble=recipe.parallel.bubble,
-        sharing=recipe.batch.sharing,
-        padding=recipe.padding,
-        attention_backend=recipe.attention_backend,
-        deterministic_attention=recipe.deterministic_attention,
-        only_supervised=recipe.fused_head,
-        head_chunk_rows=recipe.head_chunk_rows,
-    )
+    def make_job(
+        self,
+        objective: Objective,
+        config: Any,
+        first_step: Callable[[], Sequence[Sample]],
+        *,
+        say: Callable[[str], None],
+    ) -> Job:
+        """Return the job, the same on every rank and after a restart.
 
+        Args:
+            config: megatron-core's ``TransformerConfig`` of the model.
+            first_step: function that returns the samples of the first step; ``attention_backend=auto`` looks at them.
+            say: function that receives the choice of ``auto``, and its reason.
 
-def make_job(
-    recipe: Recipe,
-    run: Run,
-    objective: Objective,
-    config: Any,
-    first_step: Callable[[], Sequence[Sample]],
-    *,
-    say: Callable[[str], None],
-) -> Job:
-    """Return the job that settings describe, the same on every rank and after a restart.
-
-    Args:
-        config: megatron-core's ``TransformerConfig`` of the model.
-        first_step: function that returns the samples of the first step; ``attention_backend=auto`` looks at them.
-        say: function that receives the choice of ``auto``, and its reason.
-
-    Raises:
-        RecipeError: see :func:`make_folding`.
-        ValueError: the back-end does not support the run; the message names those that do.
-    """
-    folding, deterministic = make_folding(recipe, run), recipe.deterministic_attention
-    backend = resolve_backend(
-        recipe.attention_backend, config, first_step, device=run.device, deterministic=deterministic, say=say
-    )
-    cases = attention_cases_of_model(config, device=run.device, deterministic=deterministic)
-    return Job(
-        objective=objective,
-        folding=replace(folding, attention_backend=backend, attention_cases=cases),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        config=config,
-        work=run.work,
-        is_local=recipe.model.transformer_impl == "local",
-        fused_head=recipe.fused_head,
-    )
+        Raises:
+            RecipeError: see :meth:`make_folding`.
+            ValueError: the back-end does not support the run; the message names those that do.
+        """
+        settings, device = self.settings, self.device
+        folding, deterministic = self.make_folding(), settings.deterministic_attention
+        backend = resolve_backend(
+            settings.attention_backend, config, first_step, device=device, deterministic=deterministic, say=say
+        )
+        cases = attention_cases_of_model(config, device=device, deterministic=deterministic)
+        return Job(
+            objective=objective,
+            folding=replace(folding, attention_backend=backend, attention_cases=cases),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            config=config,
+            work=self.work,
+            is_local=settings.model.transformer_impl == "local",
+            fused_head=settings.fused_head,
+        )

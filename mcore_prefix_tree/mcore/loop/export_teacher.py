@@ -12,7 +12,7 @@ from typing import cast
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.data.write import check_rows_output, make_row, rows_file
+from mcore_prefix_tree.data.write import make_row, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, batches
 from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
@@ -20,7 +20,7 @@ from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data
 from mcore_prefix_tree.mcore.loop.session import Session, session
 from mcore_prefix_tree.mcore.outputs import ExportedRows, TopLogprobs
 from mcore_prefix_tree.mcore.ranks import is_main_rank
-from mcore_prefix_tree.mcore.teachers.load_teachers import asked_teachers, find_teacher_vocab_size, load_model
+from mcore_prefix_tree.mcore.teachers.load_teachers import find_teacher_vocab_size, load_model
 from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 from mcore_prefix_tree.objectives import CrossTokenizer
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import refuse_temperatures
@@ -30,7 +30,7 @@ from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.bind_objective import make_settings
 from mcore_prefix_tree.settings.bind_xtoken import make_pairing
 from mcore_prefix_tree.settings.score_section import TEACHER
-from mcore_prefix_tree.settings.teachers import list_inputs
+from mcore_prefix_tree.settings.teachers import check_asked_teachers, teacher_recipes
 from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.xtoken.pairs import Pair
@@ -58,14 +58,13 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
         ScoreError: a log-probability is NaN or infinite; nothing is written.
     """
     settings = _check_exportable(recipe.objective)
-    ((path, teacher),) = asked_teachers(SecondModels(asked=True, same_vocabulary=False), recipe)
+    ((path, teacher),) = teachers = teacher_recipes(recipe)
+    check_asked_teachers(
+        SecondModels(asked=True, same_vocabulary=False), teachers, recipe.model, recipe.batch.max_tokens
+    )
     pairing = make_pairing(settings, recipe.data, path, teacher.data, teacher.model)
     if top_k > pairing.teacher.vocab_size:
         raise RecipeError(f"--top-k {top_k} is more than the {pairing.teacher.vocab_size} tokens of the teacher")
-    try:
-        check_rows_output(output, list_inputs(recipe))
-    except ValueError as error:
-        raise RecipeError(f"--output {error}") from None
     tokens = pairing.teacher.vocab_size
     padded_vocab_size = teacher.parallel.padded_vocab_size(find_teacher_vocab_size(teacher.model, tokens))
     with session(replace(teacher, objective=ObjectiveConfig(), fused_head=True)) as joined:

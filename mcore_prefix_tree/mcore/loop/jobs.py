@@ -25,7 +25,7 @@ from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, Resolved, read_dat
 from mcore_prefix_tree.mcore.loop.session import session
 from mcore_prefix_tree.mcore.loop.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
-from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader, asked_teachers
+from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import (
@@ -91,7 +91,6 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
     """
     objective = make_bound_objective(recipe)
     _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
-    teachers = asked_teachers(objective.second_models, recipe)
     target = recipe.checkpoint.export_hf
     if target is not None:
         make_parent(target, f"checkpoint.export_hf={target}")
@@ -115,7 +114,6 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         run = resolve(joined, objective, data, say=reporter.message)
         chunks = run.model_to_fill() if saved is not None else run.starting_model(say)
         loader = HookLoader(
-            teachers=teachers,
             student=recipe,
             job=run.job,
             first_step=run.first_step,

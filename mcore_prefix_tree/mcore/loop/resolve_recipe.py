@@ -17,7 +17,7 @@ from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.resolve import Run, make_job
+from mcore_prefix_tree.mcore.engine.resolve import Run
 from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
 from mcore_prefix_tree.mcore.engine.verification import CannotVerifyError, VerifyReport, verify
 from mcore_prefix_tree.mcore.loop.session import Session
@@ -208,15 +208,14 @@ def resolve(
     recipe = session.recipe
     model = replace(recipe.model, vocab_size=data.source.options.vocab_size)
     run = Run(
+        settings=recipe,
         device=session.device,
         dp_size=parallel_state.get_data_parallel_world_size(),
         work=ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head),
         micro_batch_multiple=recipe.parallel.micro_batch_multiple,
         measured=session.measured,
     )
-    job = make_job(
-        recipe,
-        run,
+    job = run.make_job(
         objective,
         session.config,
         lambda: data.order.take(0, recipe.batch.per_step),

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from mcore_prefix_tree.data.fields import FieldNames
-from mcore_prefix_tree.data.write import check_rows_output
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, make_readouts, write_scores
 from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data, resolve
@@ -20,7 +19,6 @@ from mcore_prefix_tree.settings import CheckpointConfig, ModelConfig, ObjectiveC
 from mcore_prefix_tree.settings.bind_objective import make_bound_objective
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.score_section import REFERENCE, ScoreConfig
-from mcore_prefix_tree.settings.teachers import list_inputs
 
 
 def run_score(
@@ -57,10 +55,6 @@ def run_score(
         RecipeError: the checkpoint is missing or does not fit.
         ScoreError: a score is NaN or infinite; nothing is written.
     """
-    try:
-        check_rows_output(output, [*list_inputs(recipe), *([] if reference is None else [reference])])
-    except ValueError as error:
-        raise RecipeError(f"score.output {error}") from None
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
     kind = recipe.objective.kind
     options = ScoreConfig(

@@ -15,7 +15,7 @@ from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
-from mcore_prefix_tree.mcore.engine.resolve import Run, make_folding, make_job
+from mcore_prefix_tree.mcore.engine.resolve import Run
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.seam.hybrid_layers import layer_parts
 from mcore_prefix_tree.objectives import Objective
@@ -26,23 +26,23 @@ from mcore_prefix_tree.sample import Sample
 def make_job_from_args(
     args: argparse.Namespace, objective: Objective, first_step: Callable[[], Sequence[Sample]]
 ) -> Job:
-    """Return the job that validated arguments describe; see :func:`make_job`."""
-    config = core_transformer_config_from_args(args)
+    """Return the job that validated arguments describe; see :meth:`Run.make_job`."""
     run = describe_run(args, device=device_of_this_rank())
-    return make_job(read_recipe(args), run, objective, config, first_step, say=print_rank_0)
+    return run.make_job(objective, core_transformer_config_from_args(args), first_step, say=print_rank_0)
 
 
 def make_folding_from_args(args: argparse.Namespace, *, device: torch.device) -> Folding:
-    """Return the folding that validated arguments describe; see :func:`make_folding`."""
-    return make_folding(read_recipe(args), describe_run(args, device=device))
+    """Return the folding that validated arguments describe; see :meth:`Run.make_folding`."""
+    return describe_run(args, device=device).make_folding()
 
 
 def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
-    """Return Megatron-LM's ranks and model of these validated arguments."""
+    """Return the settings of validated arguments, and Megatron-LM's ranks and model."""
     stages, interleaved = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size is not None
     # Groups of another size may leave a rest of micro-batches, which Megatron checks.
     in_stages = interleaved and (args.microbatch_group_size_per_vp_stage or stages) == stages
     return Run(
+        settings=read_recipe(args),
         device=device,
         dp_size=args.data_parallel_size,
         work=count_model_work(args),

@@ -13,11 +13,11 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_hook import StepHook
 from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
-from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader, asked_teachers
+from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.settings.bind_objective import make_bound_objective as objective_of_recipe
 from mcore_prefix_tree.settings.bind_objective import make_settings
-from mcore_prefix_tree.settings.teachers import check_stage, parallel_of_teachers
+from mcore_prefix_tree.settings.teachers import check_asked_teachers, check_stage, parallel_of_teachers, teacher_recipes
 
 
 def make_objective_from_args(args: argparse.Namespace) -> Objective:
@@ -33,7 +33,8 @@ def make_objective_from_args(args: argparse.Namespace) -> Objective:
     check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective)
     parallel_of_teachers(recipe.objective, recipe.parallel)
     objective = objective_of_recipe(recipe)
-    asked_teachers(objective.second_models, recipe)
+    if settings.second_models.asked:
+        check_asked_teachers(settings.second_models, teacher_recipes(recipe), recipe.model, recipe.batch.max_tokens)
     return objective
 
 
@@ -52,7 +53,6 @@ def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Ca
     recipe, vocab_size = read_recipe(args), vocab_size_without_padding(args)
     assert vocab_size is not None, "a dry run loads no teacher"
     loader = HookLoader(
-        teachers=asked_teachers(job.objective.second_models, recipe),
         student=recipe,
         job=job,
         first_step=lambda: order.take(0, args.global_batch_size),

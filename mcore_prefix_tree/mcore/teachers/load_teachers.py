@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mcore_prefix_tree.mcore.teachers.paired_teachers import ExportedTeacher, Pa
 from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 from mcore_prefix_tree.mcore.teachers.teacher_ranks import TeacherRanks
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation
-from mcore_prefix_tree.objectives.objective import Output, SecondModels
+from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ModelConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import (
@@ -35,60 +36,11 @@ from mcore_prefix_tree.settings.teachers import (
 )
 
 
-def asked_teachers(needed: SecondModels | None, student: Recipe) -> list[tuple[str, Recipe]]:
-    """Return the recipes of the teachers that each step asks, as :func:`teacher_recipes` does; none if none is asked.
-
-    Raises:
-        RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
-            vocabulary or shorter positions.
-    """
-    if needed is None or not needed.asked:
-        return []
-    teachers = teacher_recipes(student)
-    for path, teacher in teachers:
-        setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
-        if teacher.objective.has_scalar_head:
-            raise RecipeError(f"{setting}: its objective.name={name} has no vocabulary to learn from")
-        if teacher.checkpoint.save is None and teacher.model.hf is None:
-            raise RecipeError(
-                f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
-            )
-        if needed.same_vocabulary:
-            _check_vocabulary(teacher.model, student.model, setting)
-            _check_positions(teacher.model, student.model, {"batch.max_tokens": student.batch.max_tokens}, setting)
-    return teachers
-
-
-def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
-    sizes = teacher.vocab_size, student.vocab_size
-    if None not in sizes and sizes[0] != sizes[1]:
-        raise RecipeError(
-            f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; full vocabularies are "
-            "compared token by token"
-        )
-
-
-def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[str, int], setting: str) -> None:
-    """Check the positions before the first sample that is too long for the teacher."""
-    if teacher.position_embedding_type != "learned_absolute":
-        return
-    if student.position_embedding_type == "learned_absolute":
-        limits["model.max_position_embeddings"] = student.max_position_embeddings
-    name = min(limits, key=lambda name: limits[name])
-    has = teacher.max_position_embeddings
-    if has < limits[name]:
-        raise RecipeError(
-            f"{setting}: its learned positions end at model.max_position_embeddings={has}, but the student's samples "
-            f"may have {name}={limits[name]} tokens; lower that"
-        )
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HookLoader:
     """Loader of a job's step hook, for example of teachers with their last checkpoints' weights.
 
     Attributes:
-        teachers: recipes that :func:`asked_teachers` returned.
         job: job without its hook.
         first_step: function that returns samples for a teacher's ``attention_backend: auto`` to look at.
         vocab_size: number of tokens of the student's vocabulary.
@@ -98,7 +50,6 @@ class HookLoader:
             stages.
     """
 
-    teachers: Sequence[tuple[str, Recipe]]
     student: Recipe
     job: Job
     first_step: Callable[[], Sequence[Sample]]
@@ -121,6 +72,12 @@ class HookLoader:
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         check_stage(stage.size(), self.student.objective)
         return make(self, self.job.objective)
+
+    @cached_property
+    def teachers(self) -> list[tuple[str, Recipe]]:
+        """Return the recipes of the teachers that each step asks."""
+        needed = self.job.objective.second_models
+        return teacher_recipes(self.student) if needed is not None and needed.asked else []
 
     @property
     def layout(self) -> ParallelConfig:
