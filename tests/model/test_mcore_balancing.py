@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from harness.seam_models import branching_samples, tiny_config, twins
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from mcore_prefix_tree import TreeMetadata, fold
@@ -153,3 +155,37 @@ def test_experts_that_are_not_balanced_count_nothing():
     batch = MicroBatch.from_layout(fold(branching_samples()))
     tree_forward(tree.train(), batch).sum().backward()
     assert "multiplicity" not in batch.packed_seq_params.tree_metadata.cache
+
+
+def logged_values(name):
+    """The sum of what routers logged by layer, since the last call; megatron-core 0.19 moved the log."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if logging is None:
+        return moe_utils.get_moe_layer_wise_logging_tracker().pop(name)["values"]
+    return logging.get_moe_metrics_tracker()._metrics.pop(name).values
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_z_loss_and_its_log_are_those_of_samples_in_one_row(per_token):
+    kind = {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.01}
+    config = tiny_config(**EXPERTS, **kind, calculate_per_token_loss=per_token)
+    routers = [model.train().decoder.layers[0].mlp.router for model in twins(config)]
+    samples, results = branching_samples(), []
+    batches = [fold(samples[:6]), fold(samples[6:])]
+    hidden = [torch.randn(layout.padded_size, 1, config.hidden_size, dtype=torch.float64) for layout in batches]
+    for router in routers:
+        gradients = {}
+        for layout, values in zip(batches, hidden, strict=True):
+            metadata = TreeMetadata.from_layout(layout)
+            values = values.clone().requires_grad_()
+            if isinstance(router, TreeRouterMixin):
+                router.tree = metadata
+                probs, _ = router(values)
+                probs = probs * Multiplicity.of(metadata).of_token[:, None]
+            else:
+                tokens = [torch.as_tensor(layout.sample_tokens(sample)).long() for sample in range(layout.num_samples)]
+                probs, _ = router(values[torch.cat(tokens)])
+            (1e-2 * (probs @ torch.arange(4.0, dtype=torch.float64))).sum().backward()
+            gradients[f"{len(gradients)}"] = values.grad
+        results.append(gradients | {"log": logged_values("z_loss"), "weight": router.weight.grad})
+    assert_equal(results[1], results[0])

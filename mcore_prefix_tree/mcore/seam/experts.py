@@ -131,28 +131,26 @@ class TreeRouterMixin:
         of_samples = (per_sample(scores) * routed).sum(1) / counts.lengths
         experts_per_choice = self.config.num_moe_experts / self.topk
         total = max(counts.logical_tokens, 1)
-        loss = coeff * experts_per_choice * of_samples.sum() / total
-        # For the log alone: before megatron-core 0.19 what it attaches is too small by the ranks of a sequence.
-        self.attach_and_log_load_balancing_loss(probs, coeff, loss.detach(), name, group)
-        return self._attach(probs, loss * total if self.calculate_per_token_loss else loss)
+        return self._attach(probs, coeff, coeff * experts_per_choice * of_samples.sum() / total, name, group)
 
-    @staticmethod
-    def _attach(values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``values`` whose backward also adds the gradient of ``loss``."""
+    def _attach(self, values: torch.Tensor, coeff: float, loss: torch.Tensor, name: str, group: Any) -> torch.Tensor:
+        """Log ``loss`` over ``coeff``, a part of each rank of a group, and add its gradient to that of ``values``."""
+        # For the log alone: before megatron-core 0.19 what it attaches is too small by the ranks of a sequence.
+        self.attach_and_log_load_balancing_loss(values, coeff, loss.detach(), name, group)
+        if self.calculate_per_token_loss:  # divided by the tokens of a step at its end
+            loss = loss * max(self._counts.logical_tokens, 1)
         return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(values, loss))
 
     def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep logits ``[L, E]`` small, each by the number of its samples (https://arxiv.org/abs/2202.08906, eq. 5)."""
         coeff = self.config.moe_z_loss_coeff
-        is_off = coeff is None or not (self.training and torch.is_grad_enabled())
+        is_off = not coeff or not (self.training and torch.is_grad_enabled())
         if self.tree is None or is_off:
             return cast(torch.Tensor, super().apply_z_loss(logits, *args, **kwargs))  # type: ignore[misc]
         counts = self._counts
         weight = self._local(counts.of_token, logits).to(logits.dtype)
-        loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square())
-        if not self.calculate_per_token_loss:
-            loss = loss / max(counts.logical_tokens, 1)
-        return self._attach(logits, loss)
+        loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square()) / max(counts.logical_tokens, 1)
+        return self._attach(logits, coeff, loss, "z_loss", self.tp_cp_group)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Count tokens by expert, ``[L, E]``, for the update of the experts' biases."""
