@@ -14,10 +14,12 @@ import functools
 import importlib
 import importlib.util
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -243,6 +245,39 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
             yield
         finally:
             _active = False
+
+
+class _AnyLayer(ModuleType):
+    """A package that has a class of every name with a capital, and a package of every other."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        vars(self).update(__path__=[], __spec__=ModuleSpec(name, None), __version__="2.9.0")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (torch.nn.Module,), {}) if name[0].isupper() else _AnyLayer(f"{self.__name__}.{name}")
+
+
+@contextmanager
+def transformer_engine_names() -> Iterator[None]:
+    """Let Megatron-Bridge be imported under emulation: it names TransformerEngine's layers, and there is no CPU build.
+
+    Models have Megatron-Core's local layers, which looked for TransformerEngine when they were imported.
+    """
+    if not _active or importlib.util.find_spec("transformer_engine") is not None:
+        yield
+        return
+    names = {name: _AnyLayer(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
+    sys.modules.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+    # The classes of Megatron-Core's wrappers, for which it looks, are none.
+    importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False
 
 
 _whole_process = ExitStack()

@@ -117,6 +117,7 @@ def test_the_recipes_are_those_that_were_promised() -> None:
     assert [path.stem for path in YAML_FILES] == [
         "grpo_arithmetic",
         "grpo_hf",
+        "grpo_hf_cpu",
         "one_gpu",
         "quickstart",
         "xtoken",

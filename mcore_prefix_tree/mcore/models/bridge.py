@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import unwrap_model
 from packaging.requirements import Requirement
 
+from mcore_prefix_tree.cpu.emulation import transformer_engine_names
 from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers, latent_layers
 from mcore_prefix_tree.mcore.models.bridge_settings import settings_of_folder
 from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, TextWeights, check_shapes
@@ -45,7 +46,7 @@ from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, 
 from mcore_prefix_tree.settings.hf_folder import LM_HEAD, SCORE, HuggingFaceFolder
 from mcore_prefix_tree.utils.versions import install_command, installed_version_of, list_requirements
 
-_NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and TransformerEngine"
+_NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and, on a GPU, TransformerEngine"
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
 # and updates that balance experts, and multi-token prediction, which folding does not support.
 OFF: dict[str, Any] = {
@@ -92,15 +93,19 @@ def auto_bridge() -> Any:
     """Return ``megatron.bridge.AutoBridge``; the RecipeError without Megatron-Bridge says how to install it."""
     if sys.version_info < (3, 12):
         raise RecipeError(f"{_NEEDS}; this is Python {sys.version_info[0]}.{sys.version_info[1]}")
-    # It logs a traceback for every optional package that is missing.
-    before = logging.root.manager.disable
+    # It logs a traceback for every optional package that is missing, and has the root's logger print all of INFO.
+    root = logging.root
+    before, level, handlers = root.manager.disable, root.level, list(root.handlers)
     logging.disable(logging.INFO)
     try:
-        from megatron.bridge import AutoBridge
+        with transformer_engine_names():
+            from megatron.bridge import AutoBridge
     except ImportError as error:
         raise RecipeError(_not_imported(error)) from error
     finally:
         logging.disable(before)
+        root.setLevel(level)
+        root.handlers[:] = handlers
     return AutoBridge
 
 
