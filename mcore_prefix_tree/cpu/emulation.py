@@ -277,7 +277,7 @@ def transformer_engine_names() -> Iterator[None]:
         for name in names:
             del sys.modules[name]
     # The classes of Megatron-Core's wrappers, for which it looks, are none.
-    importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False
+    vars(importlib.import_module("megatron.bridge.peft.utils"))["HAVE_TE"] = False
 
 
 _whole_process = ExitStack()

@@ -1,7 +1,6 @@
 """Models that Megatron-Bridge makes of tiny Hugging Face folders, on a CPU.
 
-Importing Megatron-Bridge needs TransformerEngine, for layers that these models do not have: a stand-in takes its place
-for as long as the import takes. Layers are Megatron-Core's local ones.
+Layers are Megatron-Core's local ones.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from stand_ins import AnyName, Finder
+from stand_ins import Finder
 
+from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore import fold_inside
+from mcore_prefix_tree.mcore.models.bridge import auto_bridge as import_bridge
 
 # Settings of these families' configurations that fold_inside rejects.
 OVERRIDES = {
@@ -33,22 +34,8 @@ OVERRIDES = {
 
 
 def auto_bridge() -> Any:
-    stand_ins = {
-        name: AnyName(name, __version__="2.9.0") for name in ("transformer_engine", "transformer_engine.pytorch")
-    }
-    before = dict(sys.modules)
-    if "megatron.bridge" in before or "transformer_engine" in before:  # imported already, or te_stand_in's layers
-        stand_ins = {}
-    with mock.patch.dict(sys.modules, stand_ins):
-        from megatron.bridge import AutoBridge
-
-        imported = {name: module for name, module in sys.modules.items() if name not in before | stand_ins}
-    sys.modules.update(imported)
-    if stand_ins:
-        from megatron.bridge.peft import utils
-
-        utils.HAVE_TE = False  # it finds the names of Megatron-Core's wrappers, which are no classes here
-    return AutoBridge
+    with cpu_emulation(force=True):
+        return import_bridge()
 
 
 def local_layers(config: Any, vp_stage: int | None = None) -> Any:

@@ -24,7 +24,6 @@ from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
 from mcore_prefix_tree.mcore.models.bridge import load_bridge
 from mcore_prefix_tree.settings import load_recipe
 
-PROGRAM = (str(Path(__file__).with_name("bridge_command.py")),)
 RECIPE = """
 batch: {global_batch_size: 9, max_tokens: 40}
 train_iters: 1
@@ -167,11 +166,11 @@ def check_layout(family: str, folder: Path, *overrides: str) -> float:
     assert len(list(source.glob("*.safetensors"))) > 2
     options = ("--hf", source, *overrides, STILL)
     exported = f"checkpoint.export_hf={folder / 'exported'}"
-    trained = torchrun_jobs.run(2, "train", recipe, *options, exported, program=PROGRAM)
+    trained = torchrun_jobs.run(2, "train", recipe, *options, exported)
     if trained.code:
         raise RuntimeError(trained.err)
     scores = folder / "scores.jsonl"
-    scored = torchrun_jobs.run(2, "score", recipe, *options, "--output", scores, program=PROGRAM)
+    scored = torchrun_jobs.run(2, "score", recipe, *options, "--output", scores)
     assert scored.code == 0, scored.err
     worst = worst_score(scores, model)
     assert worst <= 1e-5, f"a log-probability differs by {worst}"

@@ -20,7 +20,6 @@ from harness import torchrun_jobs
 from hf_folders import saved_model
 from hf_jobs import (
     PP2,
-    PROGRAM,
     STILL,
     TP2_SP,
     assert_same_folder,
@@ -46,7 +45,7 @@ def test_classifier_in_and_out(layout: tuple[str, ...], tmp_path: Path) -> None:
         ("train", recipe, *options, f"checkpoint.export_hf={exported}"),
     ):
         if layout:
-            ranks = torchrun_jobs.run(2, *arguments, program=PROGRAM)
+            ranks = torchrun_jobs.run(2, *arguments)
             assert ranks.code == 0, ranks.err
         else:
             done = run_command(*arguments)

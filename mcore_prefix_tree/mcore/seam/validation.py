@@ -100,8 +100,8 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         (
             "global_aux_loss" in config.moe_router_load_balancing_type and bool(np.any(config.moe_aux_loss_coeff)),
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff} of global_aux_loss: it compares the samples of a step, and "
-            "no single sample has such a loss; use moe_router_load_balancing_type='aux_loss' or 'seq_aux_loss'",
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff} of global_aux_loss: it compares the samples of a step, "
+            "and no single sample has such a loss; use moe_router_load_balancing_type='aux_loss' or 'seq_aux_loss'",
         ),
         *(
             (
