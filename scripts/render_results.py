@@ -200,6 +200,26 @@ def verl_dealing_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def slime_dealing_table(result: dict[str, Any]) -> str:
+    """Markdown for a result of benchmarks/slime_dealing.py."""
+    ranks = sorted({row["ranks"] for row in result["workloads"][0]["results"]})
+    lines = [
+        f"| rows | micro-batches | {' | '.join(f'{count} ranks' if count > 1 else '1 rank' for count in ranks)} |",
+        "|---|---|" + "---:|" * len(ranks),
+    ]
+    for workload in result["workloads"]:
+        cells = {(row["way"], row["ranks"]): row for row in workload["results"]}
+        for way in dict.fromkeys(way for way, _ in cells):
+            of_ranks = [f"{cells[way, n]['fold_ratio']:.2f} ({cells[way, n]['micro_batches']})" for n in ranks]
+            lines.append(f"| {workload['name']} | `{way}` | {' | '.join(of_ranks)} |")
+    notes = [
+        f"{one['name']}: {one['step']} rows in a step, at most {one['budget']:,} tokens in a micro-batch, and a fold "
+        f"ratio of {one['bound']:.2f} if each step is one micro-batch."
+        for one in result["workloads"]
+    ]
+    return "\n".join([*lines, "", " ".join(["Fold ratio, and in brackets the micro-batches of all ranks.", *notes])])
+
+
 def cost_table(result: dict[str, Any]) -> str:
     """Markdown for a result of ``mcore-prefix-tree calibrate``."""
     cost, measured = result["cost"], result["measured"]
@@ -498,6 +518,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bench_plan": ("plan.json", bench_plan_table),
     "bench_order": ("order.json", bench_order_table),
     "verl_dealing": ("verl_dealing.json", verl_dealing_table),
+    "slime_dealing": ("slime_dealing.json", slime_dealing_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),
     "bench_head": ("head_cpu.json", bench_head_tables),
     "bench_kept": ("head_kept_cpu.json", bench_kept_tables),
