@@ -460,6 +460,29 @@ def trl_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verl_steps_table(result: dict[str, Any]) -> str:
+    """Markdown for the result of benchmarks/verl_steps.py."""
+    lines = [
+        "| rows | step | verl's engine | folding inside | faster | expected |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in result["workloads"]:
+        for what, step in row["steps"].items():
+            cells = [f"{statistics.median(step['seconds'][way]):.2f} s" for way in ("stock", "folds")]
+            pairs = [a / b for a, b in zip(*step["seconds"].values(), strict=True)]
+            cells.append(f"**{step['speedup']:.2f}x** ({min(pairs):.1f}-{max(pairs):.1f})")
+            lines.append(f"| {row['name']} | {what} | {' | '.join(cells)} | {step['expected_speedup']:.2f}x |")
+    model = result["model"]
+    lines += [
+        "",
+        f"A Qwen3 of {model['num_hidden_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
+        f"{model['vocab_size']:,} in fp32, on {device_of(result['machine'])}; micro-batches of at most "
+        f"{result['budget']:,} tokens. CPU seconds: medians of {result['rounds']} rounds, and the range of their "
+        "ratios. Expected by FLOPs of layers, attention and head.",
+    ]
+    return "\n".join(lines)
+
+
 FAMILY_COLUMNS = (
     "family",
     "log-probabilities",
@@ -518,6 +541,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bench_plan": ("plan.json", bench_plan_table),
     "bench_order": ("order.json", bench_order_table),
     "verl_dealing": ("verl_dealing.json", verl_dealing_table),
+    "verl_steps": ("verl_steps.json", verl_steps_table),
     "slime_dealing": ("slime_dealing.json", slime_dealing_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),
     "bench_head": ("head_cpu.json", bench_head_tables),
