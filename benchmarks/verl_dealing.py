@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from mcore_prefix_tree.integrations.verl.dealing import deal_groups, group_rows
 
@@ -48,6 +47,8 @@ def rows_of(prompt: int, answer: int) -> tuple[list[np.ndarray], np.ndarray]:
 
 def deal_rows(lengths: np.ndarray, ranks: int, updates: int) -> list[list[list[int]]]:
     """Rows of each mini-batch of each rank, as verl distributes them."""
+    from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
     workload = calculate_workload(torch.from_numpy(lengths))
     parts = get_seqlen_balanced_partitions(workload.tolist(), k_partitions=ranks, equal_size=True)
     return [[list(step) for step in batched(part, len(part) // updates)] for part in parts]

@@ -200,6 +200,26 @@ def verl_dealing_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def slime_dealing_table(result: dict[str, Any]) -> str:
+    """Markdown for a result of benchmarks/slime_dealing.py."""
+    ranks = sorted({row["ranks"] for row in result["workloads"][0]["results"]})
+    lines = [
+        f"| rows | micro-batches | {' | '.join(f'{count} ranks' if count > 1 else '1 rank' for count in ranks)} |",
+        "|---|---|" + "---:|" * len(ranks),
+    ]
+    for workload in result["workloads"]:
+        cells = {(row["way"], row["ranks"]): row for row in workload["results"]}
+        for way in dict.fromkeys(way for way, _ in cells):
+            of_ranks = [f"{cells[way, n]['fold_ratio']:.2f} ({cells[way, n]['micro_batches']})" for n in ranks]
+            lines.append(f"| {workload['name']} | `{way}` | {' | '.join(of_ranks)} |")
+    notes = [
+        f"{one['name']}: {one['step']} rows in a step, at most {one['budget']:,} tokens in a micro-batch, and a fold "
+        f"ratio of {one['bound']:.2f} if each step is one micro-batch."
+        for one in result["workloads"]
+    ]
+    return "\n".join([*lines, "", " ".join(["Fold ratio, and in brackets the micro-batches of all ranks.", *notes])])
+
+
 def cost_table(result: dict[str, Any]) -> str:
     """Markdown for a result of ``mcore-prefix-tree calibrate``."""
     cost, measured = result["cost"], result["measured"]
@@ -440,6 +460,29 @@ def trl_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verl_steps_table(result: dict[str, Any]) -> str:
+    """Markdown for the result of benchmarks/verl_steps.py."""
+    lines = [
+        "| rows | step | verl's engine | folding inside | faster | expected |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in result["workloads"]:
+        for what, step in row["steps"].items():
+            cells = [f"{statistics.median(step['seconds'][way]):.2f} s" for way in ("stock", "folds")]
+            pairs = [a / b for a, b in zip(*step["seconds"].values(), strict=True)]
+            cells.append(f"**{step['speedup']:.2f}x** ({min(pairs):.1f}-{max(pairs):.1f})")
+            lines.append(f"| {row['name']} | {what} | {' | '.join(cells)} | {step['expected_speedup']:.2f}x |")
+    model = result["model"]
+    lines += [
+        "",
+        f"A Qwen3 of {model['num_hidden_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
+        f"{model['vocab_size']:,} in fp32, on {device_of(result['machine'])}; micro-batches of at most "
+        f"{result['budget']:,} tokens. CPU seconds: medians of {result['rounds']} rounds, and the range of their "
+        "ratios. Expected by FLOPs of layers, attention and head.",
+    ]
+    return "\n".join(lines)
+
+
 FAMILY_COLUMNS = (
     "family",
     "log-probabilities",
@@ -498,6 +541,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bench_plan": ("plan.json", bench_plan_table),
     "bench_order": ("order.json", bench_order_table),
     "verl_dealing": ("verl_dealing.json", verl_dealing_table),
+    "verl_steps": ("verl_steps.json", verl_steps_table),
+    "slime_dealing": ("slime_dealing.json", slime_dealing_table),
     "bench_step_gpu": ("gpu_*.json", steps_on_gpus),
     "bench_head": ("head_cpu.json", bench_head_tables),
     "bench_kept": ("head_kept_cpu.json", bench_kept_tables),

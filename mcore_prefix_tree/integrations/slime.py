@@ -56,6 +56,12 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     args = get_args()
     replay = ("use_routing_replay", "use_rollout_routing_replay")
     _refuse({f"--{name.replace('_', '-')}": getattr(args, name, False) for name in replay})
+    if torch.distributed.get_rank() == 0 and not vp_stage and _computes_old_logprobs_twice(args):
+        logger.warning(
+            "--loss-type custom_loss: slime computes old log-probabilities in a separate forward pass, which its "
+            "policy_loss would not need here; set --use-rollout-logprobs to skip that pass, or remove "
+            "--loss-type custom_loss if the logits of all rows fit in memory"
+        )
     own = copy(args)
     own.custom_model_provider_path = None
     own.spec, own.spec_to_fold = (__name__, "layer_spec"), args.spec
@@ -64,6 +70,18 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     # slime generates with as many tokens: it cuts the padding off the weights that it sends.
     settings = {"vocab_size": getattr(args, "vocab_size", None)} | (getattr(args, "prefix_tree", None) or {})
     return fold_inside(model, **settings)
+
+
+def _computes_old_logprobs_twice(args: Namespace) -> bool:
+    """Return whether slime's ``can_reuse_log_probs_in_loss`` would hold, were its ``policy_loss`` not replaced."""
+    ours = args.loss_type == "custom_loss" and args.custom_loss_function_path == f"{__name__}.policy_loss"
+    needed = ("kl_coef", "use_rollout_logprobs", "get_mismatch_metrics", "use_critic", "keep_old_actor", "use_opd")
+    return ours and _steps_of_a_rollout(args) == 1 and not any(getattr(args, name) for name in needed)
+
+
+def _steps_of_a_rollout(args: Namespace) -> int:
+    steps: int = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    return steps
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
@@ -105,11 +123,10 @@ def log_folding(
     is_last = mpu.is_pipeline_last_stage(ignore_virtual=True)
     if mpu.get_data_parallel_rank() or mpu.get_tensor_model_parallel_rank() or not is_last:
         return  # one rank logs, as in slime
-    steps = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     role = getattr(model[0], "role", "actor")
     prefix = "train/" if role == "actor" else f"train/{role}-"
     numbers = {f"{prefix}{name}": value for name, value in report.to_log().items()}
-    numbers["train/step"] = rollout_id * steps + step_id - 1
+    numbers["train/step"] = rollout_id * _steps_of_a_rollout(args) + step_id - 1
     log(args, numbers, step_key="train/step")
     logger.info("step %d: %s", numbers["train/step"], report)
 

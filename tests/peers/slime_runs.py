@@ -140,6 +140,10 @@ def arguments(layout: Any, **changes: Any) -> Namespace:
         "recompute_loss_function": False,
         "calculate_per_token_loss": False,
         "use_rollout_logprobs": False,
+        "kl_coef": 0.0,
+        "use_critic": False,
+        "keep_old_actor": False,
+        "use_opd": False,
         "use_opsm": False,
         "use_tis": False,
         "get_mismatch_metrics": False,
@@ -283,6 +287,20 @@ def compare(layout: Any, role: str, limit: float, ours: dict[str, Any], both: di
         error = (folded[name].double() - expected).norm()
         assert error <= limit * max(1e-3, expected.norm()), (name, error, expected.norm())
     return {"names": sorted(stock), **reports}
+
+
+def warnings_of(changes: dict[str, Any]) -> list[str]:
+    """What our provider warns of with these arguments."""
+    from harness.worlds import Layout
+
+    with slime():
+        from mcore_prefix_tree.integrations import slime as ours
+
+        vars(ARGS).clear()
+        vars(ARGS).update(vars(arguments(Layout(), custom_model_provider_path=f"{OURS}.model_provider", **changes)))
+        with mock.patch.object(ours.logger, "warning") as warn:
+            models(ARGS, "actor")
+        return [call.args[0] for call in warn.call_args_list]
 
 
 def same_parameters(experts: int | None) -> None:

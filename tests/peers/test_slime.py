@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 from harness.layouts import in_layouts
 from harness.worlds import Layout, WorkerError, world
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from slime_runs import OURS, compare, same_parameters
+from slime_runs import OURS, compare, same_parameters, warnings_of
 
 # slime's head of a critic answers in float32, in which the gradients of a token's rows are then summed.
 LIMIT = {"actor": 1e-12, "critic": 1e-6}
@@ -63,6 +63,21 @@ def test_losses_without_logits(name: str) -> None:
 def test_losses_without_logits_in_layouts(size: int, layout: Layout) -> None:
     ours = {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.policy_loss"}
     world(size).run(compare, layout, "actor", 1e-5, ours, {}, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({}, True),
+        ({"use_rollout_logprobs": True}, False),
+        ({"global_batch_size": 12}, False),  # of the second step of a rollout, slime's own loss needs them too
+        ({"loss_type": "policy_loss"}, False),
+    ],
+)
+def test_warning_of_a_forward_pass_more(changes: dict[str, Any], warns: bool) -> None:
+    ours = {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.policy_loss", "global_batch_size": 24}
+    (warnings,) = world(1).run(warnings_of, ours | changes, layout=Layout())
+    assert [("--use-rollout-logprobs" in warning) for warning in warnings] == [True] * warns
 
 
 def test_settings_reach_the_model() -> None:

@@ -90,3 +90,16 @@ def test_grpo_with_complete_groups(ranks: int, tmp_path: Path) -> None:
     compare(stock, folded, "actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean")
     assert all(step["actor/fold/fold_ratio"] > 1.5 for step in folded)
     assert all(step["fold/rank_unique_tokens/max"] > 0 for step in folded)
+
+
+def test_ppo_with_a_critic(tmp_path: Path) -> None:
+    """The critic's engine folds too; its head starts at random, from verl's seed."""
+    pytest.importorskip("transfer_queue", reason="verl's V1 trainers need requirements/verl.txt")
+    model, data = model_folder(tmp_path / "model"), prompts(tmp_path / "prompts.parquet")
+    settings = ("algorithm.adv_estimator=gae", f"critic.model.path={model}", "critic.ppo_max_token_len_per_gpu=256")
+    command = ppo(1, model, data, *settings, "critic.optim.lr=1e-3")
+    stock = run(command, tmp_path / STOCK, vendor=STOCK)
+    folded = run([*command, "trainer.v1.trainer_mode=sync_grouped"], tmp_path / FOLDED, vendor=FOLDED)
+    critic = ("critic/vf_loss", "critic/grad_norm", "critic/values/mean")
+    compare(stock, folded, "actor/pg_loss", "actor/grad_norm", "actor/entropy", *critic)
+    assert all(step[f"{role}/fold/fold_ratio"] > 1.5 for step in folded for role in ("actor", "critic"))

@@ -133,6 +133,7 @@ def run(command: list[str], folder: Path, *, vendor: str, **environment: str) ->
         # Ray gives up on processes that a busy machine starts slowly, and starts one for each CPU ahead.
         "RAY_worker_register_timeout_seconds": "600",
         "RAY_prestart_worker_first_driver": "0",
+        "RAY_worker_niceness": "0",  # at Ray's 15, a busy machine hardly runs them
         "HOME": str(folder),  # of Ray's token
     }
     # Ray takes the empty list that hides GPUs from tests for the number of GPUs.

@@ -63,3 +63,15 @@ def test_a_group_larger_than_a_rank_is_cut_once() -> None:
     dealt = deal_groups(group_rows(rows, keys), ranks=4, mini_batches=1)
     assert [len(group.rows) for group in pieces(dealt)] == [4] * 4
     assert sorted(keys[group.rows[0]] for group in pieces(dealt)) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])  # without exchanges, 5%, 16% and 8% above the mean
+def test_rank_of_a_long_group_gets_short_ones_in_other_mini_batches(seed: int) -> None:
+    """Two groups for each rank in each mini-batch: a long one fills its rank there, but not in total."""
+    rng = np.random.default_rng(seed)
+    lengths = (1000 * rng.lognormal(0, 0.4, size=64)).astype(np.int64)
+    groups = [Group((row,), lengths[[row]], np.zeros(1, dtype=np.int64)) for row in range(64)]
+    dealt = deal_groups(groups, ranks=8, mini_batches=4)
+    loads = np.array([[sum(group.unique_tokens for group in step) for step in rank] for rank in dealt])
+    assert loads.sum(axis=1).max() <= 1.01 * loads.sum() / 8
+    assert sorted(group.rows for group in pieces(dealt)) == [(row,) for row in range(64)]

@@ -70,7 +70,39 @@ def deal_groups(groups: Sequence[Group], *, ranks: int, mini_batches: int) -> li
         for rank, part in zip(sorted(range(ranks), key=lambda rank: -load[rank]), parts, strict=True):
             dealt[rank].append(part)
             load[rank] += _unique_tokens(part)
-    return dealt
+    return _exchange(dealt)
+
+
+def _exchange(dealt: Sequence[Sequence[Sequence[Group]]]) -> list[list[list[Group]]]:
+    """Exchange groups within mini-batches to lower the total of the fullest rank, but raise no mini-batch's fullest.
+
+    A rank that one long group fills in a mini-batch gets short groups in the others.
+    """
+    groups = [group for steps in dealt for step in steps for group in step]
+    places = [(rank, at) for rank, steps in enumerate(dealt) for at, step in enumerate(steps) for _ in step]
+    rank, step = np.array(places, dtype=np.int64).reshape(-1, 2).T.copy()
+    cost = np.array([group.unique_tokens for group in groups], dtype=np.int64)
+    rows = np.array([len(group.rows) for group in groups], dtype=np.int64)
+    load = np.zeros((len(dealt), len(dealt[0])), dtype=np.int64)
+    np.add.at(load, (rank, step), cost)
+    for _ in range(4 * len(dealt)):
+        total = load.sum(axis=1)
+        fullest = int(total.argmax())
+        mine = np.flatnonzero(rank == fullest)
+        gain = cost[mine][:, None] - cost
+        after = np.maximum(total[fullest] - gain, total[rank] + gain)
+        fits = load[rank, step] + gain <= load.max(axis=0)[step]
+        after[~(fits & (step[mine][:, None] == step) & (rows[mine][:, None] == rows))] = total[fullest]
+        best = int(after.argmin())
+        if after.flat[best] == total[fullest]:
+            break
+        one, other = mine[best // len(groups)], best % len(groups)
+        load[[rank[one], rank[other]], step[one]] += (cost[other] - cost[one]) * np.array([1, -1])
+        rank[one], rank[other] = rank[other], rank[one]
+    exchanged: list[list[list[Group]]] = [[[] for _ in steps] for steps in dealt]
+    for group, to, at in zip(groups, rank.tolist(), step.tolist(), strict=True):
+        exchanged[to][at].append(group)
+    return exchanged
 
 
 def _unique_tokens(groups: Sequence[Group]) -> int:
