@@ -75,7 +75,7 @@ def make_job(
     cases = attention_cases_of_model(config, device=run.device, deterministic=deterministic)
     return Job(
         objective=objective,
-        folding=replace(folding, attention_backend=backend, attention_cases=cases),
+        folding=replace(folding, attention_backend=backend, attention_cases=cases, config=config),
         dp_rank=parallel_state.get_data_parallel_rank(),
         config=config,
         work=run.work,
