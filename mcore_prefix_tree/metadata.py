@@ -52,6 +52,8 @@ class TreeMetadata:
             device.
         max_path_len: length of the longest path; the rotary table has to reach it.
         sample_node: int32 NumPy ``[S]``, the node in which each sample ends; None if only the nodes are known.
+        routes: integer tensor ``[P, layers, top-k]``, the experts of each token, -1 where the model routes; None if no
+            sample has routes.
         cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step. Their
             tensors are on the device of the token tensors.
 
@@ -68,6 +70,7 @@ class TreeMetadata:
     host_subtree_end: Int32Array
     max_path_len: int
     sample_node: Int32Array | None = None
+    routes: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -90,6 +93,7 @@ class TreeMetadata:
             host_subtree_end=layout.subtree_end,
             max_path_len=layout.max_path_len,
             sample_node=layout.sample_node,
+            routes=None if layout.routes is None else upload(layout.routes, device),
         )
 
     @classmethod
@@ -159,6 +163,7 @@ class TreeMetadata:
             self,
             tree_position_ids=upload(self.tree_position_ids, device),
             subtree_end=upload(self.subtree_end, device),
+            routes=None if self.routes is None else upload(self.routes, device),
             cache={name: moved(plan, device) for name, plan in self.cache.items()},
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.sample import NO_SIGNALS, Sample, SampleError
-from mcore_prefix_tree.signals import SamplingMask, Signals, Teacher
+from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Signals, Teacher
 
 _DEFAULTS = {field.name: field.default for field in fields(Signals)}
 _NAMED = 3
@@ -213,6 +213,8 @@ def _crc_of_signal(value: object, crc: int) -> int:
         return crc
     if isinstance(value, SamplingMask):
         return crc32(value.offsets.tobytes(), crc32(value.token_ids.tobytes(), crc))
+    if isinstance(value, RoutedExperts):
+        return crc32(value.digest.tobytes(), crc)
     return crc32(repr(value).encode(), crc)
 
 

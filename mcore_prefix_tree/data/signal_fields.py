@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.packed_arrays import KEYS, unpack_array
 from mcore_prefix_tree.signals import PER_TOKEN, SampleError, SamplingMask, Signals, Teacher, check_turn
 
 _NAMES = tuple(field.name for field in fields(Signals))
@@ -29,6 +31,8 @@ def signals_of_tokens(row: Mapping[str, Any], source: str) -> Signals | None:
         given["teacher"] = _teacher(given["teacher"], source)
     if "sampling_mask" in given:
         given["sampling_mask"] = _sampling_mask(given["sampling_mask"], source)
+    if "routed_experts" in given:
+        given["routed_experts"] = _routed_experts(given["routed_experts"], source)
     return Signals(**given) if given else None
 
 
@@ -55,9 +59,23 @@ def _sampling_mask(value: Any, source: str) -> SamplingMask:
     )
 
 
+def _routed_experts(value: Any, source: str) -> Any:
+    if isinstance(value, dict) and set(value) == KEYS:
+        try:
+            return unpack_array(value, "routed_experts")
+        except ChatError as error:
+            raise SampleError(f"{source}: {error}") from None
+    if not isinstance(value, (list, np.ndarray)):
+        raise SampleError(
+            f"{source}: field 'routed_experts' must be lists [tokens, layers, top-k], or an object with "
+            f"{', '.join(repr(key) for key in sorted(KEYS))}"
+        )
+    return value
+
+
 def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:
     """Return the signals of a record with ``messages``; a field with an entry for each token is an error."""
-    for name in (*PER_TOKEN, "teacher", "sampling_mask"):
+    for name in (*PER_TOKEN, "teacher", "sampling_mask", "routed_experts"):
         if row.get(name) is not None:
             raise SampleError(f"{source}: field '{name}' goes with 'tokens'; it has an entry for each of them")
     if isinstance(row.get("advantage"), (list, np.ndarray)):

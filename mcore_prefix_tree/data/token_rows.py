@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.packed_arrays import KEYS, unpack_array
 from mcore_prefix_tree.signals import PER_TOKEN
 
 # Marks of rows of token ids.
@@ -78,6 +79,8 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
         signals["teacher"] = aligned.teacher(row["teacher"], kept)
     if row.get("sampling_mask") is not None:
         signals["sampling_mask"] = aligned.sets(row["sampling_mask"], "sampling_mask")[kept]
+    if row.get("routed_experts") is not None:
+        signals["routed_experts"] = aligned.routes(row["routed_experts"], "routed_experts")[kept]
     return TokenRow(ids=ids[kept], loss_mask=mask, signals=signals)
 
 
@@ -132,6 +135,14 @@ class _Aligned:
                 raise ChatError(f"field '{name}.offsets' must rise from 0 to {len(ids)}, the number of ids")
             value = np.split(ids, offsets[1:-1]) if len(offsets) > 1 else []
         return _list(self.value(value, name))
+
+    def routes(self, value: Any, name: str) -> Any:
+        """Return the experts of each token, None for those of the prompt; the last of the tokens may have none."""
+        if isinstance(value, dict) and set(value) == KEYS:
+            value = unpack_array(value, name)
+        if isinstance(value, (list, np.ndarray)) and len(value) in (self.length - 1, (self.response or 0) - 1):
+            value = [*value, None]
+        return self.value(value, name)
 
     def teacher(self, teacher: Mapping[str, Any], kept: slice) -> dict[str, Any]:
         """Return the rows of a teacher for each token that is kept, None for those of the prompt."""

@@ -19,9 +19,10 @@ import numpy as np
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import JsonText, is_gzip
+from mcore_prefix_tree.data.packed_arrays import pack_array
 from mcore_prefix_tree.data.saved_datasets import is_saved
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
-from mcore_prefix_tree.signals import SamplingMask, Signals, Teacher
+from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Signals, Teacher
 from mcore_prefix_tree.utils.inputs import files_of_folder, is_same_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -174,6 +175,8 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, RoutedExperts):
+        return pack_array(value.ids)
     if isinstance(value, (SamplingMask, Teacher)):
         return {name: _part(part) for name, part in value.parts().items()}
     if isinstance(value, np.ndarray):

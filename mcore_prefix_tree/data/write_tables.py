@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_prefix_tree.data.jsonl import JsonText
-from mcore_prefix_tree.signals import SampleError, SamplingMask, Teacher
+from mcore_prefix_tree.signals import RoutedExperts, SampleError, SamplingMask, Teacher
 
 # Bytes of a row group or record batch, which a reader unpacks for a single row.
 _PART_BYTES = 1 << 24
@@ -123,7 +123,7 @@ def _describe_source(row: Mapping[str, Any]) -> str:
 
 
 def _json_kind(value: Any) -> str:
-    if isinstance(value, (np.ndarray, list)):
+    if isinstance(value, (RoutedExperts, np.ndarray, list)):
         return "a list"
     if isinstance(value, (SamplingMask, Teacher, dict)):
         return "an object"
@@ -137,11 +137,26 @@ def _array(values: Sequence[Any]) -> Any:
     example = next((value for value in values if value is not None), None)
     if isinstance(example, (SamplingMask, Teacher)):
         return _structs(values)
+    if isinstance(example, RoutedExperts):
+        return _fixed_lists([None if value is None else value.ids for value in values])
     if isinstance(example, np.ndarray):
         dtype = np.result_type(*(value.dtype for value in values if value is not None))
         lists = [None if value is None else value.astype(dtype, copy=False) for value in values]
         return pa.array(lists, type=pa.list_(pa.from_numpy_dtype(dtype)), from_pandas=True)
     return pa.array(values)
+
+
+def _fixed_lists(values: Sequence[Any]) -> Any:
+    """Return an Arrow array of lists ``[n]`` of lists of a fixed size, int16, of arrays ``[n, layers, top-k]``."""
+    known = [value.astype(np.int16) for value in values if value is not None]
+    if len({one.shape[1:] for one in known}) > 1:
+        raise pa.ArrowInvalid("its routes have different numbers of layers or of experts")
+    rows = pa.array(np.concatenate(known).reshape(-1))
+    for size in reversed(known[0].shape[1:]):
+        rows = pa.FixedSizeListArray.from_arrays(rows, size)
+    ends = np.cumsum([0 if value is None else len(value) for value in values])
+    absent = pa.array([value is None for value in values])
+    return pa.ListArray.from_arrays(pa.array(np.append(0, ends), pa.int32()), rows, mask=absent)
 
 
 def _structs(values: Sequence[SamplingMask | Teacher | None]) -> Any:

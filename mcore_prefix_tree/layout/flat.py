@@ -45,6 +45,8 @@ class FlatLayout:
         temperature: float64 ``[P]``, divisor of the logits at each token; None if it is 1 for all.
         kept: sets of ids that samples were drawn from; None if no sample has a sampling mask. Each of its M edges has a
             score of its own, at place P + m behind those of the tokens.
+        routes: int8 or int16 ``[P, layers, top-k]``, the experts of each token, -1 where the model routes; None if no
+            sample has routes.
     """
 
     input_ids: Int32Array
@@ -62,6 +64,7 @@ class FlatLayout:
     num_supervised: int
     temperature: npt.NDArray[np.float64] | None = None
     kept: KeptSets | None = None
+    routes: npt.NDArray[np.int8] | npt.NDArray[np.int16] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -254,6 +257,7 @@ def fold(
         sample_shared=trie.shared,
         num_supervised=num_supervised,
         temperature=_temperature(samples, trie, lengths, padded_size),
+        routes=_routes(samples, trie, lengths, padded_size),
     )
     if all(sample.signals.sampling_mask is None for sample in samples):
         return layout
@@ -270,6 +274,30 @@ def _temperature(
     temperature = np.ones(padded_size, dtype=np.float64)
     temperature[: trie.num_tokens] = np.repeat(sample_scores[trie.order], lengths[trie.order] - trie.shared)
     return temperature
+
+
+def _routes(
+    samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
+) -> npt.NDArray[np.int8] | npt.NDArray[np.int16] | None:
+    """Return each token's experts ``[P, layers, top-k]``, or None: those of the first sample that routed it."""
+    given = [sample.signals.routes for sample in samples]
+    ids = [one.ids for one in given if one is not None]
+    if not ids:
+        return None
+    routes = np.full((padded_size, *ids[0].shape[1:]), -1, dtype=np.result_type(*ids))
+    flat = 0
+    ordered = lengths[trie.order]
+    for index, prefix, path, length in zip(
+        trie.order.tolist(), trie.shared.tolist(), _paths(trie.shared, ordered), ordered.tolist(), strict=True
+    ):
+        own, fresh = given[index], length - prefix
+        if own is not None:
+            routes[flat : flat + fresh] = own.ids[prefix:]
+            # The sample before may end here: its last token has no route.
+            if prefix and routes[path[prefix - 1], 0, 0] < 0:
+                routes[path[prefix - 1]] = own.ids[prefix - 1]
+        flat += fresh
+    return routes
 
 
 def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:

@@ -97,7 +97,13 @@ SEAM = (
     Uses(
         f"{_EXPERTS}.router:TopKRouter",
         keywords="config",
-        attributes="enable_expert_bias get_aux_loss_coeff local_tokens_per_expert topk tp_cp_group",
+        attributes="enable_expert_bias get_aux_loss_coeff layer_number local_tokens_per_expert router_replay topk "
+        "tp_cp_group",
+    ),
+    # GivenRoutes, which stands in for it.
+    Uses(
+        f"{_EXPERTS}.router_replay:RouterReplay.get_replay_topk",
+        "scores topk num_groups group_topk default_compute_topk",
     ),
     Uses(f"{_EXPERTS}.moe_utils:MoEAuxLossAutoScaler"),
     Uses("megatron.core.tensor_parallel:checkpoint"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.routes import replaying
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.plan import plan_step
 
@@ -191,7 +192,8 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
 def _stock_step(data_iterator: Any, model: Any) -> Any:
     sample: Sample = next(data_iterator)
     ids = torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(0)
-    logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)
+    with replaying(model, sample):
+        logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)
 
     def loss_func(logits: torch.Tensor) -> Any:
         logprobs = torch.log_softmax(logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]

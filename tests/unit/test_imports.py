@@ -24,7 +24,7 @@ ALLOWED = {
     "utils": set(),
     "signals": set(),
     "sample": {"signals"},
-    "trie": {"sample", "utils"},
+    "trie": {"sample", "signals", "utils"},
     "data": {"sample", "signals", "trie", "utils"},
     "layout": {"sample", "trie"},
     "plan": {"layout", "sample", "trie", "utils"},

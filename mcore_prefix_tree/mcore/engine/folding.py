@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from mcore_prefix_tree.attention import Case
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
 from mcore_prefix_tree.plan import CostModel, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie, sort_samples
@@ -30,6 +32,8 @@ class Folding:
         deterministic_attention: whether attention has to give the same bits twice.
         only_supervised: whether to score only the tokens with a non-zero loss mask.
         head_chunk_rows: see :class:`MicroBatch`.
+        config: megatron-core's ``TransformerConfig`` of the model, which routes of samples have to fit; None leaves
+            them to the model.
 
     Raises:
         ValueError: no length bucket holds ``max_tokens``; raised on construction.
@@ -48,6 +52,7 @@ class Folding:
     deterministic_attention: bool = False
     only_supervised: bool = False
     head_chunk_rows: int | None = None
+    config: Any = None
 
     def __post_init__(self) -> None:
         self.padding.check_holds(self.max_tokens)
@@ -59,7 +64,13 @@ class Folding:
         micro_batches: int | None = None,
         together: Sequence[Hashable] | None = None,
     ) -> ForestPlan:
-        """Plan a step of all ranks, as :func:`mcore_prefix_tree.plan.plan_step`; ``micro_batches`` is per rank."""
+        """Plan a step of all ranks, as :func:`mcore_prefix_tree.plan.plan_step`; ``micro_batches`` is per rank.
+
+        Raises SampleError for a sample whose routes do not fit the model, too.
+        """
+        if self.config is not None:
+            for sample in samples:
+                check_sample_routes(self.config, sample)
         return plan_step(
             samples,
             max_tokens=self.max_tokens,

@@ -12,6 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.mcore.outputs import Logits, Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
@@ -34,11 +35,12 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
 
     Raises:
         NotImplementedError: see :func:`check_draws`.
-        ValueError: the longest path does not fit the model's learned positions, or the output layer of the last stage
-            cannot answer the readout.
+        ValueError: the longest path does not fit the model's learned positions, routes do not fit its experts, or the
+            output layer of the last stage cannot answer the readout.
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
+    check_routes(gpt_model.config, batch.layout.routes)
     check_draws(gpt_model)
     output: torch.Tensor = model(
         input_ids=batch.input_ids,

@@ -74,7 +74,7 @@ class Run:
         cases = attention_cases_of_model(config, device=device, deterministic=deterministic)
         return Job(
             objective=objective,
-            folding=replace(folding, attention_backend=backend, attention_cases=cases),
+            folding=replace(folding, attention_backend=backend, attention_cases=cases, config=config),
             dp_rank=parallel_state.get_data_parallel_rank(),
             config=config,
             work=self.work,

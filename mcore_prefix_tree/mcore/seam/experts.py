@@ -1,4 +1,4 @@
-"""Balancing of experts that counts a shared token once per sample: a router, and the layer that shows it the tree.
+"""Experts under a tree: a router that balances by samples and takes their routes, and the layer that shows it the tree.
 
 Every term of a stock router's balancing is a sum over tokens. A folded micro-batch has a token of m samples once, so
 its terms are weighed by m, and sums over a sample are sums over the nodes of its path.
@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
+from mcore_prefix_tree.mcore.seam.routes import GivenRoutes, row_of_layer
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import upload
 
@@ -71,12 +72,17 @@ class Multiplicity:
 
 
 class TreeRouterMixin:
-    """A stock router that weighs tokens by the samples of the tree that its layer shows it; without one, the stock."""
+    """A stock router that weighs tokens by samples, and takes their routes, of the tree that its layer shows it.
+
+    Without a tree it is the stock router.
+    """
 
     tree: TreeMetadata | None = None
     # Of the stock router.
     config: Any
     topk: int
+    layer_number: int
+    router_replay: Any
     training: bool
     tp_cp_group: Any
     calculate_per_token_loss: bool
@@ -94,6 +100,18 @@ class TreeRouterMixin:
         """Return the part ``[L]`` of ``[P]`` whose tokens this rank routes under sequence parallelism."""
         start = self.tp_cp_group.rank() * len(like) if len(like) < len(per_token) else 0
         return per_token[start : start + len(like)]
+
+    def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Choose the experts for logits ``[L, 1, E]``: those of the samples' routes, where there are any."""
+        stock: Callable[..., Any] = super().routing  # type: ignore[misc]
+        if self.tree is None or self.tree.routes is None:
+            return stock(logits, *args, **kwargs)
+        of_layer = self.tree.routes[:, row_of_layer(self.config, self.tree.routes.shape[1], self.layer_number)]
+        upstream, self.router_replay = self.router_replay, GivenRoutes(self._local(of_layer, logits).long())
+        try:
+            return stock(logits, *args, **kwargs)
+        finally:
+            self.router_replay = upstream
 
     def _apply_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
         """Balance each sample: the micro-batch that it would be when trained alone."""

@@ -92,6 +92,14 @@ class MicroBatch:
             packed_seq_params=replace(params, tree_metadata=metadata.with_plans_on(device)),
         )
 
+    def without_routes(self) -> MicroBatch:
+        """Return the micro-batch for a model that routes by itself; it shares the plans of its attention."""
+        params = self.packed_seq_params
+        if self.layout.routes is None or params.tree_metadata is None:
+            return self
+        params = replace(params, tree_metadata=replace(params.tree_metadata, routes=None))
+        return replace(self, layout=replace(self.layout, routes=None), packed_seq_params=params)
+
 
 class WaitingMicroBatch:
     """A micro-batch that waits on the host until the model takes it to its device.

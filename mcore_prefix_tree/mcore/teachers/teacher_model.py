@@ -94,7 +94,7 @@ class TeacherModel(StepHook):
                 continue
             others = [
                 MicroBatch.from_layout(
-                    layout,
+                    replace(layout, routes=None),
                     attention_backend=self.attention_backend,
                     deterministic_attention=deterministic,
                     needed=layout.loss_weight != 0,
@@ -105,6 +105,7 @@ class TeacherModel(StepHook):
         return asked, slice(start, start + len(ours))
 
     def _on_backend(self, batch: MicroBatch) -> MicroBatch:
+        batch = batch.without_routes()  # they are of the student's experts
         return replace(
             batch, packed_seq_params=replace(batch.packed_seq_params, attention_backend=self.attention_backend)
         )

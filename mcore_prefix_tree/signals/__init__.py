@@ -14,6 +14,21 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.signals.arrays import SampleError, fill_absent, find_absent, freeze, to_integers
+from mcore_prefix_tree.signals.routed_experts import RoutedExperts, check_routed_experts
+
+__all__ = [
+    "PER_TOKEN",
+    "GroupedBy",
+    "RoutedExperts",
+    "SampleError",
+    "SamplingMask",
+    "Signals",
+    "Teacher",
+    "check_signals",
+    "check_turn",
+]
+
 FloatArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.floating]
 
@@ -25,10 +40,6 @@ PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "retu
 _MASS_TOLERANCE = 1e-3
 # Largest rounding error of an engine, which puts a log-probability above 0.
 _LOGPROB_TOLERANCE = 1e-3
-
-
-class SampleError(ValueError):
-    """A sample that cannot be trained on. The message names its source and the field at fault."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,6 +143,9 @@ class Signals:
             reference (KTO).
         teacher: teacher to distil from.
         sampling_mask: ids that each token was drawn from; None is the whole vocabulary.
+        routed_experts: experts that each token was sent to, integers ``[n, layers, top-k]`` or ``[n - 1, layers,
+            top-k]``, -1 in all entries of a token without a route; kept as :class:`RoutedExperts`. Layers are all of
+            the model's, or those with experts. None routes as the model does.
     """
 
     reward: float | Numbers | None = None
@@ -150,6 +164,13 @@ class Signals:
     mismatched: bool = False
     teacher: Teacher | None = None
     sampling_mask: SamplingMask | None = None
+    routed_experts: Sequence[Any] | npt.NDArray[np.integer] | RoutedExperts | None = None
+
+    @property
+    def routes(self) -> RoutedExperts | None:
+        """Return the checked routes of a sample, or None."""
+        assert self.routed_experts is None or isinstance(self.routed_experts, RoutedExperts), "a sample made it"
+        return self.routed_experts
 
     def unit(self, by: GroupedBy) -> Hashable:
         """Return the key that all samples of one pair, rollout or group share; None for a sample that names none.
@@ -182,7 +203,7 @@ def check_signals(
     if signals.advantage is not None:
         advantage = _numbers(signals.advantage, "advantage", source)
         _check_per_token(advantage, "advantage", scored, source, scalar_too=True)
-        checked["advantage"] = float(advantage) if advantage.ndim == 0 else _frozen(advantage.astype(np.float64))
+        checked["advantage"] = float(advantage) if advantage.ndim == 0 else freeze(advantage.astype(np.float64))
     for name in PER_TOKEN:
         value = getattr(signals, name)
         if value is not None:
@@ -191,11 +212,13 @@ def check_signals(
             if name.endswith("logprobs"):
                 _check_not_probabilities(array, name, scored, source)
             is_double = isinstance(value, np.ndarray) and value.dtype == np.float64
-            checked[name] = _frozen(array.astype(np.float64 if is_double else np.float32))
+            checked[name] = freeze(array.astype(np.float64 if is_double else np.float32))
     if signals.teacher is not None:
         checked["teacher"] = _teacher(signals.teacher, scored, source)
     if signals.sampling_mask is not None:
         checked["sampling_mask"] = _sampling_mask(signals.sampling_mask, tokens, source)
+    if signals.routed_experts is not None:
+        checked["routed_experts"] = check_routed_experts(signals.routed_experts, len(tokens), source)
     _check_roles(signals, source)
     return replace(signals, **checked)
 
@@ -239,16 +262,16 @@ def _reward(signals: Signals, scored: npt.NDArray[np.bool_], source: str) -> flo
             f"{source}: field 'reward' has {len(reward)} entries, but this is turn {signals.turn}, counted from 0; "
             "give one reward for every turn of the rollout"
         )
-    return _frozen(reward.astype(np.float64))
+    return freeze(reward.astype(np.float64))
 
 
 def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Teacher:
     """Return a checked teacher, its arrays ``[n, k]``, for ``scored``, bool ``[n]``."""
     double = teacher.tokens is not None
-    absent = _absent(teacher.token_ids) | _absent(teacher.logprobs)
-    logprobs = _with_absent(teacher.logprobs, absent, np.nan)
+    absent = find_absent(teacher.token_ids) | find_absent(teacher.logprobs)
+    logprobs = fill_absent(teacher.logprobs, absent, np.nan)
     logprobs = _log_probabilities(logprobs, "teacher.logprobs", source, double=double)
-    token_ids = _integers(_with_absent(teacher.token_ids, absent, 0))
+    token_ids = to_integers(fill_absent(teacher.token_ids, absent, 0))
     own: dict[str, Any] = {}
     of = "tokens"
     if teacher.tokens is not None:
@@ -279,7 +302,7 @@ def _teacher(teacher: Teacher, scored: npt.NDArray[np.bool_], source: str) -> Te
     for fault, rows in faults.items():
         if (rows & scored).any():
             raise SampleError(f"{source}: field 'teacher' has {fault} at token {int(np.argmax(rows & scored))}")
-    return Teacher(token_ids=_frozen(token_ids.astype(np.int32)), logprobs=_frozen(logprobs), **own)
+    return Teacher(token_ids=freeze(token_ids.astype(np.int32)), logprobs=freeze(logprobs), **own)
 
 
 def _sampling_mask(mask: object, tokens: npt.NDArray[np.int32], source: str) -> SamplingMask:
@@ -287,7 +310,7 @@ def _sampling_mask(mask: object, tokens: npt.NDArray[np.int32], source: str) -> 
     field, length = f"{source}: field 'sampling_mask", len(tokens)
     if not isinstance(mask, SamplingMask):
         raise SampleError(f"{field}' is a {type(mask).__name__}; give SamplingMask(token_ids=..., offsets=...)")
-    ids, offsets = _integers(mask.token_ids), _integers(mask.offsets)
+    ids, offsets = to_integers(mask.token_ids), to_integers(mask.offsets)
     for name, array in (("token_ids", ids), ("offsets", offsets)):
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise SampleError(f"{field}.{name}' must be a flat list of integers")
@@ -318,39 +341,13 @@ def _sampling_mask(mask: object, tokens: npt.NDArray[np.int32], source: str) -> 
             f"{field}' does not keep {tokens[at]}, the token at index {at}; give each token the ids that it was drawn "
             "from"
         )
-    return SamplingMask(token_ids=_frozen(ids), offsets=_frozen(offsets))
-
-
-def _absent(rows: object) -> set[int]:
-    """Return the rows of a list that are None, or hold nothing but None."""
-    return {
-        at
-        for at, row in enumerate(rows if isinstance(rows, list) else ())
-        if row is None or (isinstance(row, list) and all(entry is None for entry in row))
-    }
-
-
-def _with_absent(rows: Any, absent: set[int], fill: float) -> Any:
-    """Return rows with ``fill`` in those that are absent; a list stays a list."""
-    if not absent or not isinstance(rows, (list, np.ndarray)):
-        return rows
-    places = [at for at in range(len(rows)) if at not in absent]
-    if not places:
-        return np.empty((len(rows), 0), dtype=np.min_scalar_type(fill))
-    try:
-        known = np.asarray([rows[at] for at in places])
-    except ValueError:  # ragged, which is refused
-        return rows
-    dtype = np.result_type(known.dtype, fill) if known.dtype.kind in "iu" else known.dtype
-    filled = np.full((len(rows), *known.shape[1:]), fill, dtype=dtype)
-    filled[places] = known
-    return filled if isinstance(rows, np.ndarray) or isinstance(rows[places[0]], np.ndarray) else filled.tolist()
+    return SamplingMask(token_ids=freeze(ids), offsets=freeze(offsets))
 
 
 def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:
     """Return the fields, in addition to rows, of a teacher with another tokenizer."""
     tokens, realised = (
-        _integers(teacher.tokens),
+        to_integers(teacher.tokens),
         _log_probabilities(teacher.realised, "teacher.realised", source, double=True),
     )
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
@@ -363,8 +360,8 @@ def _own_tokens(teacher: Teacher, source: str) -> dict[str, Any]:
         raise SampleError(f"{source}: field 'teacher.tokenizer' must be the hash of the tokenizer of 'teacher.tokens'")
     _check_not_probabilities(realised, "teacher.realised", np.isfinite(realised), source)
     return {
-        "tokens": _frozen(tokens.astype(np.int32)),
-        "realised": _frozen(realised),
+        "tokens": freeze(tokens.astype(np.int32)),
+        "realised": freeze(realised),
         "tokenizer": teacher.tokenizer,
     }
 
@@ -374,13 +371,6 @@ def _log_probabilities(value: object, name: str, source: str, *, double: bool) -
     is_double = double and isinstance(value, np.ndarray) and value.dtype == np.float64
     with np.errstate(over="ignore"):  # becomes inf, which is rejected when it is read
         return _numbers(value, name, source).astype(np.float64 if is_double else np.float32)
-
-
-def _integers(value: object) -> npt.NDArray[Any]:
-    try:
-        return np.asarray(value)
-    except ValueError:  # a ragged list
-        return np.empty(0)
 
 
 def _numbers(value: object, name: str, source: str) -> npt.NDArray[Any]:
@@ -437,9 +427,3 @@ def _check_not_probabilities(array: npt.NDArray[Any], name: str, scored: npt.NDA
             f"{source}: field '{name}' has {array[at]} at index {at}; a log-probability is never above 0: give the "
             "natural logarithms of probabilities"
         )
-
-
-def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array ``[...]`` read-only."""
-    array.flags.writeable = False
-    return array

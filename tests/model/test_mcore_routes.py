@@ -1,0 +1,228 @@
+"""Routes of samples under folding: scores and gradients are those of the stock model on each sample, routed alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness.oracles import worst
+from harness.routes import KINDS, replaying, routers, with_routes
+from harness.seam_models import branching_samples, tiny_config, twins
+from harness.seam_runs import score_alone
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from mcore_prefix_tree import Sample, SampleError, fold
+from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.logprob import restore
+from mcore_prefix_tree.mcore import MicroBatch, tree_forward
+from mcore_prefix_tree.mcore.outputs import Logprobs
+from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
+from mcore_prefix_tree.objectives import sft_loss
+
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
+
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_dtype": "fp64",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax first": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
+    "sigmoid, biases, groups": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+    },
+}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+# Upstream computes the scores of a router in fp32 for any dtype of the model.
+FP32_INSIDE, FP64 = 1e-6, 1e-12
+SHAPE = (3, 2, 8)
+
+
+def step_alone(model: Any, samples: list[Sample], row_of: Any = lambda layer: layer) -> Any:
+    """Log-probabilities of each sample, and the gradients of a step of samples that run by themselves."""
+    model.zero_grad()
+    rows = []
+    for sample in samples:
+        with replaying(model, sample, row_of):
+            logprob, _ = score_alone(model, sample)
+            (-(logprob * torch.as_tensor(sample.loss_mask[1:].copy())).sum()).backward()
+        rows.append(logprob.detach())
+    return rows, gradients(model)
+
+
+def step_folded(model: Any, samples: list[Sample]) -> Any:
+    model.zero_grad()
+    layout = fold(samples, padded_size=fold(samples).physical_tokens + 3)
+    batch = MicroBatch.from_layout(layout)
+    logprob, _ = Logprobs(entropy=False, fused=False).read(tree_forward(model, batch), batch)
+    sft_loss(logprob, batch.loss_weight).backward()
+    return [row[1:].detach() for row in restore(logprob, layout)], gradients(model)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_equal(folded: Any, alone: Any, limit: float) -> None:
+    for ours, theirs in zip(folded[0], alone[0], strict=True):
+        assert worst(ours, theirs) < limit
+    assert folded[1].keys() == alone[1].keys()
+    for name, wanted in alone[1].items():
+        assert worst(folded[1][name], wanted) < limit, name
+
+
+def models(**changes: Any) -> Any:
+    stock, tree = twins(tiny_config(**EXPERTS | changes))
+    for model in (stock, tree):
+        generator = torch.Generator().manual_seed(1)
+        for router in routers(model):
+            if router.expert_bias is not None:
+                router.expert_bias.copy_(0.2 * torch.randn(8, generator=generator))
+    return stock.train(), tree.train()
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_routes_are_those_of_each_sample_alone(kind, router, recompute):
+    stock, tree = models(**ROUTERS[router], **RECOMPUTE[recompute])
+    samples = with_routes(branching_samples(), kind, SHAPE)
+    assert_equal(step_folded(tree, samples), step_alone(stock, samples), FP32_INSIDE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routes_are_exact_if_upstream_keeps_its_scores(kind, monkeypatch):
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
+    stock, tree = models()
+    samples = with_routes(branching_samples(), kind, SHAPE)
+    assert_equal(step_folded(tree, samples), step_alone(stock, samples), FP64)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_the_oracle_is_upstreams_replay(recompute):
+    """Its own objects, with their two actions, give what the oracle of the other tests gives."""
+    stock, _ = models(**RECOMPUTE[recompute])
+    samples = with_routes(branching_samples(), "one token", SHAPE)
+    expected = step_alone(stock, samples)
+    stock.zero_grad()
+    replays, rows = [RouterReplay() for _ in routers(stock)], []
+    try:
+        for sample in samples:
+            routes = torch.from_numpy(sample.signals.routes.ids.astype(np.int64))
+            routes[-1] = torch.arange(2)  # a route that nothing depends on
+            for router, replay in zip(routers(stock), replays, strict=True):
+                router.router_replay = replay
+                replay.clear_indices()
+                replay.set_target_indices(routes[:, router.layer_number - 1])
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            logprob, _ = score_alone(stock, sample)
+            for replay in replays:
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+            (-(logprob * torch.as_tensor(sample.loss_mask[1:].copy())).sum()).backward()
+            rows.append(logprob.detach())
+    finally:
+        RouterReplay.clear_global_router_replay_instances()
+    assert_equal((rows, gradients(stock)), expected, FP64)
+
+
+@pytest.mark.parametrize("layers", ["all", "with experts"])
+def test_dense_layers_have_no_routes(layers):
+    config = tiny_config(**EXPERTS, moe_layer_freq=[0, 1, 1])
+    stock, tree = twins(config, cpu_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False), config))
+    assert len(routers(tree)) == 2
+    if layers == "all":
+        samples, row_of = with_routes(branching_samples(), "one token", SHAPE), lambda layer: layer
+    else:
+        samples, row_of = with_routes(branching_samples(), "one token", (2, 2, 8)), lambda layer: layer - 1
+    assert_equal(step_folded(tree, samples), step_alone(stock, samples, row_of), FP32_INSIDE)
+
+
+def test_a_model_that_ignores_the_routes_is_wrong():
+    """The tests above can fail."""
+    stock, tree = models()
+    samples = with_routes(branching_samples(), "agree", SHAPE)
+    plain = [Sample(tokens=one.tokens, loss_mask=one.loss_mask, merge_key=one.merge_key) for one in samples]
+    folded, alone = step_folded(tree, plain), step_alone(stock, samples)
+    assert max(float(worst(ours, theirs)) for ours, theirs in zip(folded[0], alone[0], strict=True)) > 1e-3
+
+
+def test_a_batch_without_routes_leaves_upstreams_replay_in_place():
+    _, tree = models(moe_enable_routing_replay=True)
+    replays = [router.router_replay for router in routers(tree)]
+    RouterReplay.clear_global_router_replay_instances()
+    assert None not in replays
+    step_folded(tree, with_routes(branching_samples(), "agree", SHAPE))
+    assert [router.router_replay for router in routers(tree)] == replays
+
+
+REFUSED = [
+    ({}, [[[0, 1]]], r"has routes of 1 layers, but the model has 3 \(num_layers\), 3 of them with experts"),
+    ({}, [[[0, 1, 2]] * 3], r"has 3 experts for a token and layer, but the model chooses 2 \(moe_router_topk\)"),
+    ({}, [[[0, 8]] * 3], r"has expert 8, but the model has 8 \(num_moe_experts\), counted from 0"),
+    (
+        {"moe_router_fusion": True},
+        [[[0, 1]] * 3],
+        "has routes, which the fused kernel of moe_router_fusion=True does not take; set moe_router_fusion=False",
+    ),
+    ({"moe_z_loss_coeff": 0.1}, [[[0, 1]] * 3], "has routes and moe_z_loss_coeff=0.1: the last token .* set it to 0"),
+    (
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+        [[[0, 1]] * 3],
+        "has routes and moe_aux_loss_coeff=0.1",
+    ),
+    (
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        [[[0, 1]] * 3],
+        "has routes and moe_router_bias_update_rate=0.001",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "routes", "fault"), REFUSED, ids=range(len(REFUSED)))
+def test_routes_that_do_not_fit_the_model_are_refused(changes, routes, fault):
+    config = tiny_config(**EXPERTS)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    sample = Sample(tokens=[1, 2], routed_experts=routes, source="rollouts.jsonl:7")
+    with pytest.raises(SampleError, match=f"^rollouts.jsonl:7: field 'routed_experts' {fault}"):
+        check_sample_routes(config, sample)
+    _, tree = models()
+    for name, value in changes.items():
+        setattr(tree.config, name, value)
+    with pytest.raises(ValueError, match=f"^field 'routed_experts' {fault}"):
+        tree_forward(tree, MicroBatch.from_layout(fold([sample])))
+
+
+def test_rows_that_an_engine_filled_with_zeros_are_refused():
+    config = tiny_config(**EXPERTS)
+    sample = Sample(tokens=[1, 2, 3], routed_experts=[[[0, 1]] * 3, [[0, 0]] * 3], source="a:1")
+    with pytest.raises(
+        SampleError, match=r"^a:1: .* sends the token at index 1 to one expert twice, in layer 0; give -1"
+    ):
+        check_sample_routes(config, sample)
+    config.moe_layer_freq = [0, 1, 1]
+    check_sample_routes(config, Sample(tokens=[1, 2], routed_experts=[[[0, 0], [0, 1], [2, 1]]]))
+
+
+def test_a_model_without_experts_refuses_routes():
+    sample = Sample(tokens=[1, 2], routed_experts=[[[0, 1]]], source="a:1")
+    with pytest.raises(SampleError, match=r"^a:1: .* has routes, but the model has no experts \(num_moe_experts\)"):
+        check_sample_routes(tiny_config(), sample)

@@ -1,0 +1,136 @@
+"""The experts of each token: how records give them, how they are written, and what is wrong with some."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import pytest
+from data_sources import CHAT, CharacterTokenizer
+
+from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+from mcore_prefix_tree.data.write import make_row, rows_file
+
+TOKENS = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}
+ROUTES = [[[0, 5], [1, 2]], [[4, 3], [200, 1]], [[5, 2], [3, 0]]]
+
+
+def packed(routes, dtype="int32", **changes):
+    array = np.array(routes, dtype=dtype)
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"dtype": dtype, "shape": list(array.shape), "data": data} | changes
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_rows(*rows, **options):
+        path = tmp_path / "rollouts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_samples(path, **options)
+
+    return read_rows
+
+
+def routes_of(sample):
+    return sample.signals.routes.ids.tolist()
+
+
+NONE = [[-1, -1], [-1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "routes"),
+    [
+        (TOKENS | {"routed_experts": ROUTES}, [*ROUTES, NONE]),
+        (TOKENS | {"routed_experts": [*ROUTES, [[9, 8], [7, 6]]]}, [*ROUTES, NONE]),
+        (TOKENS | {"routed_experts": [None, *ROUTES[1:]]}, [NONE, *ROUTES[1:], NONE]),
+        (TOKENS | {"routed_experts": packed(ROUTES)}, [*ROUTES, NONE]),
+        (TOKENS | {"routed_experts": packed(ROUTES, "uint8")}, [*ROUTES, NONE]),
+        (
+            {"prompt_tokens": [1, 2], "response_tokens": [3, 4], "routed_experts": packed(ROUTES, "int16")},
+            [*ROUTES, NONE],
+        ),
+        (
+            {"prompt_tokens": [1, 2], "response_tokens": [3, 4], "routed_experts": ROUTES[1:]},
+            [NONE, NONE, ROUTES[1], NONE],
+        ),
+        (
+            {
+                "tokens": [0, 0, 1, 2, 3, 4, 0],
+                "attention_mask": [0, 0, 1, 1, 1, 1, 0],
+                "routed_experts": [None, None, *ROUTES, None, None],
+            },
+            [*ROUTES, NONE],
+        ),
+    ],
+    ids=["but the last", "all", "a missing one", "int32", "uint8", "of both", "of the response", "padded"],
+)
+def test_routes_are_read(read, row, routes):
+    (sample,) = read(row)
+    assert routes_of(sample) == routes
+    assert sample.tokens.tolist() == [1, 2, 3, 4]
+    assert not sample.signals.routes.ids.flags.writeable
+
+
+@pytest.mark.parametrize("name", ["routed.jsonl", "routed.parquet", "routed.arrow"])
+def test_routes_are_written_and_read_back(read, tmp_path, name):
+    few = [[[0, 1], [2, 3]], None, [[3, 1], [1, 0]]]
+    samples = read(TOKENS | {"routed_experts": ROUTES}, TOKENS, TOKENS | {"routed_experts": few})
+    with rows_file(tmp_path / name) as writer:
+        writer.add([make_row(sample) for sample in samples[:2]])
+        writer.add([make_row(sample) for sample in samples[2:]])
+    again = read_samples(tmp_path / name)
+    assert again[1].signals.routes is None
+    for index in (0, 2):
+        assert routes_of(again[index]) == routes_of(samples[index])
+        assert again[index].signals.routes.ids.dtype == samples[index].signals.routes.ids.dtype
+
+
+def test_a_table_holds_routes_of_one_model(tmp_path):
+    samples = [Sample(tokens=[1, 2], routed_experts=np.zeros((1, layers, 1), dtype=int)) for layers in (1, 2)]
+    with (
+        pytest.raises(SampleError, match=r"'routed_experts' cannot be a column of a table \(its routes have different"),
+        rows_file(tmp_path / "routed.parquet") as writer,
+    ):
+        writer.add([make_row(sample) for sample in samples])
+
+
+def test_a_resumed_job_notices_other_routes():
+    digests = []
+    for expert in (0, 0, 1):
+        sample = Sample(tokens=[1, 2], routed_experts=[[[expert]]])
+        check_same_samples([[sample]], [], Ranks(size=2, gather=lambda own: digests.append(own) or [own]))
+    assert digests[0].crc == digests[1].crc != digests[2].crc
+
+
+@pytest.mark.parametrize(
+    ("routes", "says"),
+    [
+        ("AAAA", "must be lists [tokens, layers, top-k], or an object with 'data', 'dtype', 'shape'"),
+        ({"data": "AAAA"}, "must be lists [tokens, layers, top-k], or an object with 'data', 'dtype', 'shape'"),
+        (
+            packed(ROUTES, dtype="int32") | {"dtype": "float32"},
+            ".dtype' must be one of int8, uint8, int16, int32, int64",
+        ),
+        (packed(ROUTES, shape="3"), ".shape' must be a list of sizes"),
+        (packed(ROUTES, data="?"), ".data' must be the base64 text of the array's bytes"),
+        (packed(ROUTES, shape=[4, 2, 2]), ".data' has 48 bytes, but an array of int32 and shape [4, 2, 2] has 64"),
+        (ROUTES[:2], "has 2 rows but 'tokens' has 4; there must be one for each, or for each but the last"),
+        (packed(ROUTES, shape=[3, 4]), "must be integers [tokens, layers, top-k]"),
+    ],
+)
+def test_malformed_routes_name_the_line(read, routes, says):
+    with pytest.raises(SampleError) as caught:
+        read(TOKENS, TOKENS | {"routed_experts": routes})
+    assert "rollouts.jsonl:2: field 'routed_experts" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_routes_go_with_tokens(read):
+    with pytest.raises(
+        SampleError, match="field 'routed_experts' goes with 'tokens'; it has an entry for each of them"
+    ):
+        read({"messages": CHAT, "routed_experts": ROUTES}, tokenizer=CharacterTokenizer())
