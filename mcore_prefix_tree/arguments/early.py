@@ -60,6 +60,7 @@ _NAMES = {
     "dataloader_type": None,
     "transformer_impl": "transformer_engine",
     "moe_token_dispatcher_type": "allgather",
+    "experimental_attention_variant": None,
     "position_embedding_type": "learned_absolute",
     "non_persistent_ckpt_type": None,
     "ckpt_format": "torch_dist",

@@ -42,7 +42,6 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("yaml_cfg", "give the arguments on the command line"),
     ("perform_rl_step", "it brings its own data and objective; use -m mcore_prefix_tree.train_rl"),
     ("use_torch_fsdp2 use_megatron_fsdp", "not proven equal yet; use --use-distributed-optimizer"),
-    ("experimental_attention_variant", "only self-attention knows the tree"),
     ("check_for_spiky_loss", "it compares sums, and micro-batches differ in tokens"),
     (
         "log_throughput log_progress",
@@ -71,6 +70,11 @@ TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
     ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
+    (
+        "experimental_attention_variant",
+        "dsa",
+        "it chooses keys along the flat layout; use gated_delta_net or remove it",
+    ),
     ("position_embedding_type", "mrope", "its positions are three-dimensional; use rope"),
 )
 

@@ -210,6 +210,39 @@ def _without_transformer_engine() -> list[tuple[object, str, object]]:
     return found
 
 
+def _without_fla() -> list[tuple[object, str, object]]:
+    """Return stand-ins for the kernels of FLA that Gated DeltaNet of megatron-core 0.19 calls: Triton needs a GPU."""
+    found = importlib.util.find_spec("megatron.core.ssm.gated_delta_net")
+    if found is None or found.submodule_search_locations is None:
+        return []  # older layers, which cannot follow a tree
+    common, gdn = (importlib.import_module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn"))
+    return [
+        (common, "HAVE_FLA", True),
+        (common, "l2norm", _l2norm),
+        (gdn, "causal_conv1d", _causal_conv1d),
+        (gdn, "chunk_gated_delta_rule", common.torch_chunk_gated_delta_rule),
+    ]
+
+
+def _l2norm(x: torch.Tensor, eps: float = 1e-6, **_: Any) -> torch.Tensor:
+    """Return ``[..., D]`` with rows of length one."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None, **given: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the convolution of ``[b, s, D]`` with ``[D, W]``, each token with those before it, and no state."""
+    if any(given.values()):
+        raise NotImplementedError(f"on a CPU the convolution of Gated DeltaNet takes no {', '.join(given)}")
+    width = weight.shape[1]
+    row = torch.nn.functional.conv1d(
+        x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight)
+    )
+    row = row[..., : x.shape[1]].transpose(1, 2)
+    return torch.nn.functional.silu(row) if activation in ("silu", "swish") else row, None
+
+
 @contextmanager
 def cpu_emulation(*, force: bool = False) -> Iterator[None]:
     """Answer megatron-core's CUDA calls with the CPU inside the ``with`` block, and restore everything after it.
@@ -235,7 +268,7 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
         stack.callback(torch._dynamo.trace_rules.clear_lru_cache)
         for owner, name, replacement in [*_torch_optimizers(), *_replacements()]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        for owner, name, replacement in _without_transformer_engine():
+        for owner, name, replacement in [*_without_transformer_engine(), *_without_fla()]:
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         logger = logging.getLogger("megatron.core.tensor_parallel.random")
         logger.addFilter(_is_not_about_rng)

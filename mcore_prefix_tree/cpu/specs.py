@@ -13,11 +13,13 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
 
@@ -81,16 +83,47 @@ def cpu_spec(
     """Return local layers that run without a GPU under any configuration; the same spec if they do already.
 
     Under sequence parallelism the result is a complete block: a layer's spec cannot set the final norm of the block,
-    and Megatron takes ``WrappedTorchNorm`` then. A layer is repeated as often as this stage has layers.
+    and Megatron takes ``WrappedTorchNorm`` then. So it is with Gated DeltaNet, which upstream has no local layers of. A
+    layer is repeated as often as this stage has layers.
     """
     if config.multi_latent_attention:
         spec = exchanged(spec, {DotProductAttention: LatentDotProductAttention})
-    if not config.sequence_parallel:
+    has_states = config.experimental_attention_variant == "gated_delta_net"
+    if not (config.sequence_parallel or has_states):
         return spec
     spec = exchanged(spec, {WrappedTorchNorm: Norm})
     if isinstance(spec, ModuleSpec):
         if not isinstance(spec.submodules, TransformerBlockSubmodules):
             layers = [spec] * get_num_layers_to_build(config, vp_stage)
-            return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
-        spec = spec.submodules
-    return spec
+            spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+        else:
+            spec = spec.submodules
+    return _with_delta_nets(spec, config, vp_stage) if has_states else spec
+
+
+def _with_delta_nets(
+    block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return a block with Gated DeltaNet in place of attention where ``linear_attention_freq`` has it."""
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+
+    delta_net = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear),
+    )
+    keys = {
+        "input_layernorm.": "self_attention.in_proj.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [
+        replace(
+            layer,
+            submodules=replace(layer.submodules, self_attention=delta_net, sharded_state_dict_keys_map=keys),
+        )
+        if has_state and not issubclass(layer.submodules.self_attention.module, GatedDeltaNet)
+        else layer
+        for layer, has_state in zip(block.layer_specs, get_linear_attention_pattern(config)[first:], strict=False)
+    ]
+    return replace(block, layer_specs=layers)

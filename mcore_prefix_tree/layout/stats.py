@@ -30,14 +30,26 @@ def forest_counts(layout: FlatLayout) -> dict[str, int | float]:
         "predictors": layout.num_predictors,
         "predictor_ratio": layout.predictor_ratio,
         "longest_path": int(np.diff(layout.cu_sample_lens).max(initial=0)),
-        "deepest_node": max(_levels(layout), default=0),
+        "deepest_node": max(_levels(layout.node_parent), default=0),
+        **_branching(layout),
     }
 
 
-def _levels(layout: FlatLayout) -> list[int]:
-    """``[N]``: nodes on the path to each node, itself included."""
+def _branching(layout: FlatLayout) -> dict[str, int]:
+    """Count the levels of segments, and the segments with children, at whose ends a recurrent layer keeps a state."""
+    starts = starts_of_chains(layout.node_parent)
+    parent = layout.node_parent[starts]
+    parent[parent >= 0] = (np.cumsum(starts) - 1)[parent[parent >= 0]]
+    return {
+        "segment_levels": max(_levels(parent), default=0),
+        "branch_states": len(np.unique(parent[parent >= 0])),
+    }
+
+
+def _levels(parents: npt.NDArray[np.int32]) -> list[int]:
+    """``[N]``: nodes (or segments) on the path to each, itself included."""
     levels: list[int] = []
-    for parent in layout.node_parent.tolist():
+    for parent in parents.tolist():
         levels.append(1 + (levels[parent] if parent >= 0 else 0))
     return levels
 

@@ -2,7 +2,7 @@
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it passes and the attributes that it reads. They are checked only by signature
-and source, when the folder that relies on them is imported: :data:`SEAM` and :data:`HYBRID` by
+and source, when the folder that relies on them is imported: :data:`SEAM`, :data:`HYBRID` and :data:`DELTA_NET` by
 ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`PACKED`, :data:`MODELS` and :data:`LOOP` by the folders of these
 names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and :data:`MEGATRON_LM_RL` when its
 ``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
@@ -30,9 +30,11 @@ _ATTENTION = "megatron.core.transformer.attention"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
 _EXPERTS = "megatron.core.transformer.moe"
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+_VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 _STATE = "megatron.core.parallel_state"
 _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
 _HYBRID = "megatron.core.models.hybrid"
+_DELTA_NET = "megatron.core.ssm.gated_delta_net"
 
 # The same of GPTModel and HybridModel: arguments of their forward, attributes, and those that folding inside reads too.
 _FORWARD = "input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output"
@@ -48,6 +50,7 @@ SEAM = (
         "config",
         "use_transformer_engine normalization qk_l2_norm vp_stage",
     ),
+    Uses(f"{_VARIANTS}:get_transformer_block_with_experimental_attention_variant_spec", "config vp_stage"),
     Uses("megatron.core.transformer.torch_norm:WrappedTorchNorm"),
     # TreePackedSeqParams, a subclass; the model sizes its rotary table by max_seqlen_*.
     Uses("megatron.core.packed_seq_params:PackedSeqParams", keywords="qkv_format max_seqlen_q max_seqlen_kv"),
@@ -174,6 +177,26 @@ HYBRID = (
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.set_input_tensor", "input_tensor"),
     # The other latent attention of Megatron-Bridge's specs, which need a version that has hybrid models.
     Uses(f"{_LATENT}:FusedMLASelfAttention"),
+)
+
+# Only where has_delta_net(): TreeDeltaNetMixin, which stands before GatedDeltaNet of megatron-core 0.19 and later.
+DELTA_NET = (
+    Uses(
+        f"{_DELTA_NET}:GatedDeltaNet",
+        "config submodules layer_number",
+        attributes="A_log act_fn activation conv1d conv_kernel_dim dt_bias feat_dim_split gated_delta_rule in_proj "
+        "out_norm out_proj recompute_norm_out tp_group tp_size value_head_dim",
+    ),
+    Uses(f"{_DELTA_NET}:GatedDeltaNet.forward", "hidden_states attention_mask", "packed_seq_params"),
+    Uses(f"{_DELTA_NET}:GatedDeltaNet._prepare_input_for_gated_delta_rule", "qkv gate batch seq_len gate_feats"),
+    Uses(f"{_DELTA_NET}:GatedDeltaNet._compute_g_and_beta", "A_log_local_cp dt_bias_local_cp alpha beta"),
+    Uses(f"{_DELTA_NET}:GatedDeltaNet._gated_norm_and_a2a", "core_attn_out gate thd_cp_a2a_inv batch seq_len"),
+    Uses(f"{_DELTA_NET}:torch_chunk_gated_delta_rule", "q k v g beta", "initial_state output_final_state"),
+    Uses(f"{_DELTA_NET}:common.HAVE_FLA"),
+    Uses(f"{_DELTA_NET}:gdn.causal_conv1d"),
+    Uses("megatron.core.tensor_parallel:reduce_from_tensor_model_parallel_region", "input_", "group"),
+    Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput", keywords="fp8"),
+    Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint", "run_function"),
 )
 
 # Only where TransformerEngine is installed.
@@ -354,13 +377,19 @@ MEGATRON_LM_RL = (
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
 )
 
-# By the rooms that rely on them; HYBRID where has_hybrid_model().
+# By the rooms that rely on them; HYBRID where has_hybrid_model(), DELTA_NET where has_delta_net().
 TABLES = {"seam": SEAM, "engine": ENGINE, "packed": PACKED, "models": MODELS, "loop": LOOP}
 
 
 def has_hybrid_model() -> bool:
     """Return whether this megatron-core has HybridModel; releases before 0.18 have none."""
     return importlib.util.find_spec(_HYBRID) is not None
+
+
+def has_delta_net() -> bool:
+    """Return whether this megatron-core has a Gated DeltaNet whose rule can start from a state: 0.19 and later."""
+    found = importlib.util.find_spec(_DELTA_NET)
+    return found is not None and found.submodule_search_locations is not None
 
 
 def check(table: Iterable[Uses]) -> None:
@@ -377,6 +406,8 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
     tables = dict(TABLES)
     if has_hybrid_model():
         tables["hybrid"] = HYBRID
+    if has_delta_net():
+        tables["Gated DeltaNet"] = DELTA_NET
     if import_upstream("megatron.core.extensions.transformer_engine").HAVE_TE:
         tables["TransformerEngine"] = TRANSFORMER_ENGINE
     if megatron_lm:

@@ -25,7 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.plan.model_shape import Experts, LatentAttention, layers_with_experts, layers_with_window
+from mcore_prefix_tree.plan.model_shape import (
+    DeltaNet,
+    Experts,
+    LatentAttention,
+    layers_with_experts,
+    layers_with_states,
+    layers_with_window,
+)
 
 
 class Counts(NamedTuple):
@@ -216,9 +223,9 @@ class ModelWork:
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
             settings: further settings by the names of Megatron's ``TransformerConfig``; multi-latent attention,
-                experts, ``attention_output_gate`` and sliding windows count.
-            parts: "attention", "mlp" or "experts" of each layer of a hybrid model, counted instead of ``num_layers``;
-                by default a layer has attention and one of the others.
+                Gated DeltaNet, experts, ``attention_output_gate`` and sliding windows count.
+            parts: "attention", "delta net", "mlp" or "experts" of each layer of a hybrid model, counted instead of
+                ``num_layers``; by default a layer has one of the first two and one of the others.
         """
         settings = settings or {}
         latent, experts = LatentAttention.from_settings(settings), Experts.from_settings(settings)
@@ -232,7 +239,11 @@ class ModelWork:
             query, value = latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
             attention = latent.weights(hidden_size, num_attention_heads)
         matrices = 3 if swiglu else 2
-        attends = [True] * num_layers if parts is None else [part == "attention" for part in parts]
+        if parts is None:
+            recurs = layers_with_states(num_layers, settings)
+            attends = [not has_state for has_state in recurs]
+        else:
+            recurs, attends = ([part == name for part in parts] for name in ("delta net", "attention"))
         num_layers = len(attends)  # Megatron does not compare its own with a pattern
         if parts is not None:
             sparse, dense = parts.count("experts"), parts.count("mlp")
@@ -240,6 +251,8 @@ class ModelWork:
             sparse = 0 if experts is None else sum(layers_with_experts(num_layers, experts.moe_layer_freq))
             dense = num_layers - sparse
         weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
+        if any(recurs):
+            weights += sum(recurs) * DeltaNet.from_settings(settings).weights(hidden_size)
         if sparse:
             assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)

@@ -68,6 +68,47 @@ class Experts:
         return cls(**given | {"num_moe_experts": count})
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Sizes of Gated DeltaNet (https://arxiv.org/abs/2412.06464).
+
+    Names, meanings and defaults are those of Megatron's ``TransformerConfig``.
+    """
+
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> DeltaNet:
+        """Read a recipe's ``model.transformer`` or Megatron-LM's arguments."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if settings.get(field.name)})
+
+    def weights(self, hidden_size: int) -> int:
+        """Return the number of weights that a token multiplies in a layer, and of entries of states, four times."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        projected = hidden_size * (2 * keys + 2 * values + 2 * self.linear_num_value_heads) + values * hidden_size
+        return projected + self.linear_conv_kernel_dim * (2 * keys + values) + 4 * self.state
+
+    @property
+    def state(self) -> int:
+        """Number of entries of a layer's state."""
+        return self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+
+
+def layers_with_states(num_layers: int, settings: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer of a GPT whether it has Gated DeltaNet, as Megatron's ``get_linear_attention_pattern``."""
+    if settings.get("experimental_attention_variant") != "gated_delta_net":
+        return [False] * num_layers
+    every = settings["linear_attention_freq"]
+    return [
+        bool(layer % every) if isinstance(every, int) else bool(every[layer - 1]) for layer in range(1, num_layers + 1)
+    ]
+
+
 def layers_with_experts(num_layers: int, moe_layer_freq: int | Sequence[int]) -> list[bool]:
     """Return for each layer whether it has experts: every ``moe_layer_freq``-th from the first, or as a list says."""
     if isinstance(moe_layer_freq, int):

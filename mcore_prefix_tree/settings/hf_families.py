@@ -45,7 +45,16 @@ COMPARED: dict[str, Allowed] = {
     "olmoe": {"norm_topk_prob": (False,), "clip_qkv": (None,)},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_5_moe_text": {"hidden_act": ("silu",), "num_experts_per_tok": _ABOVE_ONE},
+    "qwen3_5_text": {"hidden_act": ("silu",)},
     "qwen3_moe": {},
+    "qwen3_next": {
+        "decoder_sparse_step": (1,),
+        "hidden_act": ("silu",),
+        "mlp_only_layers": ([],),
+        "norm_topk_prob": (True,),
+        "num_experts_per_tok": _ABOVE_ONE,
+    },
 }
 # Models of pictures and text by model_type: the model_type of their text model, and the model_type and architecture of
 # the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
@@ -53,5 +62,7 @@ TEXT_MODELS = {
     "gemma3": ("gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
     "mistral3": ("mistral", "mistral", "MistralForCausalLM"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2", "Qwen2ForCausalLM"),
+    "qwen3_5": ("qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "qwen3_vl": ("qwen3_vl_text", "qwen3", "Qwen3ForCausalLM"),
 }

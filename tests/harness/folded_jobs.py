@@ -5,6 +5,8 @@ The functions here run inside the processes of :mod:`harness.worlds`.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +63,14 @@ class Job:
     config: tuple[tuple[str, Any], ...] = ()
     pattern: str | None = None  # of a HybridModel
     vocab_size: int = VOCAB
+    double: bool = False  # compute in fp64 what upstream takes to fp32
+
+
+def in_precision_of(job: Job) -> Any:
+    """A context manager."""
+    from harness.in_double import kept_double
+
+    return kept_double() if job.double else contextlib.nullcontext()
 
 
 def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any], int]:
@@ -97,9 +107,10 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
         for folded in layouts
     ]
     step = functools.partial(forward_step, readout=supervised(job.way))
-    for _ in range(job.steps):
-        trainer.step(step, batches, seq_length=1)
-    reported = trainer.backward(step, batches, seq_length=1)
+    with in_precision_of(job):
+        for _ in range(job.steps):
+            trainer.step(step, batches, seq_length=1)
+        reported = trainer.backward(step, batches, seq_length=1)
     # A distributed optimizer scatters gradients: compare the weights instead.
     parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
     return step_loss(reported), parts, len(batches)
@@ -131,8 +142,10 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
 
     from mcore_prefix_tree.cpu.specs import cpu_spec
 
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # cpu_spec puts its layers in
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        plain, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     if config.multi_latent_attention and config.sequence_parallel:
         for layer in block.layer_specs:
@@ -182,9 +195,10 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = chunks_of(job, config, stock_spec, follows=False)
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
-    for _ in range(job.steps):
-        trainer.step(_stock_step, samples, seq_length=1)
-    reported = trainer.backward(_stock_step, samples, seq_length=1)
+    with in_precision_of(job):
+        for _ in range(job.steps):
+            trainer.step(_stock_step, samples, seq_length=1)
+        reported = trainer.backward(_stock_step, samples, seq_length=1)
     parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
     return step_loss(reported), parts
 

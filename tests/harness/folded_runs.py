@@ -38,6 +38,13 @@ LATENT = (
     ("rotary_scaling_factor", 4.0),
     ("original_max_position_embeddings", 8),
 )
+DELTA_NET = (
+    ("linear_conv_kernel_dim", 4),
+    ("linear_key_head_dim", 8),
+    ("linear_value_head_dim", 12),
+    ("linear_num_key_heads", 2),
+    ("linear_num_value_heads", 4),
+)
 Result = tuple[float, dict[str, torch.Tensor]]
 
 

@@ -141,6 +141,27 @@ def branching_samples() -> list[Sample]:
     return samples
 
 
+def deep_samples(seed: int = 0) -> list[Sample]:
+    """Two trees that branch at every one of five levels, with segments of one token and ends around chunks of 64.
+
+    There are also strict prefixes, a duplicate, a lone token and an early fork.
+    """
+    rng = random.Random(seed)
+
+    def run(*lengths: int) -> list[int]:
+        return [rng.randrange(VOCAB) for _ in range(rng.choice(lengths))]
+
+    paths: list[list[int]] = []
+    for first in ((63, 64, 65), (1, 3)):
+        path = run(*first)
+        for _ in range(5):
+            path += run(1, 2, 7, 20, 64)
+            paths += [path + run(1, 2, 5, 40) for _ in range(rng.choice((1, 2)))]
+        paths += [path, path[: len(path) // 2]]
+    paths += [[5, 7, 9], [5, 8, 9], [5], [5, 7, 9]]
+    return [Sample(tokens=tokens, loss_mask=[rng.choice([0.0, 1.0, 1.0, 0.5]) for _ in tokens]) for tokens in paths]
+
+
 def heterogeneous_json() -> str:
     """A normal layer, one without attention, one with a linear in its place."""
 

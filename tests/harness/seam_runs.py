@@ -264,4 +264,5 @@ def take_gradients(model: torch.nn.Module) -> dict[str, Any]:
 def assert_same_gradients(actual: dict[str, Any], expected: dict[str, Any], limit: float) -> None:
     assert actual.keys() == expected.keys()
     for name, wanted in expected.items():
-        assert worst(actual[name], wanted) < limit, name
+        error = worst(actual[name], wanted)
+        assert error < limit, f"{name}: {error:.2e}"

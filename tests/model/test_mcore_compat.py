@@ -226,7 +226,7 @@ def imported_from_core(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("rooms", "tables"),
     [
-        (["seam", "outputs"], [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE]),
+        (["seam", "outputs"], [compat.SEAM, compat.HYBRID, compat.DELTA_NET, compat.TRANSFORMER_ENGINE]),
         (["engine"], [compat.SEAM, compat.ENGINE]),
         (["packed"], [compat.SEAM, compat.HYBRID, compat.PACKED]),
         (

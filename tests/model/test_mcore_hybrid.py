@@ -144,10 +144,9 @@ def test_the_table_knows_every_letter_and_layer_of_upstream() -> None:
 
 REFUSED = {
     "M*-": r"M \(Mamba: its state would run from one sample of a tree into the next\) in .* 'M\*-'; use \* \(attention",
-    "G-|*-": r"G \(Gated DeltaNet: its state",
     "D-": r"D \(DeepSeek sparse attention: it chooses keys along the flat layout\)",
     "*-/*-/*-": r"/ \(multi-token prediction: ",
-    "MG*": r"M \(Mamba: .*\) nor G \(Gated DeltaNet: ",
+    "MD*": r"M \(Mamba: .*\) nor D \(DeepSeek sparse attention: ",
     "*X": r"X \(a layer that this package does not know\)",
 }
 
@@ -188,7 +187,7 @@ def test_upstreams_own_spec_is_taken() -> None:
     tree = with_prefix_tree(spec)
     assert issubclass(tree.module, HybridStack)
     assert tree.module.__name__ == "HybridStack"
-    for name in ("mamba_layer", "gdn_layer", "dsa_layer", "mlp_layer"):
+    for name in ("mamba_layer", "dsa_layer", "mlp_layer"):
         assert getattr(tree.submodules, name) == getattr(layers, name)
     assert issubclass(tree.submodules.moe_layer.module, layers.moe_layer.module)
     assert tree.submodules.moe_layer.module is not layers.moe_layer.module

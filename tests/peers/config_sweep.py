@@ -116,7 +116,11 @@ def cases_of(family: str) -> Iterator[dict[str, Any]]:
     for name in dict.fromkeys([*fields_of(family), *VALUES]):
         present = getattr(config, name, None)
         if name in KINDS_OF_LAYERS:
-            one, other = KINDS_OF_LAYERS[name]
+            one, other = (
+                ("linear_attention", "full_attention")
+                if "linear_attention" in (present or ())
+                else KINDS_OF_LAYERS[name]
+            )
             values: list[Any] = [[one] * layers, [other] * layers]
             values += [[one, other] * layers, [other, one] * layers]
             values = [value[:layers] for value in values]

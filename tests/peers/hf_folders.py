@@ -44,6 +44,15 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 16,
     "head_dim": 8,
 }
+DELTA_NET: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -78,6 +87,15 @@ FAMILIES = {
     "Qwen2.5": Family(name="Qwen2", settings=SIZES),
     "Qwen3": Family(name="Qwen3", settings=SIZES | {"tie_word_embeddings": True}),
     "Qwen3-MoE": Family(name="Qwen3Moe", settings=SIZES | EXPERTS),
+    "Qwen3.5": Family(name="Qwen3_5", config="Qwen3_5Text", settings=SIZES | DELTA_NET),
+    "Qwen3.5-MoE": Family(
+        name="Qwen3_5Moe",
+        config="Qwen3_5MoeText",
+        settings=SIZES | EXPERTS | DELTA_NET | {"shared_expert_intermediate_size": 48},
+    ),
+    "Qwen3-Next": Family(
+        name="Qwen3Next", settings=SIZES | EXPERTS | DELTA_NET | {"shared_expert_intermediate_size": 48}
+    ),
     "GLM-4.5": Family(
         name="Glm4Moe",
         settings=SIZES

@@ -24,6 +24,7 @@ from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
 from mcore_prefix_tree.mcore.models.bridge import load_bridge
 from mcore_prefix_tree.settings import load_recipe
 
+_CENTRED = "linear_attn.norm.weight"
 RECIPE = """
 batch: {global_batch_size: 9, max_tokens: 40}
 train_iters: 1
@@ -109,9 +110,9 @@ def gradients(run: Resolved) -> dict[str, torch.Tensor]:
     for parameter in chunks[0].parameters():
         parameter.data = parameter.grad
     assert run.recipe.model.hf is not None
-    return {
-        name: weight.clone() for name, weight in load_bridge(run.recipe.model.hf).export_hf_weights(chunks, cpu=True)
-    }
+    exported = dict(load_bridge(run.recipe.model.hf).export_hf_weights(chunks, cpu=True))
+    # A weight that Megatron-Core centres at zero is exported with one added to it.
+    return {name: weight - 1 if name.endswith(_CENTRED) else weight.clone() for name, weight in exported.items()}
 
 
 def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import transformers
 from harness.commands import run_command
-from hf_folders import SIZES, rows
+from hf_folders import DELTA_NET, EXPERTS, SIZES, rows
 from hf_jobs import REFERENCE, gradient_errors, gradients, nll, weights_in, worst_score, write_recipe
 
 from mcore_prefix_tree.mcore.loop.jobs import run_once
@@ -21,6 +21,7 @@ M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2,
 TOWER = {"hidden_size": 32, "intermediate_size": 48}
 PIXTRAL = TOWER | {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 QWEN = TOWER | {"depth": 2, "num_heads": 2, "out_hidden_size": SIZES["hidden_size"]}
+PARTLY = M_ROPE | {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
         {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
@@ -28,6 +29,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Mistral3": ({"model_type": "mistral", "sliding_window": None}, PIXTRAL | {"image_size": 28, "patch_size": 14}),
     "Qwen2_5_VL": ({"rope_parameters": M_ROPE}, QWEN | {"fullatt_block_indexes": [0]}),
+    "Qwen3_5": (DELTA_NET | {"rope_parameters": PARTLY}, QWEN | {"num_position_embeddings": 16}),
+    "Qwen3_5Moe": (
+        DELTA_NET | EXPERTS | {"rope_parameters": PARTLY, "shared_expert_intermediate_size": 48},
+        QWEN | {"num_position_embeddings": 16},
+    ),
     "Qwen3VL": (
         {"rope_parameters": M_ROPE | {"mrope_interleaved": True}},
         QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},

@@ -72,6 +72,8 @@ def test_json_is_one_object_and_nothing_else(forest):
         "skipped_by_kind": {},
         "longest_path": 5,
         "deepest_node": 3,
+        "segment_levels": 2,
+        "branch_states": 1,
         "longest_sample": f"{forest}:2",
         "tokenizer": None,
         "largest_trees": [

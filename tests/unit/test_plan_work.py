@@ -55,6 +55,27 @@ def test_flops_of_latent_attention_by_hand():
     assert LatentAttention.from_settings(settings | {"multi_latent_attention": False}) is None
 
 
+def test_flops_of_gated_delta_net_by_hand():
+    """Two heads of 3 channels for keys, and four of 5 for values; one layer has attention."""
+    sizes = {
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    recurrent = 8 * (6 + 6 + 20 + 20 + 4 + 4) + 4 * (6 + 6 + 20) + 4 * (4 * 3 * 5) + 20 * 8
+    attention, mlp = 4 * 64, 3 * 128
+    variant = {"experimental_attention_variant": "gated_delta_net"}
+    for every, layers, of_states in ((4, 4, 3), ([1, 0], 2, 1)):
+        settings = sizes | variant | {"linear_attention_freq": every}
+        work = ModelWork.from_dimensions(**DENSE | {"num_layers": layers}, settings=settings)
+        assert work.token == 2 * (of_states * recurrent + attention + layers * mlp)
+        assert work.layers == 1
+    hybrid = ModelWork.from_dimensions(**DENSE, settings=sizes, parts=["delta net", "mlp", "attention"])
+    assert (hybrid.token, hybrid.layers) == (2 * (recurrent + mlp + attention), 1)
+
+
 def test_flops_of_experts_by_hand():
     """The second layer is dense. A token passes a router, three experts of 6 channels and a shared one of 4."""
     settings = {"moe_router_topk": 3, "moe_ffn_hidden_size": 6, "moe_shared_expert_intermediate_size": 4}

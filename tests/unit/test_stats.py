@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
-from harness.oracles import comb, flat_paths, paths_of, sample_lists, samples_through
+from harness.oracles import comb, flat_paths, parent_path, paths_of, sample_lists, samples_through
 from hypothesis import given
 
 from mcore_prefix_tree import Sample, fold
@@ -27,6 +28,11 @@ def test_counts(samples):
     # Nodes along a sample: its set of companions changes at every border.
     runs = [len({frozenset(through[path]) for path in paths_of(sample)}) for sample in samples]
     assert found.deepest_node == max(runs, default=0)
+    children = Counter(parent_path(path) for path in through)
+    branching = {path for path, count in children.items() if path[1] and count > 1}
+    above = [len({parent_path(path) for path in paths_of(sample)} & branching) for sample in samples]
+    assert found.segment_levels == max((1 + count for count in above), default=0)
+    assert found.branch_states == len(branching)
 
 
 @given(sample_lists())

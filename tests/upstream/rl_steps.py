@@ -16,7 +16,7 @@ from typing import Any
 import rl_stock  # puts the checkout on the path, and has its CPU emulated
 import torch
 import train_rl
-from in_double import AllInDouble, error_of, with_any_weights
+from harness.in_double import AllInDouble, error_of, with_any_weights
 from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     reconfigure_num_microbatches_calculator,

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from built_models import differences, stock_builder
-from in_double import AllInDouble, error_of, with_any_weights
+from harness.in_double import AllInDouble, error_of, with_any_weights
 from megatron_lm import CPU, FOLDED, TRAIN
 
 from mcore_prefix_tree.cpu.emulation import enable_training

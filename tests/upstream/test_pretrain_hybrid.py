@@ -40,6 +40,11 @@ require_checkout()
 
 ROOT = Path(os.environ[VARIABLE])
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type none"
+DELTA_NET = (
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4"
+)
+HAS_DELTA_NET = (ROOT / "megatron" / "core" / "ssm" / "gated_delta_net" / "gdn.py").is_file()
 HAS_SCRIPT = (ROOT / "pretrain_hybrid.py").is_file()
 needs_script = pytest.mark.skipif(not HAS_SCRIPT, reason="pretrain_hybrid.py came with core_v0.18")
 READS_GPTS = (ROOT / "megatron" / "core" / "dist_checkpointing" / "gpt_checkpoint_interop.py").is_file()
@@ -111,9 +116,11 @@ def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) ->
 
 
 @needs_script
-@pytest.mark.parametrize("pattern", ["*E*E", pytest.param("+-+E", marks=pytest.mark.slow)])
-def test_experts_and_latent_attention(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
-    layers = f"{hybrid_model(pattern)} {EXPERTS}"
+@pytest.mark.parametrize("pattern", ["*E*E", "G-G*", pytest.param("+-+E", marks=pytest.mark.slow)])
+def test_other_layers(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
+    if "G" in pattern and not HAS_DELTA_NET:
+        pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
+    layers = f"{hybrid_model(pattern)} {DELTA_NET if 'G' in pattern else EXPERTS}"
     if "+" in pattern:
         layers = layers.replace("--group-query-attention --num-query-groups 2", "")
         layers += " --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"

@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle
+from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle
 from harness.worlds import Layout
 from inside_jobs import InsideJob, inside, unfolded_oracle
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
+VARIANT = (("experimental_attention_variant", "gated_delta_net"), ("linear_attention_freq", 4))
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 DENSE = Job(pattern="*-*-", way="weighted sum")
 TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)
@@ -54,6 +55,36 @@ def test_every_layout(size: int, layout: Layout, job: Job) -> None:
         pytest.skip("latent attention in a pattern came with megatron-core 0.19")
     job = replace(job, max_tokens=LONGEST + 10)
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config == MOE else FP64)
+
+
+STATES = Job(pattern="G-G*", way="weighted sum", config=DELTA_NET, double=True, max_tokens=LONGEST + 10)
+TP2 = Layout(tp=2)
+
+
+@pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        # Upstream's own gradient of a norm over heads has one rank's heads without sequence parallelism.
+        pytest.param(2, TP2, STATES, id="tp2"),
+        pytest.param(2, TP2_SP, STATES, id="tp2-sp"),
+        pytest.param(2, PP2, replace(STATES, pattern="G-G|*"), id="pp2"),
+        pytest.param(2, Layout(pp=2, vpp=2), replace(STATES, pattern="G|-|G|*"), id="pp2-vpp2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(), STATES, id="dp2", marks=pytest.mark.ci),
+        pytest.param(
+            2, TP2_SP, replace(STATES, config=DELTA_NET + RECOMPUTE), id="tp2-sp-recompute", marks=pytest.mark.ci
+        ),
+        pytest.param(
+            2, Layout(ep=2), replace(STATES, pattern="GE*E", config=DELTA_NET + MOE), id="ep2", marks=pytest.mark.ci
+        ),
+        pytest.param(
+            2, TP2_SP, replace(STATES, pattern=None, config=DELTA_NET + VARIANT), id="gpt-tp2-sp", marks=pytest.mark.ci
+        ),
+        pytest.param(2, PP2, replace(STATES, pattern=None, config=DELTA_NET + VARIANT), id="gpt-pp2"),
+    ],
+)
+def test_states_in_every_layout(size: int, layout: Layout, job: Job) -> None:
+    check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.pattern == "GE*E" else FP64)
 
 
 @pytest.mark.parametrize(

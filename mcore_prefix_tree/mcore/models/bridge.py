@@ -82,6 +82,11 @@ _NAMES = {
     "add_bias_linear": "add_bias_linear",
     "qk_layernorm": "qk_layernorm",
 }
+# Names of a provider's further fields that describe its model.
+_DESCRIBED = re.compile(
+    "moe_|num_moe|multi_latent|q_lora|kv_lora|qk_.*head_dim|v_head|window_|layernorm_ep|linear_|experimental_attention|"
+    "attention_output_gate"
+)
 # In the names of an adapter's parameters.
 ADAPTER = ".adapter."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -290,7 +295,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
     further: dict[str, Any] = {
         field.name: list(value) if isinstance(value, tuple) else value
         for field in dataclasses.fields(kind)
-        if re.match("moe_|num_moe|multi_latent|q_lora|kv_lora|qk_.*head_dim|v_head|window_|layernorm_ep", field.name)
+        if _DESCRIBED.match(field.name)
         for value in (getattr(provider, field.name),)
         if value != field.default and isinstance(value, int | float | str | list | tuple)
     }

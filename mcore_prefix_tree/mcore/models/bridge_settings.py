@@ -21,7 +21,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _YARN = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
 _YARN_SCALES = ("yarn_mscale", "yarn_mscale_all_dim")
 # Architectures that turn a share of the channels; transformers 5 keeps it in a place that Megatron-Bridge skips.
-_PARTLY_ROTARY = ("glm4_moe", "minimax_m2")
+_PARTLY_ROTARY = ("glm4_moe", "minimax_m2", "qwen3_next")
 
 
 def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, tensor_parallel: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
@@ -131,11 +132,13 @@ def check_transformer_engine() -> None:
 
 def local_layers(config: Any, vp_stage: int | None = None) -> Any:
     """Return megatron-core's own layers of a model chunk, ``vp_stage`` within its stage, tree-capable."""
-    block = stock_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-    if config.use_cpu_initialization:
-        # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
-        block = cpu_spec(block, config, vp_stage)
-    return with_prefix_tree(block)
+    if not config.use_cpu_initialization:
+        return with_prefix_tree(stock_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage))
+    # Without Apex or TransformerEngine megatron-core has no norm for sequence parallelism, say; testing has.
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    block = stock_block_spec(plain, use_transformer_engine=False, vp_stage=vp_stage)
+    return with_prefix_tree(cpu_spec(block, config, vp_stage))
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

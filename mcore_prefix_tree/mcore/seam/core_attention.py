@@ -206,8 +206,7 @@ def attend(
         name = "attention_bias" if attention_mask is None else "attention_mask"
         raise ValueError(f"{name} must be None with a folded micro-batch: the tree says who sees whom")
     if query.ndim == 4:
-        if query.shape[1] != 1:
-            raise ValueError(f"a folded micro-batch has batch size 1, not {query.shape[1]}; set micro_batch_size=1")
+        check_batch_size(query.shape[1])
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
     assert tree.tree_metadata is not None
     folded = tree_attention(
@@ -222,6 +221,12 @@ def attend(
         deterministic=deterministic,
     )
     return folded.reshape(folded.shape[0], 1, -1)
+
+
+def check_batch_size(size: int) -> None:
+    """Raise ValueError for a folded micro-batch in more than one row."""
+    if size != 1:
+        raise ValueError(f"a folded micro-batch has batch size 1, not {size}; set micro_batch_size=1")
 
 
 @cache

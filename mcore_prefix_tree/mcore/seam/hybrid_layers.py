@@ -15,14 +15,17 @@ from mcore_prefix_tree.mcore import compat
 HAS_HYBRID_MODEL = compat.has_hybrid_model()
 NEEDS_NEWER = "hybrid models need HybridModel, which came with megatron-core 0.18"
 
+HAS_DELTA_NET = compat.has_delta_net()
+
 if HAS_HYBRID_MODEL:
     compat.check(compat.HYBRID)
 
 # Kinds of computation, for counting FLOPs.
-Part: TypeAlias = Literal["attention", "mlp", "experts", "state"]
+Part: TypeAlias = Literal["attention", "mlp", "experts", "delta net", "state"]
 
 _PIPE, _MTP = "|", "/"
 _STATE = "its state would run from one sample of a tree into the next"
+_OLD = None if HAS_DELTA_NET else "it follows a tree since megatron-core 0.19"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ LAYERS = {
     "-": HybridLayer("MLP", "mlp_layer", "mlp"),
     "E": HybridLayer("experts", "moe_layer", "experts"),
     "M": HybridLayer("Mamba", "mamba_layer", "state", _STATE),
-    "G": HybridLayer("Gated DeltaNet", "gdn_layer", "state", _STATE),
+    "G": HybridLayer("Gated DeltaNet", "gdn_layer", "delta net", _OLD),
     "D": HybridLayer("DeepSeek sparse attention", "dsa_layer", "attention", "it chooses keys along the flat layout"),
 }
 

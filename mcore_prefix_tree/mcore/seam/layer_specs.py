@@ -10,6 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -27,17 +30,33 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer, Tr
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
 from mcore_prefix_tree.mcore.seam.experts import TreeExpertLayerMixin, has_experts, with_tree_router
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, LAYERS, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.mcore.seam.hybrid_layers import (
+    HAS_DELTA_NET,
+    HAS_HYBRID_MODEL,
+    LAYERS,
+    NEEDS_NEWER,
+    check_pattern,
+)
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
 
 if HAS_HYBRID_MODEL:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 
+# Classes that mix the tokens of a layer, and what makes them follow a tree.
+_ATTENTIONS: dict[Any, Any] = {SelfAttention: TreeSelfAttentionMixin, MLASelfAttention: TreeLatentAttentionMixin}
+_STATES: dict[Any, Any] = {}
+if HAS_DELTA_NET:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from mcore_prefix_tree.mcore.seam.delta_net import TreeDeltaNetMixin
+
+    _STATES[GatedDeltaNet] = TreeDeltaNetMixin
+
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
 
 def with_prefix_tree(spec: Spec) -> Spec:
-    """Return a spec whose self-attention follows the tree of a micro-batch that carries one, and is unchanged without.
+    """Return a spec whose layers follow the tree of a micro-batch that carries one, and is unchanged without.
 
     Args:
         spec: a ``ModuleSpec`` of a transformer layer or block, or ``TransformerBlockSubmodules``; local,
@@ -48,9 +67,9 @@ def with_prefix_tree(spec: Spec) -> Spec:
         A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
 
     Raises:
-        NotImplementedError: a layer mixes tokens in ways other than self-attention (cross-attention, Mamba,
-            multi-token prediction); names the module. A hybrid stack refuses its layers when it is built, by their
-            letter: see :func:`check_pattern`.
+        NotImplementedError: a layer mixes tokens in ways other than self-attention and Gated DeltaNet (cross-attention,
+            Mamba, multi-token prediction); names the module. A hybrid stack refuses its layers when it is built, by
+            their letter: see :func:`check_pattern`.
         TypeError: ``spec`` is not such a spec.
     """
     if isinstance(spec, TransformerBlockSubmodules):
@@ -111,14 +130,15 @@ class TreeStackMixin:
 def check_attention(model: Any) -> None:
     """Reject a model, or a part of one, with an attention that does not follow a tree: NotImplementedError names it."""
     for name, module in model.named_modules():
-        if not isinstance(module, Attention):
+        if not isinstance(module, (Attention, *_STATES)):
             continue
-        follows = isinstance(module, TreeSelfAttentionMixin | TreeLatentAttentionMixin)
-        if not follows:
+        if not isinstance(module, (*_ATTENTIONS.values(), *_STATES.values())):
             raise NotImplementedError(
                 f"{name} is a {type(module).__name__}, which does not follow a tree; build the model from "
                 "with_prefix_tree(spec)"
             )
+        if not isinstance(module, Attention):
+            continue
         core = getattr(module, "core_attention", None)
         if not isinstance(core, TreeCoreAttentionMixin):
             raise NotImplementedError(
@@ -153,16 +173,18 @@ def _layer(spec: ModuleSpec) -> ModuleSpec:
 
 def _self_attention(spec: Any) -> Any:
     module = get_module(spec)
-    for known, mixin in ((SelfAttention, TreeSelfAttentionMixin), (MLASelfAttention, TreeLatentAttentionMixin)):
+    for known, mixin in (_ATTENTIONS | _STATES).items():
         if isinstance(module, type) and issubclass(module, known):
-            core_attention = _core_attention(spec.submodules.core_attention)
-            submodules = dataclasses.replace(spec.submodules, core_attention=core_attention)
+            submodules = spec.submodules
+            if known in _ATTENTIONS:
+                core_attention = _core_attention(submodules.core_attention)
+                submodules = dataclasses.replace(submodules, core_attention=core_attention)
             return dataclasses.replace(spec, module=tree_class(mixin, module), submodules=submodules)
     if module is IdentityOp or getattr(spec, "params", {}).get("tp_comm_buffer_name") == "linear_attn":
         return spec  # a heterogeneous layer without attention works on each token by itself
     raise NotImplementedError(
-        f"prefix-tree training does not support {_name(module)} as self-attention: it is neither a SelfAttention nor a "
-        "MLASelfAttention"
+        f"prefix-tree training does not support {_name(module)} as self-attention: use one of "
+        f"{', '.join(map(_name, _ATTENTIONS | _STATES))}"
     )
 
 
@@ -228,7 +250,18 @@ gpt_layer_te_qk_layernorm = _te_spec(qk_layernorm=True)
 def stock_block_spec(
     config: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return upstream's decoder block of a model, for megatron-core's local or TransformerEngine's layers."""
+    """Return upstream's decoder block of a model, for megatron-core's local or TransformerEngine's layers.
+
+    Raises:
+        NotImplementedError: upstream has no local layers with the model's ``experimental_attention_variant``.
+    """
+    if config.experimental_attention_variant is not None:
+        if not use_transformer_engine:
+            raise NotImplementedError(
+                f"experimental_attention_variant={config.experimental_attention_variant!r}: Megatron-Core has no local "
+                "layers of it; set transformer_impl=transformer_engine"
+            )
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_transformer_engine,

@@ -46,9 +46,9 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "(NVIDIA/Megatron-LM issue 1699); set sequence_parallel=True",
         ),
         (
-            config.experimental_attention_variant is not None,
+            config.experimental_attention_variant not in (None, "gated_delta_net"),
             f"experimental_attention_variant={config.experimental_attention_variant!r}: its tokens mix in other ways "
-            "than attention along a path; set experimental_attention_variant=None",
+            "than attention or a state along a path; set experimental_attention_variant='gated_delta_net' or None",
         ),
         (
             bool(config.mtp_num_layers),

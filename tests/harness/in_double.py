@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,6 +25,24 @@ class AllInDouble(TorchFunctionMode):
         if function is torch.Tensor.to:
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         return function(*args, **kwargs)
+
+
+@contextmanager
+def kept_double() -> Iterator[None]:
+    """Leave fp64 what upstream would take to fp32, also in a recomputation, of which a mode is not asked."""
+    to, narrow = torch.Tensor.to, torch.Tensor.float
+
+    def is_wide(tensor: torch.Tensor) -> bool:
+        return tensor.dtype is torch.float64
+
+    def kept(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args = tuple(torch.float64 if one is torch.float32 and is_wide(tensor) else one for one in args)
+        return to(tensor, *args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", kept))
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", lambda x: x if is_wide(x) else narrow(x)))
+        yield
 
 
 def with_any_weights(model: torch.nn.Module) -> None:

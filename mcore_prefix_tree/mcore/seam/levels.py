@@ -1,0 +1,224 @@
+"""Order of a tree's tokens for recurrent layers: a state goes from the end of a segment into all of its children.
+
+Legend: P tokens of a micro-batch with padding, G segments that have tokens, W width of a convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.upload import upload
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Level:
+    """n segments with equally many branch points above them: one batch of sequences.
+
+    Those with children come first, and the long before the short.
+
+    Attributes:
+        start: place of its first token in :attr:`Levels.order`.
+        end: place after its last token.
+        cu_lens: int64 ``[n + 1]``, borders of the segments, from 0.
+        parent: int64 ``[n]``, each segment's parent among the kept states of the level above; of no use to roots.
+        kept: number of segments with children, whose last state is kept.
+        lens: int64 NumPy ``[n]``, tokens of each segment.
+    """
+
+    start: int
+    end: int
+    cu_lens: torch.Tensor
+    parent: torch.Tensor
+    kept: int
+    lens: Int64Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Levels:
+    """The tokens level by level. All padding is one more root.
+
+    Attributes:
+        levels: from the roots down.
+        order: int64 ``[P]``, flat index of each token.
+        inverse: int64 ``[P]``, place of each flat token in ``order``.
+        host_order: the same as a NumPy array.
+        first: int64 NumPy ``[G]``, place in ``order`` of each segment's first token, ascending.
+        above: int64 NumPy ``[P]``, place in ``order`` of each token's predecessor on its path; P if it has none.
+    """
+
+    levels: tuple[Level, ...]
+    order: torch.Tensor
+    inverse: torch.Tensor
+    host_order: Int64Array
+    first: Int64Array
+    above: Int64Array
+
+    @classmethod
+    def of(cls, metadata: TreeMetadata) -> Levels:
+        """Return the plan of a micro-batch, on the device of its tensors."""
+        starts, ends, parent = _segments_with_tokens(metadata)
+        size, device = metadata.padded_size, metadata.subtree_end.device
+        level = np.zeros(len(parent), dtype=np.int64)
+        for segment, above in enumerate(parent.tolist()):
+            level[segment] = level[above] + 1 if above >= 0 else 0
+        has_children = np.zeros(len(parent), dtype=bool)
+        has_children[parent[parent >= 0]] = True
+        lens = ends - starts
+        by_level = np.lexsort((-lens, ~has_children, level))
+        lens = lens[by_level]
+        first = np.cumsum(lens) - lens
+        order = np.repeat(starts[by_level] - first, lens) + np.arange(size)
+        inverse = np.empty(size, dtype=np.int64)
+        inverse[order] = np.arange(size)
+        predecessor = np.concatenate([[size], np.arange(size - 1)])
+        last = inverse[ends[parent] - 1]
+        predecessor[first] = np.where(parent >= 0, last, size)[by_level]
+        return cls(
+            levels=tuple(_levels(by_level, level, lens, parent, has_children, device)),
+            order=upload(order, device),
+            inverse=upload(inverse, device),
+            host_order=order,
+            first=first,
+            above=predecessor,
+        )
+
+
+def _segments_with_tokens(metadata: TreeMetadata) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return first token, end and parent of each segment, int64 ``[G]``, parents before children; -1 for a root."""
+    segments, tokens, size = metadata.segments, metadata.num_tokens, metadata.padded_size
+    real = len(segments.parent) - (size - tokens)
+    borders = segments.cu_lens[: real + 1].astype(np.int64)
+    renumbered = np.cumsum(np.diff(borders) > 0) - 1
+    # A segment without tokens hands on the state of its parent.
+    nearest: list[int] = []
+    parent: list[int] = []
+    for segment, above in enumerate(segments.parent[:real].tolist()):
+        above = nearest[above] if above >= 0 else -1
+        is_empty = borders[segment] == borders[segment + 1]
+        nearest.append(above if is_empty else int(renumbered[segment]))
+        if not is_empty:
+            parent.append(above)
+    filled = np.flatnonzero(np.diff(borders))
+    starts, ends = borders[filled], borders[filled + 1]
+    if tokens < size:
+        starts, ends, parent = np.append(starts, tokens), np.append(ends, size), [*parent, -1]
+    return starts, ends, np.array(parent, dtype=np.int64)
+
+
+def _levels(
+    by_level: Int64Array,
+    level: Int64Array,
+    lens: Int64Array,
+    parent: Int64Array,
+    has_children: npt.NDArray[np.bool_],
+    device: torch.device,
+) -> list[Level]:
+    """Return the levels of segments that are sorted by level; ``lens`` are in that order, the others are not."""
+    sizes = np.bincount(level)
+    # A segment's place among those of its level.
+    place = np.empty(len(level), dtype=np.int64)
+    place[by_level] = np.arange(len(level)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    made, token, segment = [], 0, 0
+    for size in sizes.tolist():
+        chosen, own = by_level[segment : segment + size], lens[segment : segment + size]
+        end = token + int(own.sum())
+        made.append(
+            Level(
+                start=token,
+                end=end,
+                cu_lens=upload(np.concatenate([[0], np.cumsum(own)]), device),
+                parent=upload(place[np.maximum(parent[chosen], 0)], device),
+                kept=int(has_children[chosen].sum()),
+                lens=own,
+            )
+        )
+        token, segment = end, segment + size
+    return made
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PathRows:
+    """One row of tokens in which each segment follows the W - 1 tokens before it on its path.
+
+    A causal convolution of the row is that of every path, at the segments' own tokens.
+
+    Attributes:
+        tokens: int64 ``[P + G * (W - 1)]``, flat index of each token, P for the zeros before a root.
+        own: int64 ``[P]``, where the row has the tokens of :attr:`Levels.order`.
+    """
+
+    tokens: torch.Tensor
+    own: torch.Tensor
+
+    @classmethod
+    def of(cls, metadata: TreeMetadata, width: int) -> PathRows:
+        """Return the row for a convolution of a width."""
+        levels = metadata.derived("levels", Levels.of)
+        size, device = metadata.padded_size, metadata.subtree_end.device
+        own = np.arange(size)
+        own += (width - 1) * np.searchsorted(levels.first, own, side="right")
+        rows = np.empty(size + len(levels.first) * (width - 1), dtype=np.int64)
+        rows[own] = np.arange(size)
+        above, at = np.append(levels.above, size), levels.first
+        for distance in range(1, width):
+            at = above[at]
+            rows[own[levels.first] - distance] = at
+        return cls(tokens=upload(np.append(levels.host_order, size)[rows], device), own=upload(own, device))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Padded:
+    """m segments of a level as sequences of one length L.
+
+    Attributes:
+        tokens: int64 ``[m * L]``, place of each token in its level; after a segment's end, that of its last token.
+        is_token: bool ``[m, L]``.
+        own: int64, places in ``tokens`` of the segments' own tokens.
+    """
+
+    tokens: torch.Tensor
+    is_token: torch.Tensor
+    own: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PaddedLevels:
+    """The levels for a rule that has no sequences in one row; the longest of a batch is at most twice the shortest.
+
+    Attributes:
+        levels: for each level, batches of segments that follow each other.
+    """
+
+    levels: tuple[tuple[Padded, ...], ...]
+
+    @classmethod
+    def of(cls, metadata: TreeMetadata, chunk: int) -> PaddedLevels:
+        """Return the batches for a rule whose sequences fill chunks of so many tokens."""
+        device = metadata.subtree_end.device
+        levels = metadata.derived("levels", Levels.of).levels
+        return cls(levels=tuple(tuple(_padded(level.lens, chunk, device)) for level in levels))
+
+
+def _padded(lens: Int64Array, chunk: int, device: torch.device) -> list[Padded]:
+    """Return the batches of a level's segments."""
+    doublings = np.ceil(np.log2(-(-lens // chunk))).astype(np.int64)
+    made, starts = [], np.cumsum(lens) - lens
+    for batch in np.split(np.arange(len(lens)), np.flatnonzero(np.diff(doublings)) + 1):
+        place = np.arange(lens[batch].max())
+        tokens = starts[batch, None] + np.minimum(place, lens[batch, None] - 1)
+        is_token = place < lens[batch, None]
+        made.append(
+            Padded(
+                tokens=upload(tokens.ravel(), device),
+                is_token=upload(is_token, device),
+                own=upload(np.flatnonzero(is_token), device),
+            )
+        )
+    return made

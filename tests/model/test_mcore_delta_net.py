@@ -1,0 +1,241 @@
+"""Gated DeltaNet along a tree is the stock layer on each sample alone, to fp64's last digits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness.in_double import kept_double
+from harness.marks import quick
+from harness.oracles import worst
+from harness.seam_models import deep_samples, hybrid, hybrid_twins, tiny_config, twins
+from harness.seam_runs import (
+    FP32_INSIDE,
+    MOE,
+    assert_same_gradients,
+    batch_of,
+    supervised,
+    take_gradients,
+    unfolded_rows,
+)
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.logprob import restore
+from mcore_prefix_tree.mcore import with_prefix_tree
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
+from mcore_prefix_tree.mcore.seam.levels import Levels
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+
+if not HAS_DELTA_NET:
+    pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19", allow_module_level=True)
+
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn, torch_chunk_gated_delta_rule
+
+from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
+
+DELTA_NET = {
+    "num_layers": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GPT = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}
+# name: (pattern, fields of the config, seed of the forest)
+VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "one in four is attention": ("GGG*", {}, 0),
+    "only states": ("G", {}, 1),
+    "with MLPs": ("G-*-", {}, 2),
+    "with experts": ("GE*E", MOE, 3),
+    "deterministic": ("G*G-", {"deterministic_mode": True}, 4),
+    "full recompute": ("G*G-", FULL, 5),
+    "wide convolution": ("G*", {"linear_conv_kernel_dim": 7}, 7),
+    "convolution of one token": ("G*", {"linear_conv_kernel_dim": 1}, 8),
+    "as many keys as values": ("G*", {"linear_num_key_heads": 4}, 9),
+    "gated attention": ("GG*-", {"attention_output_gate": True}, 10),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_double() -> Iterator[None]:
+    with kept_double():
+        yield
+
+
+def make_twins(pattern: str, **settings: Any) -> tuple[Any, Any]:
+    return with_long_memory(hybrid_twins(tiny_config(**DELTA_NET | settings | {"num_layers": len(pattern)}), pattern))
+
+
+def make_tree(pattern: str) -> Any:
+    return hybrid(tiny_config(**DELTA_NET | {"num_layers": len(pattern)}), pattern, with_prefix_tree(hybrid_stack))
+
+
+def with_long_memory(models: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Decays near one: states last for many tokens, and no gradient is the small rest of large ones."""
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.data -= 4
+    return models
+
+
+def assert_folded_is_unfolded(stock: Any, tree: Any, samples: list[Sample], *, limit: float = 1e-12) -> None:
+    expected, batch = unfolded_rows(stock, samples), batch_of(samples)
+    found, _ = Logprobs(fused=False).read(tree_forward(tree, batch), batch)
+    for row, wanted in zip(restore(found, batch.layout), expected["logprob"], strict=True):
+        assert worst(row[1:].detach(), wanted) < limit
+    loss = supervised(tree, batch, WeightedSum(fused=False))
+    loss.backward()
+    assert worst(loss.detach(), expected["loss"]) < limit
+    assert_same_gradients(take_gradients(tree), expected["grads"], limit)
+
+
+@pytest.mark.parametrize("name", quick("one in four is attention", "full recompute", of=VARIANTS))
+def test_folded_is_unfolded(name: str) -> None:
+    pattern, settings, seed = VARIANTS[name]
+    limit = FP32_INSIDE if "E" in pattern else 1e-12
+    assert_folded_is_unfolded(*make_twins(pattern, **settings), deep_samples(seed), limit=limit)
+
+
+def test_norm_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's own recomputation of it runs only with TransformerEngine."""
+    stock, _ = make_twins("G-G*", **GPT)
+    _, tree = make_twins("G-G*", **GPT, recompute_granularity="selective", recompute_modules=["gdn_norm_out"])
+    tree.load_state_dict(stock.state_dict())
+    norms, original = [], GatedDeltaNet._apply_gated_norm
+    monkeypatch.setattr(
+        type(tree.decoder.layers[0].self_attention),
+        "_apply_gated_norm",
+        lambda *given: norms.append(1) or original(*given),
+    )
+    assert_folded_is_unfolded(stock, tree, deep_samples(6))
+    assert len(norms) == 2 + 2 * 2
+
+
+@pytest.mark.parametrize("settings", [{}, FULL, MOE], ids=["plain", "full recompute", "experts"])
+def test_gpt_with_states_in_three_of_four_layers(settings: dict[str, Any]) -> None:
+    config = tiny_config(**DELTA_NET | GPT | settings)
+    stock, tree = with_long_memory(twins(config))
+    assert [isinstance(layer.self_attention, GatedDeltaNet) for layer in tree.decoder.layers] == [1, 1, 1, 0]
+    assert list(tree.state_dict()) == list(stock.state_dict())
+    limit = FP32_INSIDE if settings is MOE else 1e-12
+    assert_folded_is_unfolded(stock, tree, deep_samples(11), limit=limit)
+
+
+def test_forest_branches_at_five_levels() -> None:
+    levels = Levels.of(batch_of(deep_samples()).packed_seq_params.tree_metadata)
+    assert len(levels.levels) > 5
+    assert all(level.kept for level in levels.levels[:5])
+    lens = {length for level in levels.levels for length in level.lens.tolist()}
+    assert {1, 64} <= lens
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_layer_without_a_tree_is_upstreams(deterministic: bool) -> None:
+    stock, tree = make_twins("GG", deterministic_mode=deterministic)
+    ids = torch.tensor(deep_samples()[0].tokens.tolist()).unsqueeze(0)
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    assert torch.equal(tree(ids, positions, None), stock(ids, positions, None))
+    assert list(tree.state_dict()) == list(stock.state_dict())
+    assert {type(layer.self_attention).__name__ for layer in tree.decoder.layers} == {"GatedDeltaNet"}
+
+
+def test_recurrence_of_thousands_of_tokens() -> None:
+    """Rounding grows with the length of a path."""
+    stock, tree = make_twins("G")
+    rng = torch.Generator().manual_seed(3)
+    stem, *leaves = (torch.randint(0, 61, (n,), generator=rng).tolist() for n in (4100, 70, 1, 200))
+    samples = [Sample(tokens=stem + leaf, loss_mask=[1.0] * len(stem + leaf)) for leaf in leaves]
+    assert_folded_is_unfolded(stock, tree, samples, limit=1e-10)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 70])
+def test_padding_changes_nothing(padding: int) -> None:
+    _, tree = make_twins("GG")
+    samples = deep_samples(12)
+    expected = None
+    for extra in (3, padding):
+        layout = fold(samples, padded_size=fold(samples).physical_tokens + extra)
+        loss = supervised(tree, MicroBatch.from_layout(layout), WeightedSum(fused=False))
+        loss.backward()
+        found = take_gradients(tree)
+        if expected is not None:
+            assert_same_gradients(found, expected, 1e-14)
+        expected = found
+
+
+def fla_rule(calls: list[Any]) -> Any:
+    """A stand-in with the contract of FLA's ``chunk_gated_delta_rule``: sequences in one row, each from its state."""
+
+    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, Any]:
+        borders, initial, keeps = (given.pop(name) for name in ("cu_seqlens", "initial_state", "output_final_state"))
+        calls.append((borders.tolist(), None if initial is None else tuple(initial.shape), keeps))
+        assert borders.dtype is torch.int64
+        assert int(borders[-1]) == q.shape[1]
+        out, states = [], []
+        for i, (start, end) in enumerate(zip(borders.tolist(), borders[1:].tolist(), strict=False)):
+            own = {name: x[:, start:end] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+            state = None if initial is None else initial[i : i + 1]
+            parts = (x[:, start:end] for x in (q, k, v))
+            mixed, last = torch_chunk_gated_delta_rule(*parts, initial_state=state, output_final_state=True, **own)
+            out.append(mixed)
+            states.append(last)
+        return torch.cat(out, dim=1), torch.cat(states) if keeps else None
+
+    return rule
+
+
+def test_fla_gets_one_call_a_level() -> None:
+    stock, tree = make_twins("G*")
+    calls: list[Any] = []
+    tree.decoder.layers[0].self_attention.gated_delta_rule = fla_rule(calls)
+    samples = deep_samples(13)
+    assert_folded_is_unfolded(stock, tree, samples)
+    levels = Levels.of(batch_of(samples).packed_seq_params.tree_metadata).levels
+    calls = calls[: len(levels)]
+    assert [borders for borders, _, _ in calls] == [level.cu_lens.tolist() for level in levels]
+    assert [keeps for _, _, keeps in calls] == [level.kept > 0 for level in levels]
+    heads, key, value = 4, 8, 12
+    assert [shape for _, shape, _ in calls] == [None, *((len(level.lens), heads, key, value) for level in levels[1:])]
+
+
+def test_deterministic_attention_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLA's kernels do not give the same bits twice."""
+    _, tree = make_twins("G")
+    layer = tree.decoder.layers[0].self_attention
+    layer.gated_delta_rule = lambda *_, **__: pytest.fail("FLA was called")
+    monkeypatch.setattr(gdn, "causal_conv1d", layer.gated_delta_rule)
+    layout = fold(deep_samples())
+    tree_forward(tree, MicroBatch.from_layout(layout, deterministic_attention=True))
+
+
+def test_missing_fla_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "HAVE_FLA", False)
+    with pytest.raises(ImportError, match=r"^layer 1 is a Gated DeltaNet, which needs flash-linear-attention; pip"):
+        make_tree("G")
+
+
+def test_more_than_one_row_is_refused() -> None:
+    _, tree = make_twins("G")
+    batch = batch_of(deep_samples())
+    with pytest.raises(ValueError, match="a folded micro-batch has batch size 1, not 2"):
+        tree.decoder.layers[0].self_attention(
+            torch.zeros(batch.layout.padded_size, 2, 32, dtype=torch.float64),
+            None,
+            packed_seq_params=batch.packed_seq_params,
+        )
+
+
+def test_stray_layer_is_found() -> None:
+    stock, _ = make_twins("G")
+    with pytest.raises(NotImplementedError, match="self_attention is a GatedDeltaNet, which does not follow a tree"):
+        check_attention(stock)
