@@ -1,4 +1,4 @@
-"""Gated DeltaNet along a tree is the stock layer on each sample alone, to fp64's last digits."""
+"""Gated DeltaNet along a tree is the stock layer on each sample by itself, to fp64's last digits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"),
 
 
 @functools.cache
-def alone(kind: str) -> Result:
+def routed_oracle(kind: str) -> Result:
     """Each routed sample by itself, one process, stock layers."""
     samples = with_routes(SAMPLES, kind, SHAPE)
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), Job(config=MOE), samples, layout=Layout())
@@ -29,10 +29,10 @@ def alone(kind: str) -> Result:
 def test_routes_in_every_layout(size: int, layout: Layout, kind: str) -> None:
     """In micro-batches under a budget, layers recomputed, on ranks with different numbers of tokens."""
     job = Job(config=MOE + RECOMPUTE, max_tokens=LONGEST + 10)
-    check(folded(size, layout, job, with_routes(SAMPLES, kind, SHAPE)), alone(kind), FP32_INSIDE)
+    check(folded(size, layout, job, with_routes(SAMPLES, kind, SHAPE)), routed_oracle(kind), FP32_INSIDE)
 
 
 def test_routes_change_the_model_that_is_trained() -> None:
     """The test above can fail."""
     wrong = folded(1, Layout(), Job(config=MOE))
-    assert abs(wrong[0] - alone("one token")[0]) > 1e-4
+    assert abs(wrong[0] - routed_oracle("one token")[0]) > 1e-4
