@@ -63,6 +63,7 @@ class Flag:
 FOLDING = (
     Flag("batch.share"),
     Flag("batch.min_shared_tokens", metavar="N"),
+    Flag("batch.use_first_samples_routes"),
     Flag("batch.length_buckets", metavar="N"),
     Flag("attention_backend", metavar="NAME"),
     Flag("deterministic_attention"),

@@ -99,8 +99,15 @@ def expand_sample(sample: Sample) -> list[Sample]:
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         mask = sample.loss_mask[:end].copy()
         mask[:begin] = 0
+        routes = None if sample.signals.routes is None else sample.signals.routes.ids[:end]
         turns.append(
-            Sample(tokens=sample.tokens[:end], loss_mask=mask, merge_key=sample.merge_key, source=sample.source)
+            Sample(
+                tokens=sample.tokens[:end],
+                loss_mask=mask,
+                merge_key=sample.merge_key,
+                source=sample.source,
+                routed_experts=routes,
+            )
         )
     return turns
 
@@ -123,6 +130,11 @@ def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:
 def alternatives_json(found: Sequence[Alternative]) -> list[dict[str, Any]]:
     """Return the alternatives for programs."""
     return [asdict(one) for one in found]
+
+
+def routes_rows(ratio: float | None) -> list[tuple[str, str, str]]:
+    """Return the row of the fold ratio without routes; none if no sample has routes."""
+    return [] if ratio is None else [("  without routes", numbers.ratio(ratio), "if tokens alone had to agree")]
 
 
 def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ from mcore_prefix_tree.cli.alternatives import (
     alternatives,
     alternatives_json,
     print_alternatives,
+    routes_rows,
     steps_json,
     steps_rows,
     ways_to_more,
@@ -36,12 +37,13 @@ def inspect(
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.layout.stats import forest_counts, largest_trees
     from mcore_prefix_tree.plan import plan_step, report_steps
+    from mcore_prefix_tree.plan.step_ratios import ratio_without_routes
     from mcore_prefix_tree.trie import build_trie
 
     check_picture(plot, options.inputs)
     samples, recipe = options.read(), options.recipe
     layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
-    counts = forest_counts(layout)
+    counts, unrouted = forest_counts(layout), ratio_without_routes(samples.all, options.sharing)
     expected = None if samples.work is None else samples.work.expected_speedup([layout])
     longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
@@ -59,6 +61,7 @@ def inspect(
     if as_json:
         report: dict[str, Any] = {
             **counts,
+            **({} if unrouted is None else {"fold_ratio_without_routes": unrouted}),
             "expected_speedup": None if expected is None else expected.to_json(),
             "steps": steps_json(steps, order),
             "folds_more_with": alternatives_json(better),
@@ -89,7 +92,7 @@ def inspect(
         console.print()
     if layout.num_trees > len(largest) > 0:
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
-    console.print(summary(counts, expected, steps_rows(steps, order)))
+    console.print(summary(counts, expected, [*routes_rows(unrouted), *steps_rows(steps, order)]))
     say_line(console, f"longest sample: {longest}", style="dim")
     print_alternatives(console, better)
     lines = causes_lines(causes, counts["fold_ratio"], has_text=samples.tokenizer.loaded is not None)

@@ -191,7 +191,7 @@ def model_inputs(model: Any, layout: FlatLayout, *, backend: str = AUTO) -> dict
         ``input_ids`` and ``position_ids``, int64 ``[1, P]``, and the arguments of :func:`attend`.
 
     Raises:
-        ValueError: the model cannot be folded, or has another attention implementation.
+        ValueError: the model cannot be folded, or has another attention implementation; samples have routes.
     """
     check_setting(backend)
     check_model(model)
@@ -199,6 +199,11 @@ def model_inputs(model: Any, layout: FlatLayout, *, backend: str = AUTO) -> dict
         raise ValueError(
             f"{type(model).__name__} has attn_implementation={has!r}; load it with attn_implementation={NAME!r}, or "
             f"call model.set_attn_implementation({NAME!r})"
+        )
+    if layout.routes is not None:
+        raise ValueError(
+            "samples have the field 'routed_experts', which models of Transformers do not take: their routers choose "
+            "the experts; remove the field"
         )
     metadata = TreeMetadata.from_layout(layout, device=model.device)
     return {

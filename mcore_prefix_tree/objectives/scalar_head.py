@@ -19,7 +19,7 @@ from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, nor
 from mcore_prefix_tree.objectives.objective import TokenObjective
 from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
 from mcore_prefix_tree.objectives.preference import find_pairs, reward_means
-from mcore_prefix_tree.objectives.scored import ScoredTokens
+from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_routes
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
@@ -69,6 +69,7 @@ class Critic(TokenObjective):
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Compute returns, old values and weights of a step, on the host; raises SampleError for a missing field."""
+        refuse_routes(samples, "a critic")
         scored = ScoredTokens.of(samples)
         normalised = normalise(scored, self.normalise)
         columns = {}
@@ -124,6 +125,7 @@ class RewardModel(TokenObjective):
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Compute the pairs of a step, on the host; raises SampleError as :func:`find_pairs` does."""
+        refuse_routes(samples, "a reward model")
         pairs = find_pairs(samples, "a reward model")
         count = np.zeros(len(samples), dtype=np.int64)
         count[pairs[:, 0]] = 1

@@ -38,6 +38,16 @@ def refuse_sampling_masks(samples: Sequence[Sample], setting: str) -> None:
         )
 
 
+def refuse_routes(samples: Sequence[Sample], setting: str) -> None:
+    """Raise SampleError for a sample with routes, for a scalar head, which reads the last token, which has none."""
+    routed = next((sample for sample in samples if sample.signals.routes is not None), None)
+    if routed is not None:
+        raise SampleError(
+            f"{routed.source}: field 'routed_experts' names the experts of the policy that wrote the sample, but "
+            f"{setting} is another model; remove the field"
+        )
+
+
 def rollout_keys(samples: Sequence[Sample]) -> list[Hashable]:
     """Return keys that are equal for the samples of one rollout. A sample that names none is a rollout by itself."""
     keys = (sample.signals.unit("rollout") for sample in samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
@@ -22,6 +22,15 @@ class Spread:
     def of(cls, logical: Sequence[int], physical: Sequence[int]) -> Spread:
         ratios = [one / other for one, other in zip(logical, physical, strict=True)]
         return cls(mean=sum(logical) / sum(physical), lowest=min(ratios), highest=max(ratios))
+
+
+def ratio_without_routes(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> float | None:
+    """Return the fold ratio of samples if their routes did not matter; None if they have no routes."""
+    if all(sample.signals.routes is None for sample in samples):
+        return None
+    _, shared = sort_samples(samples, replace(sharing, use_first_samples_routes=True))
+    logical = sum(map(len, samples))
+    return logical / (logical - int(shared.sum()))
 
 
 @dataclass(frozen=True, kw_only=True)

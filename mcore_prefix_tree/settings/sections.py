@@ -139,6 +139,8 @@ class BatchConfig(Section):
         share: ``all`` shares every common prefix; ``prompt`` only tokens before the first scored one, so that each
             completion is computed separately. Either is exact.
         min_shared_tokens: number of tokens below which a common prefix is not shared.
+        use_first_samples_routes: whether samples share a token for which ``routed_experts`` differ, with those of the
+            first sample. This is not exact; by default they share tokens only while the experts agree.
         length_buckets: the only sizes that micro-batches are padded to, for code that is compiled or captured once per
             size; the largest holds ``max_tokens``. None pads only as far as the parallel layout needs.
         calibration: file of ``mcore-prefix-tree calibrate``: ranks are balanced by seconds measured rather than by
@@ -150,6 +152,7 @@ class BatchConfig(Section):
     groups_per_step: PositiveInt | None = None
     share: Share = "all"
     min_shared_tokens: NonNegativeInt = 0
+    use_first_samples_routes: bool = False
     length_buckets: list[PositiveInt] | None = None
     calibration: Annotated[str | None, LocalPath] = None
 
@@ -163,7 +166,11 @@ class BatchConfig(Section):
     @property
     def sharing(self) -> Sharing:
         """Return which common prefixes are shared."""
-        return Sharing(share=self.share, min_shared_tokens=self.min_shared_tokens)
+        return Sharing(
+            share=self.share,
+            min_shared_tokens=self.min_shared_tokens,
+            use_first_samples_routes=self.use_first_samples_routes,
+        )
 
     def padding(self, multiple: int) -> Padding:
         """Return the sizes that micro-batches are padded to, each a multiple of a number; raises RecipeError."""

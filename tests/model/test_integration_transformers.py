@@ -56,6 +56,12 @@ def test_sampling_masks_equal_unfolded_samples():
     compare("llama", "auto", 1, masked=True)
 
 
+def test_routes_are_refused():
+    layout = fold([Sample(tokens=[1, 2], routed_experts=[[[0]]])])
+    with pytest.raises(ValueError, match="'routed_experts', which models of Transformers do not take"):
+        sample_logprobs(tiny("llama"), layout)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_windows_and_sinks_are_exact_with_the_reference(name):
     compare(name, "reference", 5)

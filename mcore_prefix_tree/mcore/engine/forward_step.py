@@ -11,6 +11,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.mcore.outputs import Logits, Readout
+from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
@@ -34,13 +35,15 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
         hidden states before.
 
     Raises:
-        NotImplementedError: see :func:`check_draws`.
+        NotImplementedError: see :func:`check_draws` and :func:`check_routers`.
         ValueError: the longest path does not fit the model's learned positions, routes do not fit its experts, or the
             output layer of the last stage cannot answer the readout.
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
-    check_routes(gpt_model.config, batch.layout.routes)
+    if batch.layout.routes is not None:
+        check_routes(gpt_model.config, batch.layout.routes)
+        check_routers(gpt_model)
     check_draws(gpt_model)
     output: torch.Tensor = model(
         input_ids=batch.input_ids,

@@ -19,10 +19,10 @@ from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.pipeline import forward_only
-from mcore_prefix_tree.mcore.outputs import ExportedRows, Readout, SampleScores, TopLogprobs
+from mcore_prefix_tree.mcore.outputs import ExportedRows, Readout, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives.scored import refuse_sampling_masks
+from mcore_prefix_tree.objectives.scored import refuse_routes, refuse_sampling_masks
 from mcore_prefix_tree.sample import Sample
 
 T = TypeVar("T")
@@ -90,10 +90,13 @@ class ScoringStep:
 
         Raises:
             ScoreError: a score is NaN or infinite; names the sample, on every rank.
-            SampleError: a sample has a sampling mask, and the readout is of the whole vocabulary.
+            SampleError: a sample has a sampling mask, and the readout is of the whole vocabulary; or routes, and it is
+                of a scalar head.
         """
         if isinstance(readout, TopLogprobs | ExportedRows):
             refuse_sampling_masks(self.samples, "distillation")
+        if isinstance(readout, Values):
+            refuse_routes(self.samples, "a critic or reward model")
         own: dict[int, S] = {}
         found = forward_only(chunks, self.micro_batches, readout, readout.flat)
         for number, flat in enumerate(found):

@@ -18,6 +18,7 @@ from mcore_prefix_tree.mcore.engine.step_hook import StepHook
 from mcore_prefix_tree.mcore.engine.unfolded import StockBatch, stock_forward, stock_logprobs
 from mcore_prefix_tree.mcore.outputs import Logprobs, Values
 from mcore_prefix_tree.objectives import Critic, Objective, SupervisedFineTuning
+from mcore_prefix_tree.objectives.scored import refuse_routes
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Signals
 
@@ -76,7 +77,7 @@ class ValuesStandIn(VocabularyStandIn):
         return Critic(returns="given", clip_eps=None), regressed
 
     def check(self, samples: Sequence[Sample]) -> None:
-        return
+        refuse_routes(samples, "a critic or reward model")
 
     def folded_rows(self, chunks: Sequence[torch.nn.Module], samples: Sequence[Sample], job: Job) -> list[Rows]:
         return [

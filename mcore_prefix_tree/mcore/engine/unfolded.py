@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.seam.experts import routed_alone
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.memory import available_bytes
 from mcore_prefix_tree.utils.upload import upload
@@ -30,6 +31,7 @@ class StockBatch:
         temperature: divisor of the logits.
         kept: the ids that labels were drawn from, int64 ``[2, K]``, a label's index above each id; a label with none
             was drawn from the whole vocabulary.
+        routes: integers ``[n, layers, top-k]``, the experts of each token, -1 where the model routes; None without.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +41,7 @@ class StockBatch:
     length: int
     temperature: float
     kept: torch.Tensor
+    routes: torch.Tensor | None
 
     @classmethod
     def from_sample(cls, sample: Sample | None, *, multiple: int, device: torch.device) -> StockBatch:
@@ -54,6 +57,10 @@ class StockBatch:
             sets = sample.signals.sampling_mask
             kept = np.stack([np.repeat(np.arange(-1, length - 1), sets.sizes), sets.token_ids.astype(np.int64)])
             kept = kept[:, kept[0] >= 0]
+        routes = None
+        if sample is not None and sample.signals.routes is not None:
+            ids = sample.signals.routes.ids
+            routes = upload(np.pad(ids, ((0, size - length), (0, 0), (0, 0)), constant_values=-1), device)
         return cls(
             input_ids=upload(tokens[:-1], device).unsqueeze(0),
             position_ids=torch.arange(size, device=device).unsqueeze(0),
@@ -62,6 +69,7 @@ class StockBatch:
             length=length,
             temperature=1.0 if sample is None else sample.temperature,
             kept=upload(kept, device),
+            routes=routes,
         )
 
 
@@ -123,6 +131,22 @@ def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: to
     )
 
 
+def why_stock_loses_routes(samples: Sequence[Sample], config: Any) -> str | None:
+    """Return the reason if the stock model would recompute experts without the samples' routes, else None."""
+    again = config.recompute_granularity
+    if again is None or (again == "selective" and "moe" not in (config.recompute_modules or ())):
+        return None
+    routed = next((sample for sample in samples if sample.signals.routes is not None), None)
+    return (
+        None
+        if routed is None
+        else (
+            f"{routed.source} has routed_experts, which the stock model does not find again when recompute_granularity="
+            f"{again} recomputes its experts; set recompute_granularity=null"
+        )
+    )
+
+
 def _bytes_per_score(config: Any) -> int:
     """Return the bytes that dense attention keeps per score for backward."""
     if config.bf16 and config.attention_softmax_in_fp32:
@@ -133,9 +157,10 @@ def _bytes_per_score(config: Any) -> int:
 
 def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:
     """Run the stock forward, causal by itself; return logits ``[1, n, V / tp]``, or with labels losses ``[1, n]``."""
-    output: torch.Tensor = model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
-    )
+    with routed_alone(model, batch.routes):
+        output: torch.Tensor = model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
+        )
     return output
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,6 +79,7 @@ class TreeRouterMixin:
     """
 
     tree: TreeMetadata | None = None
+    routes_alone: torch.Tensor | None = None  # as a tree's, of a batch without one
     # Of the stock router.
     config: Any
     topk: int
@@ -104,9 +106,10 @@ class TreeRouterMixin:
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Choose the experts for logits ``[L, 1, E]``: those of the samples' routes, where there are any."""
         stock: Callable[..., Any] = super().routing  # type: ignore[misc]
-        if self.tree is None or self.tree.routes is None:
+        routes = self.routes_alone if self.tree is None else self.tree.routes
+        if routes is None:
             return stock(logits, *args, **kwargs)
-        of_layer = self.tree.routes[:, row_of_layer(self.config, self.tree.routes.shape[1], self.layer_number)]
+        of_layer = routes[:, row_of_layer(self.config, routes.shape[1], self.layer_number)]
         upstream, self.router_replay = self.router_replay, GivenRoutes(self._local(of_layer, logits).long())
         try:
             return stock(logits, *args, **kwargs)
@@ -178,6 +181,29 @@ class TreeRouterMixin:
             weight = self._local(self._counts.of_token, routing_map)
             with torch.no_grad():
                 self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)
+
+
+def check_routers(model: torch.nn.Module) -> None:
+    """Raise NotImplementedError for a router that takes no routes, by name; with_prefix_tree makes those that do."""
+    for name, module in model.named_modules():
+        if isinstance(module, TopKRouter) and not isinstance(module, TreeRouterMixin):
+            raise NotImplementedError(
+                f"{name} is a {type(module).__name__}, which does not take the field 'routed_experts' of samples; "
+                "build the model from with_prefix_tree(spec), or remove the field"
+            )
+
+
+@contextmanager
+def routed_alone(model: torch.nn.Module, routes: torch.Tensor | None) -> Iterator[None]:
+    """Route the tokens of a batch without a tree, ``[n, layers, top-k]``, during a forward, not its recomputation."""
+    routers = [module for module in model.modules() if isinstance(module, TreeRouterMixin)]
+    for router in routers:
+        router.routes_alone = routes
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.routes_alone = None
 
 
 class TreeExpertsMixin:

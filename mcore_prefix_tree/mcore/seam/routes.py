@@ -51,13 +51,13 @@ def row_of_layer(config: Any, rows: int, layer_number: int) -> int:
     return sum(layers_with_experts(config.num_layers, config.moe_layer_freq)[: layer_number - 1])
 
 
-def check_routes(config: Any, routes: npt.NDArray[np.integer] | None) -> None:
+def check_routes(config: Any, routes: npt.NDArray[np.integer]) -> None:
     """Reject routes ``[P, layers, top-k]`` that a model with this ``TransformerConfig`` cannot take.
 
     Raises:
         ValueError: names the setting, or both sizes, and the way out.
     """
-    fault = None if routes is None else _fault(config, routes)
+    fault = _fault(config, routes)
     if fault:
         raise ValueError(f"field 'routed_experts' {fault}")
 

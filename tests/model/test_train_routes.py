@@ -1,0 +1,86 @@
+"""Recipes whose data say which experts each token went to: trained, verified, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.commands import run_command
+from harness.routes import with_routes
+from harness.train_jobs import FLOAT64, rows, train, write_job
+
+from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.mcore.loop.jobs import VerificationError
+from mcore_prefix_tree.settings import RecipeError
+
+EXPERTS = ("model.transformer.num_moe_experts=4", "model.transformer.moe_router_load_balancing_type=none")
+SHAPE = (2, 2, 4)
+VERIFY = ("verify.enabled=true", "train_iters=2")
+
+
+def routed_rows(kind: str = "one token", shape: tuple[int, int, int] = SHAPE) -> list[dict[str, Any]]:
+    plain = rows()
+    samples = with_routes([Sample(tokens=row["tokens"]) for row in plain], kind, shape)
+    return [
+        row if one.signals.routes is None else {**row, "routed_experts": one.signals.routes.ids.tolist()}
+        for row, one in zip(plain, samples, strict=True)
+    ]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path, routed_rows())
+
+
+@pytest.mark.parametrize("kind", ["one token", "missing"])
+def test_verify_replays_the_routes_of_each_sample(tmp_path: Path, kind: str) -> None:
+    notes = train(write_job(tmp_path, routed_rows(kind)), *EXPERTS, *FLOAT64, *VERIFY)
+    (report,) = notes.verifications
+    assert report.passed
+    assert max(error for error, _ in report.checks.values()) < 1e-6
+
+
+def test_routes_change_what_is_trained(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    unrouted = train(write_job(tmp_path / "plain"), *EXPERTS, *FLOAT64).losses
+    assert abs(train(job, *EXPERTS, *FLOAT64).losses[0] - unrouted[0]) > 1e-6
+
+
+def test_the_first_samples_routes_are_not_exact(job: Path) -> None:
+    with pytest.raises(VerificationError):
+        train(job, *EXPERTS, *FLOAT64, *VERIFY, "batch.use_first_samples_routes=true")
+
+
+def test_verify_names_recomputation(job: Path) -> None:
+    recompute = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+    with pytest.raises(
+        RecipeError, match=r"verify cannot run .* has routed_experts, .*; set recompute_granularity=null"
+    ):
+        train(job, *EXPERTS, *VERIFY, *(f"model.transformer.{one}" for one in recompute))
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((3, 2, 4), r"has routes of 3 layers, but the model has 2 \(num_layers\), 2 of them with experts"),
+        ((2, 1, 4), r"has 1 experts for a token and layer, but the model chooses 2 \(moe_router_topk\)"),
+        ((2, 2, 9), r"has expert 8, but the model has 4 \(num_moe_experts\)"),
+    ],
+)
+def test_routes_of_another_model_name_the_line(tmp_path: Path, shape: tuple[int, int, int], says: str) -> None:
+    with pytest.raises(SampleError, match=rf"data\.jsonl:\d+: field 'routed_experts' {says}"):
+        train(write_job(tmp_path, routed_rows("agree", shape)), *EXPERTS)
+
+
+def test_a_critic_refuses_the_policys_routes(job: Path) -> None:
+    with pytest.raises(SampleError, match=r"data\.jsonl:\d+: field 'routed_experts' names .* but a critic is another"):
+        train(job, *EXPERTS, "objective.name=critic", "objective.options={returns: given, clip_eps: null}")
+
+
+def test_inspect_reports_the_cost_of_routes(job: Path) -> None:
+    data = job.parent / "data.jsonl"
+    report = json.loads(run_command("inspect", data, "--json").stdout)
+    assert report["fold_ratio_without_routes"] > report["fold_ratio"]
+    assert "without routes" in run_command("inspect", data).stdout
