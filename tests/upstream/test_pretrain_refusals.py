@@ -18,7 +18,6 @@ require_checkout(trains=False)
 SCRIPT = Path(__file__).with_name("refusals.py")
 COMMON = f"{CPU} {MODEL} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null"
 MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall"
-BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 LATENT = "without --group-query-attention --no-rope-fusion -- --multi-latent-attention"
 
 EXISTING = Path(__file__).parents[2] / "recipes" / "data" / "quickstart_rollouts.jsonl"
@@ -50,13 +49,11 @@ SPINE = [
     ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "tp_comm_overlap=True"),
     (f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type='sinkhorn'"),
-    (f"{MOE} --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
-    (f"{MOE} --moe-z-loss-coeff 0.1", "moe_z_loss_coeff=0.1"),
+    (f"{MOE} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
     (f"{MOE} --moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor=1.5"),
     (f"{MOE} --moe-router-force-load-balancing", "moe_router_force_load_balancing or moe_router_force_biased"),
     (f"{MOE} --moe-input-jitter-eps 0.1", "moe_input_jitter_eps=0.1"),
     (f"{LATENT} --no-rope-fusion --cache-mla-latents", "cache_mla_latents=True"),
-    (f"{MOE} {BIASED}", "moe_router_bias_update_rate=0.001 with moe_router_enable_expert_bias"),
 ]
 # Arguments that older checkouts lack.
 NEWER = [
@@ -173,7 +170,8 @@ ACCEPTED = [
     f"{MOE} --recompute-granularity selective --recompute-modules moe",
     "without --no-gradient-accumulation-fusion -- --prefix-tree-dry-run",
     f"{LATENT} --no-rope-fusion",
-    f"{MOE} {BIASED} --moe-router-bias-update-rate 0",
+    f"{MOE} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias",
     "LOCAL_RANK=3 LOCAL_WORLD_SIZE=8",
     "--window-size 16,0 --prefix-tree-attention-backend reference",
     "--use-distributed-optimizer --save s --no-save-optim",
@@ -237,7 +235,7 @@ def test_every_refusal_of_the_spine_is_driven_here() -> None:
     settings = [setting for _, setting in [*SPINE, *NEWER]]
     left = {name for name in map(setting_of, sentences) if not any(setting_of(case) == name for case in settings)}
     assert left == WITHOUT_ARGUMENT
-    assert sum("moe_router_load_balancing_type" in sentence for sentence in sentences) == 2
+    assert sum("moe_router_load_balancing_type" in sentence for sentence in sentences) == 3
 
 
 def setting_of(sentence: str) -> str:
