@@ -111,6 +111,7 @@ SCORING = (
     Flag("score.all_tokens", "score-all-tokens"),
     Flag("score.entropy", "score-entropy"),
     Flag("score.teacher_top_k", "score-teacher-top-k", "K"),
+    Flag("score.record_routes", "score-record-routes"),
 )
 FLAGS = (*FILES, *FOLDING, *SCORING)
 # Settings that are Megatron-LM's own arguments, by its names.

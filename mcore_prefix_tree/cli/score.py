@@ -10,7 +10,9 @@ from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, load
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.utils.inputs import MOST
 
-_SPELLINGS = {f"score.{name}": f"--{name.replace('_', '-')}" for name in ("output", "reference", "teacher_top_k")}
+_SPELLINGS = {
+    f"score.{name}": f"--{name.replace('_', '-')}" for name in ("output", "reference", "teacher_top_k", "record_routes")
+}
 
 
 def score(
@@ -40,6 +42,9 @@ def score(
         int | None,
         typer.Option(min=1, max=MOST, metavar="K", help="Write the K likeliest tokens instead, to distil from."),
     ] = None,
+    record_routes: Annotated[
+        bool, typer.Option("--record-routes", help="Write routed_experts too, the experts of each token.")
+    ] = False,
 ) -> None:
     """Write every sample with its log-probabilities under the last checkpoint in checkpoint.save.
 
@@ -66,6 +71,7 @@ def score(
             all_tokens=all_tokens,
             entropy=entropy,
             teacher_top_k=teacher_top_k,
+            record_routes=record_routes,
         )
     if is_main:
         print(*report.lines(output), sep="\n")

@@ -26,6 +26,7 @@ class ScoreConfig:
         all_tokens: whether to score every token, not only those of the loss mask.
         entropy: whether to write the entropies too.
         teacher_top_k: number of likeliest tokens to write per prediction instead, for ``distill`` to read.
+        record_routes: whether to write ``routed_experts`` too, the experts that the policy sends each token to.
     """
 
     output: Annotated[str, LocalPath]
@@ -33,6 +34,7 @@ class ScoreConfig:
     all_tokens: bool = False
     entropy: bool = True
     teacher_top_k: PositiveInt | None = None
+    record_routes: bool = False
 
     def column(self, objective: type[Objective]) -> str:
         """Return the column for the scores of a model that an objective trains."""
@@ -49,6 +51,11 @@ class ScoreConfig:
             raise ValueError(f"score.teacher_top_k requires a vocabulary, and {setting} has none")
         if k is not None and vocab_size is not None and k > vocab_size:
             raise ValueError(f"score.teacher_top_k={k}: it must be from 1 to the vocabulary's {vocab_size}")
+        if self.record_routes and self.column(objective) != POLICY:
+            raise ValueError(
+                f"score.record_routes records the experts of a policy, but this model gives {self.column(objective)}; "
+                "remove it"
+            )
         if self.reference is not None and self.column(objective) != POLICY:
             raise ValueError(
                 f"score.reference adds ref_logprobs to those of a policy, but this model gives only "

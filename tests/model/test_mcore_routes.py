@@ -18,6 +18,9 @@ from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore import MicroBatch, tree_forward
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
+from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
 from mcore_prefix_tree.objectives import sft_loss
@@ -171,6 +174,25 @@ def test_a_batch_without_routes_leaves_upstreams_replay_in_place():
     assert None not in replays
     step_folded(tree, with_routes(branching_samples(), "agree", SHAPE))
     assert [router.router_replay for router in routers(tree)] == replays
+
+
+def test_recorded_routes_are_those_of_each_sample_alone():
+    """The oracle records with upstream's own objects; the last token has no route."""
+    stock, tree = models(moe_router_score_function="sigmoid")
+    samples, config = branching_samples(), tree.config
+    folding = Folding(max_tokens=40, dp_size=1, cost_model=None, device=torch.device("cpu"), config=config)
+    _, recorded = score_and_record(ScoringStep.plan(samples, folding), [tree], Logprobs(fused=False), config)
+    replays = [RouterReplay() for _ in routers(stock)]
+    RouterReplay.clear_global_router_replay_instances()
+    for router, replay in zip(routers(stock), replays, strict=True):
+        router.router_replay = replay
+        replay.set_router_replay_action(RouterReplayAction.RECORD)
+    for sample, routes in zip(samples, recorded, strict=True):
+        score_alone(stock, sample)
+        alone = torch.stack([replay.get_recorded_indices() for replay in replays], dim=1).numpy()
+        assert np.array_equal(np.sort(routes.ids[:-1]), np.sort(alone[:-1]))
+        assert (routes.ids[-1] == -1).all()
+    assert all(router.recorded is None for router in routers(tree))
 
 
 REFUSED = [

@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness.commands import run_command
 from harness.routes import with_routes
 from harness.train_jobs import FLOAT64, rows, train, write_job
 
 from mcore_prefix_tree import Sample, SampleError
+from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.mcore.loop.jobs import VerificationError
-from mcore_prefix_tree.settings import RecipeError
+from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 EXPERTS = ("model.transformer.num_moe_experts=4", "model.transformer.moe_router_load_balancing_type=none")
 SHAPE = (2, 2, 4)
@@ -77,6 +80,34 @@ def test_routes_of_another_model_name_the_line(tmp_path: Path, shape: tuple[int,
 def test_a_critic_refuses_the_policys_routes(job: Path) -> None:
     with pytest.raises(SampleError, match=r"data\.jsonl:\d+: field 'routed_experts' names .* but a critic is another"):
         train(job, *EXPERTS, "objective.name=critic", "objective.options={returns: given, clip_eps: null}")
+
+
+def test_recorded_routes_are_data_to_train_on(tmp_path: Path) -> None:
+    """They are the model's own: with them it gives the same scores, and samples share as much as without."""
+    recipe = write_job(tmp_path)
+    saving = f"checkpoint.save={tmp_path / 'runs'}"
+    train(recipe, *EXPERTS, *FLOAT64, saving, "train_iters=2")
+    first, again = tmp_path / "routed.jsonl", tmp_path / "again.jsonl"
+    report, _ = run_score(load_recipe(recipe, [*EXPERTS, *FLOAT64, saving]), first, record_routes=True)
+    routed = load_recipe(recipe, [*EXPERTS, *FLOAT64, saving, f"data.path={first}"])
+    report_again, _ = run_score(routed, again)
+    assert report_again.physical_tokens == report.physical_tokens
+    for one, other in zip(read_samples(first), read_samples(again), strict=True):
+        assert one.signals.routes is not None
+        assert other.signals.routes is not None
+        assert np.array_equal(one.signals.routes.ids, other.signals.routes.ids)
+        assert one.signals.routes.ids.shape[1:] == SHAPE[:2]
+        np.testing.assert_allclose(one.signals.old_logprobs, other.signals.old_logprobs, rtol=1e-6)
+
+
+def test_only_a_policy_with_experts_records_routes(tmp_path: Path) -> None:
+    recipe = write_job(tmp_path)
+    train(recipe, "train_iters=2", f"checkpoint.save={tmp_path / 'runs'}")
+    loaded = load_recipe(recipe, [f"checkpoint.save={tmp_path / 'runs'}"])
+    with pytest.raises(RecipeError, match=r"score\.record_routes=true requires a model with experts"):
+        run_score(loaded, tmp_path / "routed.jsonl", record_routes=True)
+    with pytest.raises(RecipeError, match=r"score\.record_routes records the experts of a policy, but .* gives values"):
+        run_score(load_recipe(recipe, ["objective.name=critic"]), tmp_path / "routed.jsonl", record_routes=True)
 
 
 def test_inspect_reports_the_cost_of_routes(job: Path) -> None:

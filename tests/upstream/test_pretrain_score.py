@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_lm import (
     write_rollouts,
 )
 
+from mcore_prefix_tree.data.packed_arrays import pack_array, unpack_array
 from mcore_prefix_tree.mcore.compat import installed_version
 
 require_checkout()
@@ -164,8 +166,9 @@ def test_the_file_is_that_of_score(
         pytest.param("policy", ("--all-tokens", "--no-entropy"), TP2, marks=pytest.mark.ci),
         pytest.param("experts", (), "--expert-model-parallel-size 2", marks=pytest.mark.ci),
         pytest.param("policy", ("--no-entropy",), f"{PP2} --prefix-tree-streaming", marks=pytest.mark.slow),
+        pytest.param("experts", ("--record-routes",), PP2, marks=pytest.mark.ci),
     ],
-    ids=["all-tokens", "experts", "streaming"],
+    ids=["all-tokens", "experts", "streaming", "routes"],
 )
 def test_options_are_those_of_score(
     models: Models, tmp_path: Path, kind: str, options: tuple[str, ...], layout: str
@@ -174,6 +177,24 @@ def test_options_are_those_of_score(
     run = score(models, kind, tmp_path / "out.jsonl", ours, layout, ranks=2)
     assert run.status == 0, run.output[-8000:]
     assert_same_file(lines(tmp_path / "out.jsonl"), models.scored(kind, *options), "old_logprobs", "entropy")
+
+
+def test_routes_of_the_data_are_replayed(models: Models, tmp_path: Path) -> None:
+    """Every token goes to the experts after those that the model would choose, behind both doors."""
+    routed = copy(models)
+    routed.data = tmp_path / "routed.jsonl"
+    routed.samples = f"--prefix-tree-data-path {routed.data}"
+    unrouted = models.scored("experts", "--record-routes")
+    with routed.data.open("w") as stream:
+        for line in unrouted:
+            chosen = unpack_array(line["routed_experts"], "routed_experts")
+            other = np.where(chosen < 0, -1, (chosen + 1) % 4).astype(np.int8)
+            stream.write(json.dumps(line | {"routed_experts": pack_array(other)}) + "\n")
+    expected = routed.scored("experts")
+    run = score(routed, "experts", tmp_path / "out.jsonl", f"{TP2} --sequence-parallel", ranks=2)
+    assert run.status == 0, run.output[-8000:]
+    assert_same_file(lines(tmp_path / "out.jsonl"), expected, "old_logprobs", "entropy")
+    assert any(line["old_logprobs"] != other["old_logprobs"] for line, other in zip(expected, unrouted, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from harness.folded_jobs import Job, unfolded_gradients
+import torch
+from harness.folded_jobs import VOCAB, Job, unfolded_gradients
 from harness.folded_runs import FP32_INSIDE, LONGEST, MOE, SAMPLES, Result, check, folded
 from harness.layouts import in_layouts
 from harness.routes import with_routes
@@ -42,6 +44,44 @@ def test_routes_of_a_hybrid_model() -> None:
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
     layout = Layout(pp=2)
     check(folded(2, layout, replace(job, pattern="*E|*E"), samples), (loss, assemble(parts)), FP32_INSIDE)
+
+
+def recorded(layout: Layout) -> list[np.ndarray]:
+    """The experts that the writing rank gets for each sample, ascending."""
+    from harness.folded_jobs import tree_spec
+    from harness.models import build_chunks, tiny_gpt_config
+    from megatron.core import parallel_state
+
+    from mcore_prefix_tree.layout import Padding
+    from mcore_prefix_tree.mcore.engine.folding import Folding
+    from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
+    from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
+    from mcore_prefix_tree.mcore.outputs import Logprobs
+
+    config = tiny_gpt_config(layout=layout, dtype=torch.float64, **dict(MOE), moe_layer_freq=[0, 1, 1, 1])
+    chunks = build_chunks(config, tree_spec, vocab_size=VOCAB)
+    folding = Folding(
+        max_tokens=LONGEST + 10,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        cost_model=None,
+        device=torch.device("cpu"),
+        padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+        micro_batch_multiple=layout.pp if layout.vpp else 1,
+    )
+    step = ScoringStep.plan(SAMPLES, folding, for_main_rank=True)
+    _, routes = score_and_record(step, chunks, Logprobs(fused=False), config)
+    return [np.sort(one.ids) for one in routes]
+
+
+@in_layouts("tp2-sp", "pp2-vpp2", "dp2", ci=["ep2", "pp2"])
+def test_recorded_routes_in_every_layout(size: int, layout: Layout) -> None:
+    (expected,) = world(1).run(recorded, Layout(), layout=Layout())
+    found = world(size).run(recorded, layout, layout=layout)
+    assert len(expected) == len(SAMPLES)
+    np.testing.assert_equal(found[0], expected)
+    assert found[1:] == [[]] * (size - 1)
+    assert all((one[:-1, 0] == [0, 1]).all() for one in expected), "a dense layer has the first experts"
+    assert len({one[:, 1:].tobytes() for one in expected}) > 3
 
 
 def test_routes_change_the_model_that_is_trained() -> None:

@@ -12,12 +12,14 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.write import make_row, rows_file
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
 from mcore_prefix_tree.mcore.engine.scoring import Scorer, ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs, SampleScores, TopLogprobs, Values
 from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings.score_section import POLICY, REFERENCE, ScoreConfig
+from mcore_prefix_tree.signals import RoutedExperts
 
 _ENTROPY = "entropy"
 
@@ -90,6 +92,7 @@ def write_scores(
     folding: Folding,
     names: FieldNames,
     all_tokens: bool,
+    record_routes: bool = False,
 ) -> ScoreReport:
     """Score one epoch and write its samples with their scores, in the data's order; all ranks call it together.
 
@@ -102,8 +105,10 @@ def write_scores(
         per_step: number of samples, or groups, that are planned together.
         names: the file's names of our fields.
         all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
+        record_routes: whether to write the experts that the first model chose, too.
 
     Raises:
+        RecipeError: the routes of a model without experts are asked for.
         ScoreError: a score is NaN or infinite; nothing is written.
         SampleError, OSError: see :func:`rows_file`.
     """
@@ -111,12 +116,19 @@ def write_scores(
     with rows_file(output) if is_main_rank() else nullcontext() as writer:
         for samples in batches(order, per_step):
             step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
-            scores = {column: step.score(models[column], readout) for column, readout in readouts.items()}
+            routes: Sequence[RoutedExperts] | None = None
+            scores = {}
+            for column, readout in readouts.items():
+                if record_routes and column == main:
+                    scores[column], routes = score_and_record(step, models[column], readout, folding.config)
+                else:
+                    scores[column] = step.score(models[column], readout)
             if writer is not None:
                 report = report.with_step(step, scores[main])
                 writer.add(
                     [
                         _row(sample, {column: of_all[index] for column, of_all in scores.items()}, names)
+                        | ({} if routes is None else {names.theirs("routed_experts"): routes[index]})
                         for index, sample in enumerate(samples)
                     ]
                 )

@@ -114,14 +114,15 @@ class ScoringStep:
             raise ScoreError(first[1])
         # Tensor-parallel ranks all know the scores of their replica; one of them speaks for it.
         spoken = own if parallel_state.get_tensor_model_parallel_rank() == 0 else {}
-        of_all = _on_main_rank(spoken) if self.for_main_rank else everyone(spoken)
+        of_all = on_main_rank_only(spoken) if self.for_main_rank else everyone(spoken)
         if of_all is None:
             return []
         together: dict[int, S] = {index: one for part in of_all for index, one in part.items()}
         return [together[index] for index in range(len(self.samples))]
 
 
-def _on_main_rank(value: T) -> list[T] | None:
+def on_main_rank_only(value: T) -> list[T] | None:
+    """Return the value of every rank on the main one, and None on the others."""
     of_all: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, of_all, dst=0)
     return of_all

@@ -29,6 +29,7 @@ def run_score(
     all_tokens: bool = False,
     entropy: bool = True,
     teacher_top_k: int | None = None,
+    record_routes: bool = False,
 ) -> tuple[ScoreReport, bool]:
     """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
 
@@ -47,6 +48,7 @@ def run_score(
         all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
         teacher_top_k: number of likeliest tokens to write of each prediction, if the model is a teacher to be distilled
             from.
+        record_routes: whether to write ``routed_experts`` too, the experts that the policy chose.
 
     Returns:
         The report of the written file, and whether this is the main rank, which writes.
@@ -63,6 +65,7 @@ def run_score(
         all_tokens=all_tokens,
         entropy=entropy,
         teacher_top_k=teacher_top_k,
+        record_routes=record_routes,
     )
     try:
         options.check(kind, setting=f"objective.name={recipe.objective.name}", vocab_size=recipe.model.vocab_size)
@@ -100,6 +103,7 @@ def run_score(
             folding=run.job.folding,
             names=FieldNames(given=recipe.data.fields),
             all_tokens=all_tokens,
+            record_routes=record_routes,
         )
         return report, is_main_rank()
 

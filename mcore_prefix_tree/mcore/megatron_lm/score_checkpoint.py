@@ -68,6 +68,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
         folding=job.folding,
         names=FieldNames(given=args.prefix_tree_fields),
         all_tokens=options.all_tokens,
+        record_routes=options.record_routes,
     )
     print_rank_0(spell("\n".join(report.lines(args.prefix_tree_score)), SPELLINGS))
     dist.barrier()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -80,6 +80,7 @@ class TreeRouterMixin:
 
     tree: TreeMetadata | None = None
     routes_alone: torch.Tensor | None = None  # as a tree's, of a batch without one
+    recorded: list[torch.Tensor] | None = None  # int64 [L, top-k] of each forward, while experts are recorded
     # Of the stock router.
     config: Any
     topk: int
@@ -107,8 +108,17 @@ class TreeRouterMixin:
         """Choose the experts for logits ``[L, 1, E]``: those of the samples' routes, where there are any."""
         stock: Callable[..., Any] = super().routing  # type: ignore[misc]
         routes = self.routes_alone if self.tree is None else self.tree.routes
-        if routes is None:
-            return stock(logits, *args, **kwargs)
+        probs, routing_map = (
+            stock(logits, *args, **kwargs) if routes is None else self._routed(routes, stock, logits, *args, **kwargs)
+        )
+        if self.recorded is not None:
+            self.recorded.append(torch.topk(routing_map.int(), self.topk, dim=1).indices)
+        return probs, routing_map
+
+    def _routed(
+        self, routes: torch.Tensor, stock: Callable[..., Any], logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call ``stock`` with the experts of this layer, of ``[P, layers, top-k]``."""
         of_layer = routes[:, row_of_layer(self.config, routes.shape[1], self.layer_number)]
         upstream, self.router_replay = self.router_replay, GivenRoutes(self._local(of_layer, logits).long())
         try:
@@ -191,6 +201,19 @@ def check_routers(model: torch.nn.Module) -> None:
                 f"{name} is a {type(module).__name__}, which does not take the field 'routed_experts' of samples; "
                 "build the model from with_prefix_tree(spec), or remove the field"
             )
+
+
+@contextmanager
+def recording(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
+    """Yield the routers of a rank's model chunks, which record the experts of each forward meanwhile."""
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TreeRouterMixin)]
+    for router in routers:
+        router.recorded = []
+    try:
+        yield routers
+    finally:
+        for router in routers:
+            router.recorded = None
 
 
 @contextmanager
