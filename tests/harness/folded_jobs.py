@@ -66,7 +66,7 @@ class Job:
     double: bool = False  # compute in fp64 what upstream takes to fp32
 
 
-def in_precision_of(job: Job) -> Any:
+def in_precision_of(job: Any) -> Any:
     """A context manager."""
     from harness.in_double import kept_double
 

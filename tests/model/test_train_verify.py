@@ -26,6 +26,7 @@ from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.verification import FACTOR, VerifyReport
 from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
 from mcore_prefix_tree.mcore.loop.jobs import VerificationError, compare_first, run_once, verify_first
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import load_recipe
@@ -574,3 +575,21 @@ def test_json_has_no_nan() -> None:
     )
     written = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert (written["logprob_error"], written["loss_error"], written["passed"]) == (None, None, False)
+
+
+@pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
+@pytest.mark.parametrize("lost", [False, True], ids=["kept", "lost"])
+def test_states_of_gated_delta_net(lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rule computes in fp32, and the gradients of its decays are small rests of large sums."""
+    path = write_job(tmp_path)
+    sizes = "linear_key_head_dim: 8, linear_value_head_dim: 8, linear_num_key_heads: 2, linear_num_value_heads: 4"
+    variant = f"experimental_attention_variant: gated_delta_net, linear_attention_freq: 2, {sizes}"
+    path.write_text(path.read_text().replace("\nbatch:", f"\n  transformer: {{{variant}}}\nbatch:"))
+    if lost:
+        from mcore_prefix_tree.mcore.seam import delta_net
+
+        rule = delta_net._padded_rule
+        monkeypatch.setattr(delta_net, "_padded_rule", lambda given, _, batches: rule(given, None, batches))
+    result = run_command("verify", path)
+    assert result.exit_code == int(lost), result.output
+    assert ("TOO LARGE" in result.output) == lost

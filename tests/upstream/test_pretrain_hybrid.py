@@ -134,7 +134,8 @@ def test_other_layers(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
     assert sorted(run.losses) == [2, 3, 4, 5]
     for iteration, loss in run.losses.items():
         assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
-    assert_same_tensors(tmp_path / "saved", tmp_path / "alone", 5)
+    # The gradients of decays are the rest of larger sums, which the rule rounds to fp32.
+    assert_same_tensors(tmp_path / "saved", tmp_path / "alone", 5, moments="G" not in pattern)
 
 
 @needs_script

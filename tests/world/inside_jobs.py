@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.folded_jobs import ADAM_EPS, VOCAB, Job, chunks_of, step_loss, stock_spec, tree_spec, unfolded_gradients
+from harness.folded_jobs import (
+    ADAM_EPS,
+    VOCAB,
+    Job,
+    chunks_of,
+    in_precision_of,
+    step_loss,
+    stock_spec,
+    tree_spec,
+    unfolded_gradients,
+)
 from harness.folded_runs import SAMPLES, Result
 from harness.weights import assemble
 from harness.worlds import Layout, world
@@ -35,6 +45,7 @@ class InsideJob:
     pattern: str | None = None
     vocab_size: int = VOCAB
     config: tuple[tuple[str, Any], ...] = ()
+    double: bool = False
 
 
 def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> tuple[float, list[Any], float]:
@@ -56,7 +67,8 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     parts = [samples[start :: dp * job.micro_batches] for start in range(dp * job.micro_batches)]
     batches = [packed(part, multiple) for part in parts[rank * job.micro_batches : (rank + 1) * job.micro_batches]]
     step = functools.partial(train_step, reads=job.reads)
-    reported = trainer.backward(step, batches, seq_length=1, forward_only=job.forward_only)
+    with in_precision_of(job):
+        reported = trainer.backward(step, batches, seq_length=1, forward_only=job.forward_only)
     reports = [unwrap_model(chunk).folding.report() for chunk in trainer.chunks]
     assert {report.micro_batches for report in reports} == {job.micro_batches}
     assert reports[0].left_alone == (job.micro_batches if job.packed_attention else 0)

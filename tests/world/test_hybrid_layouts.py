@@ -98,3 +98,9 @@ def test_states_in_every_layout(size: int, layout: Layout, job: Job) -> None:
 def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads: str) -> None:
     job = InsideJob(pattern=pattern, reads=reads, check_first=True)
     check(inside(size, layout, job), unfolded_oracle(pattern="*-*-"), FP64)
+
+
+@pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
+def test_states_fold_inside_the_model() -> None:
+    job = InsideJob(pattern=STATES.pattern, config=STATES.config, double=True)
+    check(inside(2, TP2_SP, job), oracle(STATES), FP64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,14 @@ class Outcome:
     gradients: dict[str, torch.Tensor]
 
 
-def compare_outcomes(run: Outcome, reference: Outcome) -> tuple[dict[str, float], str, int]:
-    """Return the errors by name, the worst parameter over all ranks, and the number of tensors compared."""
+def compare_outcomes(run: Outcome, reference: Outcome, *, least: float = 0.0) -> tuple[dict[str, float], str, int]:
+    """Return the errors by name, the worst parameter over all ranks, and the number of tensors compared.
+
+    A gradient counts as no smaller than ``least`` of the norm of all gradients of its rank.
+    """
+    smallest = least * math.hypot(*(float(gradient.double().norm()) for gradient in reference.gradients.values()))
     by_parameter = [
-        (_relative_error(run.gradients[name].double(), gradient.double()), name)
+        (_relative_error(run.gradients[name].double(), gradient.double(), smallest), name)
         for name, gradient in reference.gradients.items()
     ]
     of_all = everyone((max(by_parameter, default=(0.0, "none"), key=_nan_first), len(by_parameter)))
@@ -40,9 +45,11 @@ def compare_outcomes(run: Outcome, reference: Outcome) -> tuple[dict[str, float]
     return errors, f"{name} (rank {worst})", sum(count for _, count in of_all)
 
 
-def measure_rounding(run: Outcome, reference: Outcome, samples: Sequence[Sample]) -> dict[str, float]:
+def measure_rounding(
+    run: Outcome, reference: Outcome, samples: Sequence[Sample], *, least: float = 0.0
+) -> dict[str, float]:
     """Return the errors of an unfolded run in bfloat16 or float32, whose loss is summed in float32, as measures."""
-    errors, _, _ = compare_outcomes(run, reference)
+    errors, _, _ = compare_outcomes(run, reference, least=least)
     off = [
         _sample_loss(run.rows[index], sample) - _sample_loss(reference.rows[index], sample)
         for index, sample in enumerate(samples)
@@ -75,10 +82,10 @@ def _worst_rows(run: dict[int, Rows], reference: dict[int, Rows]) -> dict[str, f
     return {name: max(of_samples, key=_nan_first)[0] for name, of_samples in errors.items()}
 
 
-def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ``|a - b| / |b|`` of tensors of one shape; the absolute error if the reference is zero."""
-    scale = torch.linalg.vector_norm(reference)
-    return float(torch.linalg.vector_norm(value - reference) / (scale if scale > 0 else torch.ones_like(scale)))
+def _relative_error(value: torch.Tensor, reference: torch.Tensor, smallest: float = 0.0) -> float:
+    """Return ``|a - b| / |b|`` of tensors of one shape, with ``|b|`` at least ``smallest``; ``|a - b|`` if it is 0."""
+    scale = max(float(torch.linalg.vector_norm(reference)), smallest)
+    return float(torch.linalg.vector_norm(value - reference)) / (scale if scale > 0 else 1.0)
 
 
 def _scalar(value: float) -> torch.Tensor:
