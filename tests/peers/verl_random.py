@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout import base
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
@@ -53,7 +54,11 @@ class Replica(RolloutReplica):  # type: ignore[misc]
 
 
 class Adapter(BaseRollout):  # type: ignore[misc]
-    """A training rank's end of the weights' way to the server, which needs none."""
+    """A rank's end of the weights' way to the server, which needs none."""
+
+    def __init__(self, *args: Any, replica_rank: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replica_rank, self.is_leader_rank = replica_rank, True
 
     async def resume(self, tags: list[str]) -> None:
         pass
@@ -65,7 +70,34 @@ class Adapter(BaseRollout):  # type: ignore[misc]
         for _name, _weight in weights:  # export them as verl does
             pass
         if global_steps is not None:
-            await ray.get_actor("random_server_0").set_global_steps.remote(global_steps)
+            await ray.get_actor(f"random_server_{self.replica_rank}").set_global_steps.remote(global_steps)
+
+
+@CheckpointEngineRegistry.register("random")
+class Nowhere(CheckpointEngine):  # type: ignore[misc]
+    """The weights' way to servers on other GPUs, which verl has none of for CPUs: exports and drops them."""
+
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        pass
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(cls, actors: int, rollouts: int, metadata: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def init_process_group(self) -> None:
+        pass
+
+    finalize = init_process_group
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+        for _name, _weight in weights:
+            pass
+
+    def receive_weights(self, global_steps: int | None = None) -> Any:
+        return iter(())
 
 
 base._ROLLOUT_REGISTRY["random", "async"] = f"{__name__}.Adapter"
