@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.layout.flat import FlatLayout, fold
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import common_prefix_length, trie_from_order
+from mcore_prefix_tree.trie import common_prefix_length, sort_samples, trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -20,13 +20,15 @@ Int64Array = npt.NDArray[np.int64]
 class HostRows:
     """Rows of a trainer's micro-batch, on the host, without empty rows.
 
-    ``ids`` is int64 ``[T]``; number in the micro-batch, start and length of each ``row`` are int64 ``[S]``.
+    ``ids`` is int64 ``[T]``; number in the micro-batch, start and length of each ``row`` are int64 ``[S]``; ``routes``
+    are the experts of each token, integers ``[T, layers, top-k]``, or None.
     """
 
     ids: Int64Array
     row: Int64Array
     start: Int64Array
     length: Int64Array
+    routes: npt.NDArray[np.integer] | None = None
 
     @property
     def size(self) -> int:
@@ -62,8 +64,22 @@ class HostRows:
         return [self.ids[start:end] for start, end in zip(self.start.tolist(), ends.tolist(), strict=True)]
 
     @cached_property
+    def _samples(self) -> list[Sample]:
+        """The rows as samples; raises ValueError, with the row, for a bad id or route."""
+        if self.routes is None:
+            named = zip(self.row.tolist(), self._tokens, strict=True)
+            return [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]
+        spans = zip(self.row.tolist(), self.start.tolist(), self._tokens, strict=True)
+        return [
+            Sample(tokens=tokens, routed_experts=self.routes[start : start + len(tokens)], source=f"row {row}")
+            for row, start, tokens in spans
+        ]
+
+    @cached_property
     def _sorted(self) -> tuple[Int64Array, Int64Array]:
         """``order`` and ``shared`` of the rows' trie, as from :func:`sort_samples`, but without making samples."""
+        if self.routes is not None:
+            return sort_samples(self._samples)
         packed = self.ids.astype(">i4").tobytes()  # such bytes compare like the ids
         spans = zip((4 * self.start).tolist(), (4 * (self.start + self.length)).tolist(), strict=True)
         keys = [packed[start:end] for start, end in spans]
@@ -76,8 +92,7 @@ class HostRows:
 
     def make_layout(self, *, pad_to_multiple_of: int = 1) -> FlatLayout:
         """Fold the rows as :func:`mcore_prefix_tree.layout.fold`; raise ValueError, with the row, for a bad id."""
-        named = zip(self.row.tolist(), self._tokens, strict=True)
-        samples = [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]
+        samples = self._samples
         order, shared = self._sorted
         trie = trie_from_order(order, shared, self.length[order])
         return fold(samples, trie=trie, pad_to_multiple_of=pad_to_multiple_of)

@@ -9,7 +9,7 @@ from mcore_prefix_tree.mcore import compat
 compat.check_version()
 compat.check(compat.SEAM)
 
-from mcore_prefix_tree.mcore.packed import RowLogprobs, fold_inside, folding_model  # noqa: E402
+from mcore_prefix_tree.mcore.packed import RoutedPackedSeqParams, RowLogprobs, fold_inside, folding_model  # noqa: E402
 from mcore_prefix_tree.mcore.seam import native_backends  # noqa: E402
 from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Logprobs",
     "MicroBatch",
+    "RoutedPackedSeqParams",
     "RowLogprobs",
     "TreePackedSeqParams",
     "Values",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from harness.seam_models import branching_samples, tiny_config, twins
 from harness.seam_runs import score_alone
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from packed_calls import packed, rows_of, spans
 
 from mcore_prefix_tree import Sample, SampleError, fold
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.logprob import restore
-from mcore_prefix_tree.mcore import MicroBatch, tree_forward
+from mcore_prefix_tree.mcore import MicroBatch, RoutedPackedSeqParams, fold_inside, tree_forward
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
 from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
@@ -56,9 +58,19 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 # Upstream computes the scores of a router in fp32 for any dtype of the model.
 FP32_INSIDE, FP64 = 1e-6, 1e-12
 SHAPE = (3, 2, 8)
+# What a trainer sets.
+PARAMS = (
+    "qkv_format",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+)
 
 
-def step_alone(model: Any, samples: list[Sample], row_of: Any = lambda layer: layer) -> Any:
+def step_stock(model: Any, samples: list[Sample], row_of: Any = lambda layer: layer) -> Any:
     """Log-probabilities of each sample, and the gradients of a step of samples that run by themselves."""
     model.zero_grad()
     rows = []
@@ -83,11 +95,11 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def assert_equal(folded: Any, alone: Any, limit: float) -> None:
-    for ours, theirs in zip(folded[0], alone[0], strict=True):
+def assert_equal(folded: Any, stock: Any, limit: float) -> None:
+    for ours, theirs in zip(folded[0], stock[0], strict=True):
         assert worst(ours, theirs) < limit
-    assert folded[1].keys() == alone[1].keys()
-    for name, wanted in alone[1].items():
+    assert folded[1].keys() == stock[1].keys()
+    for name, wanted in stock[1].items():
         assert worst(folded[1][name], wanted) < limit, name
 
 
@@ -104,10 +116,10 @@ def models(**changes: Any) -> Any:
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_routes_are_those_of_each_sample_alone(kind, router, recompute):
+def test_routes_are_those_of_each_sample(kind, router, recompute):
     stock, tree = models(**ROUTERS[router], **RECOMPUTE[recompute])
     samples = with_routes(branching_samples(), kind, SHAPE)
-    assert_equal(step_folded(tree, samples), step_alone(stock, samples), FP32_INSIDE)
+    assert_equal(step_folded(tree, samples), step_stock(stock, samples), FP32_INSIDE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +128,7 @@ def test_routes_are_exact_if_upstream_keeps_its_scores(kind, monkeypatch):
     monkeypatch.setattr(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
     stock, tree = models()
     samples = with_routes(branching_samples(), kind, SHAPE)
-    assert_equal(step_folded(tree, samples), step_alone(stock, samples), FP64)
+    assert_equal(step_folded(tree, samples), step_stock(stock, samples), FP64)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -124,7 +136,7 @@ def test_the_oracle_is_upstreams_replay(recompute):
     """Its own objects, with their two actions, give what the oracle of the other tests gives."""
     stock, _ = models(**RECOMPUTE[recompute])
     samples = with_routes(branching_samples(), "one token", SHAPE)
-    expected = step_alone(stock, samples)
+    expected = step_stock(stock, samples)
     stock.zero_grad()
     replays, rows = [RouterReplay() for _ in routers(stock)], []
     try:
@@ -155,7 +167,7 @@ def test_dense_layers_have_no_routes(layers):
         samples, row_of = with_routes(branching_samples(), "one token", SHAPE), lambda layer: layer
     else:
         samples, row_of = with_routes(branching_samples(), "one token", (2, 2, 8)), lambda layer: layer - 1
-    assert_equal(step_folded(tree, samples), step_alone(stock, samples, row_of), FP32_INSIDE)
+    assert_equal(step_folded(tree, samples), step_stock(stock, samples, row_of), FP32_INSIDE)
 
 
 def test_a_model_that_ignores_the_routes_is_wrong():
@@ -163,8 +175,8 @@ def test_a_model_that_ignores_the_routes_is_wrong():
     stock, tree = models()
     samples = with_routes(branching_samples(), "agree", SHAPE)
     plain = [Sample(tokens=one.tokens, loss_mask=one.loss_mask, merge_key=one.merge_key) for one in samples]
-    folded, alone = step_folded(tree, plain), step_alone(stock, samples)
-    assert max(float(worst(ours, theirs)) for ours, theirs in zip(folded[0], alone[0], strict=True)) > 1e-3
+    folded, wanted = step_folded(tree, plain), step_stock(stock, samples)
+    assert max(float(worst(ours, theirs)) for ours, theirs in zip(folded[0], wanted[0], strict=True)) > 1e-3
 
 
 def test_a_batch_without_routes_leaves_upstreams_replay_in_place():
@@ -176,7 +188,7 @@ def test_a_batch_without_routes_leaves_upstreams_replay_in_place():
     assert [router.router_replay for router in routers(tree)] == replays
 
 
-def test_recorded_routes_are_those_of_each_sample_alone():
+def test_recorded_routes_are_those_of_each_sample():
     """The oracle records with upstream's own objects; the last token has no route."""
     stock, tree = models(moe_router_score_function="sigmoid")
     samples, config = branching_samples(), tree.config
@@ -189,10 +201,53 @@ def test_recorded_routes_are_those_of_each_sample_alone():
         replay.set_router_replay_action(RouterReplayAction.RECORD)
     for sample, routes in zip(samples, recorded, strict=True):
         score_alone(stock, sample)
-        alone = torch.stack([replay.get_recorded_indices() for replay in replays], dim=1).numpy()
-        assert np.array_equal(np.sort(routes.ids[:-1]), np.sort(alone[:-1]))
+        wanted = torch.stack([replay.get_recorded_indices() for replay in replays], dim=1).numpy()
+        assert np.array_equal(np.sort(routes.ids[:-1]), np.sort(wanted[:-1]))
         assert (routes.ids[-1] == -1).all()
     assert all(router.recorded is None for router in routers(tree))
+
+
+def routed_call(samples: list[Sample], **padding: int) -> dict[str, Any]:
+    """Packed rows with their routes; -5 stands where nothing is read."""
+    call = packed(rows_of(samples), **padding)
+    routes = np.full((call["input_ids"].shape[1], *SHAPE[:2]), -5)
+    for span, sample in zip(spans(call), samples, strict=True):
+        routes[span][:-1] = sample.signals.routes.ids[:-1]
+    params = {one.name: getattr(call["packed_seq_params"], one.name) for one in fields(call["packed_seq_params"])}
+    params = {name: value for name, value in params.items() if name in PARAMS}
+    return call | {"packed_seq_params": RoutedPackedSeqParams(**params, routed_experts=torch.from_numpy(routes))}
+
+
+@pytest.mark.parametrize("padding", [{}, {"gap": 3, "tail": 2}], ids=["packed", "slots"])
+@pytest.mark.parametrize("recompute", ["nothing", "layers"])
+def test_rows_inside_the_model_take_their_routes(recompute, padding):
+    stock, tree = models(**RECOMPUTE[recompute])
+    samples = with_routes(branching_samples(), "one token", SHAPE)
+    call = routed_call(samples, **padding)
+    answers = fold_inside(tree)(**call)[0]
+    plain, mine = step_stock(stock, samples), []
+    stock_rows = []
+    for span, sample in zip(spans(call), samples, strict=True):
+        logprob = torch.log_softmax(answers[span][:-1], dim=-1)
+        mine.append(logprob.gather(1, torch.as_tensor(sample.tokens[1:].astype(np.int64))[:, None])[:, 0])
+        stock_rows.append(-(mine[-1] * torch.as_tensor(sample.loss_mask[1:].copy())).sum())
+    sum(stock_rows).backward()
+    assert_equal(([row.detach() for row in mine], gradients(tree)), plain, FP32_INSIDE)
+    rows = [Sample(tokens=one.tokens, routed_experts=one.signals.routes) for one in samples]  # of one merge key
+    assert tree.folding.last.to_log()["fold/fold_ratio"] == pytest.approx(fold(rows).fold_ratio)
+
+
+def test_routes_inside_the_model_are_checked():
+    _, tree = models()
+    samples = with_routes(branching_samples()[:2], "agree", SHAPE)
+    call = routed_call(samples)
+    call["packed_seq_params"].routed_experts = call["packed_seq_params"].routed_experts[1:]
+    with pytest.raises(ValueError, match=r"packed_seq_params\.routed_experts must be \[\d+, layers, top-k\]"):
+        fold_inside(tree)(**call)
+    call = routed_call(samples)
+    call["packed_seq_params"].routed_experts = call["packed_seq_params"].routed_experts[:, :2]
+    with pytest.raises(ValueError, match="has routes of 2 layers, but the model has 3"):
+        tree(**call)
 
 
 REFUSED = [

@@ -147,6 +147,8 @@ def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
     """Rows in slots of a multiple of tokens; nothing is scored after a row's last token."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from mcore_prefix_tree.mcore import RoutedPackedSeqParams
+
     def row(values: np.ndarray, length: int) -> np.ndarray:
         return np.pad(values, (0, -length % multiple))
 
@@ -157,7 +159,18 @@ def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
     slot_lengths = [n + -n % multiple for n in lengths]
     borders, slots = ([0, *np.cumsum(one)] for one in (lengths, slot_lengths))
     cu, cu_padded = (torch.tensor(np.array(one), dtype=torch.int32) for one in (borders, slots))
-    params = PackedSeqParams(
+    kind, routes = PackedSeqParams, {}
+    of_samples = [sample.signals.routes for sample in samples]
+    first = next((one for one in of_samples if one is not None), None)
+    if first is not None:
+        kind = RoutedPackedSeqParams
+        found = np.full((len(ids), *first.ids.shape[1:]), -1)
+        for slot, one in zip(slots, of_samples, strict=False):
+            if one is not None:
+                found[slot : slot + len(one.ids)] = one.ids
+        routes = {"routed_experts": torch.from_numpy(found)}
+    params = kind(
+        **routes,
         qkv_format="thd",
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,

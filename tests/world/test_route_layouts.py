@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from harness.layouts import in_layouts
 from harness.routes import with_routes
 from harness.weights import assemble
 from harness.worlds import Layout, world
+from inside_jobs import InsideJob, inside_gradients
 
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 
@@ -22,7 +24,7 @@ RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"),
 
 
 @functools.cache
-def routed_oracle(kind: str) -> Result:
+def by_sample(kind: str) -> Result:
     """Each routed sample by itself, one process, stock layers."""
     samples = with_routes(SAMPLES, kind, SHAPE)
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), Job(config=MOE), samples, layout=Layout())
@@ -34,7 +36,7 @@ def routed_oracle(kind: str) -> Result:
 def test_routes_in_every_layout(size: int, layout: Layout, kind: str) -> None:
     """In micro-batches under a budget, layers recomputed, on ranks with different numbers of tokens."""
     job = Job(config=MOE + RECOMPUTE, max_tokens=LONGEST + 10)
-    check(folded(size, layout, job, with_routes(SAMPLES, kind, SHAPE)), routed_oracle(kind), FP32_INSIDE)
+    check(folded(size, layout, job, with_routes(SAMPLES, kind, SHAPE)), by_sample(kind), FP32_INSIDE)
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)
@@ -44,6 +46,15 @@ def test_routes_of_a_hybrid_model() -> None:
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
     layout = Layout(pp=2)
     check(folded(2, layout, replace(job, pattern="*E|*E"), samples), (loss, assemble(parts)), FP32_INSIDE)
+
+
+@in_layouts("tp2-sp", "pp2-vpp2", ci=["dp2", "pp2", "ep2"])
+def test_routes_inside_the_model(size: int, layout: Layout) -> None:
+    """Every stage folds for itself, by the routes of all layers."""
+    samples, job = with_routes(SAMPLES, "one token", SHAPE), InsideJob(config=MOE)
+    results = world(size).run(inside_gradients, layout, job, samples, layout=layout)
+    found = results[0][0], assemble(chain.from_iterable(parts for _, parts, _ in results))
+    check(found, by_sample("one token"), FP32_INSIDE)
 
 
 def recorded(layout: Layout) -> list[np.ndarray]:
@@ -87,4 +98,4 @@ def test_recorded_routes_in_every_layout(size: int, layout: Layout) -> None:
 def test_routes_change_the_model_that_is_trained() -> None:
     """The test above can fail."""
     wrong = folded(1, Layout(), Job(config=MOE))
-    assert abs(wrong[0] - routed_oracle("one token")[0]) > 1e-4
+    assert abs(wrong[0] - by_sample("one token")[0]) > 1e-4

@@ -28,10 +28,12 @@ from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams, read_rows
 from mcore_prefix_tree.mcore.packed.savings import FoldReport, count_model_flops
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
+from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -149,8 +151,16 @@ class Folding:
         )
         check_positions(model, int(rows.length.max(initial=1)))
         # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
-        folds = self._always_folds or not rows.logical_tokens or rows.fold_ratio > self._settings.least_fold_ratio
+        has_routes = rows.routes is not None  # stock layers would not take them
+        folds = (
+            self._always_folds
+            or has_routes
+            or not rows.logical_tokens
+            or rows.fold_ratio > self._settings.least_fold_ratio
+        )
         to_check = model.training in self._unchecked
+        if to_check and has_routes:
+            raise NotImplementedError("check_first does not support routed_experts; set check_first=False")
         if folds or to_check:
             check_draws(model)
             folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
@@ -186,6 +196,9 @@ class Folding:
                 self._unlogged = None
 
     def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
+        if rows.layout.routes is not None:
+            check_routes(model.config, rows.layout.routes)
+            check_routers(model)
         metadata = TreeMetadata.from_layout(rows.layout, device=rows.device)
         asked, finish, head_rows = _asked(model, rows, call)
         params = RowsPackedSeqParams.from_metadata(
@@ -318,7 +331,7 @@ def _check_model(model: Any) -> None:
     if getattr(model.config, "moe_enable_routing_replay", False):
         raise NotImplementedError(
             "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "
-            "moe_enable_routing_replay=False"
+            "moe_enable_routing_replay=False, and give routes in RoutedPackedSeqParams(routed_experts=...)"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
@@ -43,6 +44,17 @@ class FoldedRows(PackedRows):
     def place(self) -> torch.Tensor:
         """Folded token that answers for each position, int64 tensor ``[T]``; P for padding."""
         return upload(self.places_in(self.layout), self.device)
+
+
+@dataclass
+class RoutedPackedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Packed rows whose tokens bring their experts, for a model that folds inside.
+
+    ``routed_experts`` are integers ``[T, layers, top-k]``, the same on all ranks, -1 in all entries of a token that the
+    model routes. The last token of a row is not read.
+    """
+
+    routed_experts: torch.Tensor | None = None
 
 
 @dataclass
@@ -91,7 +103,15 @@ def read_rows(
     if slots[-1] > len(ids):
         raise ValueError(f"cu_seqlens ends at {slots[-1]}, but input_ids has {len(ids)} tokens")
     row = np.flatnonzero(length)
-    rows = PackedRows(ids=ids, row=row, start=slots[row], length=length[row], device=device)
+    routes = getattr(packed_seq_params, "routed_experts", None)
+    if routes is not None:
+        if routes.ndim != 3 or len(routes) != len(ids):
+            raise ValueError(
+                f"packed_seq_params.routed_experts must be [{len(ids)}, layers, top-k], a row for each of input_ids, "
+                f"not {list(routes.shape)}"
+            )
+        routes = routes.cpu().numpy()
+    rows = PackedRows(ids=ids, row=row, start=slots[row], length=length[row], device=device, routes=routes)
     if positions:
         _check_restarts(positions[0], rows)
     return rows
