@@ -113,7 +113,8 @@ class TreeDeltaNetMixin:
         """Return the convolution of flat tokens ``[P, channels]`` along their paths, ``[1, P, channels]`` by level."""
         width = self.conv_kernel_dim
         rows = metadata.derived(f"rows for a convolution of {width}", lambda tree: PathRows.of(tree, width))
-        row = F.pad(qkv, (0, 0, 0, 1)).index_select(0, rows.tokens).unsqueeze(0)
+        # Gradients of a repeated row: indexing adds them in one order on a GPU, index_select in any.
+        row = F.pad(qkv, (0, 0, 0, 1))[rows.tokens].unsqueeze(0)
         weight, bias = self.conv1d.weight, self.conv1d.bias
         if is_torch:
             by_channel = F.conv1d(row.transpose(1, 2), weight, bias, padding=width - 1, groups=len(weight))
@@ -132,7 +133,7 @@ class TreeDeltaNetMixin:
         states: torch.Tensor | None = None
         for level, padded in zip(levels, batches, strict=True):
             part = [one[:, level.start : level.end] for one in given]
-            initial = None if states is None else states.index_select(0, level.parent)
+            initial = None if states is None else states[level.parent]
             if padded is None:
                 sequences = {"cu_seqlens": level.cu_lens, "chunk_indices": level.chunks}
                 mixed, states = _rule(
