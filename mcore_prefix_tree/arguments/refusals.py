@@ -114,6 +114,15 @@ _AT_ODDS: tuple[Rule, ...] = (
         f"--mla-down-proj-fusion{_WRONG_GRADIENT}",
     ),
     (
+        lambda args: (
+            getattr(args, "experimental_attention_variant", None) is not None
+            and (args.transformer_impl, args.spec) == ("local", None)
+        ),
+        "--experimental-attention-variant {experimental_attention_variant} with --transformer-impl local: Megatron-"
+        "Core has no local layers of it; use --transformer-impl transformer_engine, or to try a job on a CPU add "
+        "--spec mcore_prefix_tree.mcore.seam.layer_specs gpt_layer_local",
+    ),
+    (
         lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
         "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "
         "use --moe-token-dispatcher-type alltoall",

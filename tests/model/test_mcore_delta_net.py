@@ -180,6 +180,8 @@ def fla_rule(calls: list[Any]) -> Any:
         borders, initial, keeps = (given.pop(name) for name in ("cu_seqlens", "initial_state", "output_final_state"))
         calls.append((borders.tolist(), None if initial is None else tuple(initial.shape), keeps))
         assert borders.dtype is torch.int64
+        starts = [(i, at) for i, n in enumerate(borders.diff().tolist()) for at in range(-(-n // 64))]
+        assert given.pop("chunk_indices").tolist() == [list(one) for one in starts]
         assert int(borders[-1]) == q.shape[1]
         out, states = [], []
         for i, (start, end) in enumerate(zip(borders.tolist(), borders[1:].tolist(), strict=False)):

@@ -28,6 +28,7 @@ LIMIT = 1e-5
 # amplify the rounding of fp32, which it does in transformers too.
 BASE = {
     "Qwen3.5": {"initializer_range": 0.05},
+    "Qwen3.5-MoE": {"initializer_range": 0.05},
     "DeepSeek-V3": {"n_routed_experts": 8},
     "GLM-4.7-Flash": {"n_routed_experts": 8},
     "GLM-4.5": {"n_routed_experts": 8, "num_experts": 8, "n_group": 2, "topk_group": 1},

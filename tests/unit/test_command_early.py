@@ -86,6 +86,16 @@ MISTAKES = [
     (GPT, "--transformer-impl=inference_optimized", "prefix-tree training does not support --transformer-impl infer"),
     (GPT, "--num-experts 4", "prefix-tree training does not support --moe-token-dispatcher-type allgather: "),
     (GPT, "--dataloader-type cyclic", "prefix-tree training does not support --dataloader-type cyclic: "),
+    (
+        GPT,
+        "--experimental-attention-variant dsa",
+        "prefix-tree training does not support --experimental-attention-variant dsa: it chooses keys along",
+    ),
+    (
+        GPT,
+        "--experimental-attention-variant gated_delta_net --transformer-impl local",
+        "prefix-tree training does not support --experimental-attention-variant gated_delta_net with --transf",
+    ),
     (GPT, LATENT, "prefix-tree training does not support --transformer-impl local with --multi-latent-attention"),
     (GPT, "--yaml-cfg model.yaml", "prefix-tree training does not support --yaml-cfg: give the arguments on the c"),
     (GPT, "only --prefix-tree --yaml-cfg model.yaml", "prefix-tree training does not support --yaml-cfg: "),

@@ -173,6 +173,18 @@ def test_dry_run(hybrid: Stock) -> None:
 
 
 @needs_script
+def test_dry_run_counts_states(hybrid: Stock) -> None:
+    if not HAS_DELTA_NET:
+        pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
+    layers = f"{hybrid_model('G-G*')} {DELTA_NET}"
+    run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
+    (line,) = [line for line in run.output.splitlines() if "recurrent layers keep a state" in line]
+    most, size = (float(words.split()[0]) for words in (line.split("points, ")[1], line.split("batch: ")[1]))
+    assert most > 1
+    assert size == pytest.approx(most * 2 * 4 * 4 * 8 * 12 / 2**30, rel=1e-2)
+
+
+@needs_script
 @pytest.mark.slow
 def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
     script = tmp_path / "own.py"

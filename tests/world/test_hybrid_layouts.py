@@ -102,5 +102,5 @@ def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads
 
 @pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
 def test_states_fold_inside_the_model() -> None:
-    job = InsideJob(pattern=STATES.pattern, config=STATES.config, double=True)
+    job = InsideJob(pattern=STATES.pattern, config=STATES.config, double=True, check_first=True)
     check(inside(2, TP2_SP, job), oracle(STATES), FP64)

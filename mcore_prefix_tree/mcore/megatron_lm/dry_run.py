@@ -13,6 +13,7 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 
 from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
+from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.megatron_lm.activation_memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs, settle
@@ -21,8 +22,10 @@ from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import make_objective_from_args
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.step_sizes import evaluation_size, megatrons_calculator, size_at
+from mcore_prefix_tree.mcore.seam.hybrid_layers import layer_parts
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
+from mcore_prefix_tree.plan.model_shape import DeltaNet, layers_with_states
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
@@ -90,8 +93,11 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
             f"  fewer and larger micro-batches, {training[0].samples // largest} a rank here, fit every step: use "
             f"--micro-batch-size {largest}"
         )
-    if hybrid_pattern(args) is not None:
-        lines.append("a rank's memory: no estimate, because Megatron-LM has none of a hybrid model's weights")
+    states = _states(args, samples, plan, folding)
+    lines += states
+    if hybrid_pattern(args) is not None or states:
+        kind = "a hybrid model" if hybrid_pattern(args) is not None else "a model with Gated DeltaNet"
+        lines.append(f"a rank's memory: no estimate, because Megatron-LM has none of {kind}'s weights")
         return "\n".join(lines)
     cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
     kept = "activations" if args.num_experts is None else "activations with balanced routing"
@@ -105,6 +111,21 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         for case, tokens in cases.items()
     ]
     return "\n".join(lines)
+
+
+def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> list[str]:
+    """Describe the states that recurrent layers keep of a micro-batch, if there are such layers."""
+    parts = layer_parts(hybrid_pattern(args))
+    layers = sum(layers_with_states(args.num_layers, vars(args))) if parts is None else parts.count("delta net")
+    if not layers:
+        return []
+    layouts = (folding.layout([samples[i] for i in batch]) for rank in plan.micro_batches for batch in rank)
+    most = max(int(forest_counts(layout)["branch_states"]) for layout in layouts)
+    size = 4 * DeltaNet.from_settings(vars(args)).state / args.tensor_model_parallel_size
+    return [
+        f"first step: recurrent layers keep a state at branch points, {most} at most in a micro-batch: "
+        f"{most * size * layers / GIB:.3g} GiB in {layers} layers, or that of one layer with full recomputation"
+    ]
 
 
 def _evaluation(

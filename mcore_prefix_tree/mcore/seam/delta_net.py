@@ -24,7 +24,6 @@ from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
 compat.check(compat.DELTA_NET)
-_CHUNK = 64  # tokens that upstream's torch rule computes at once
 
 
 class TreeDeltaNetMixin:
@@ -114,7 +113,8 @@ class TreeDeltaNetMixin:
         """Return the convolution of flat tokens ``[P, channels]`` along their paths, ``[1, P, channels]`` by level."""
         width = self.conv_kernel_dim
         rows = metadata.derived(f"rows for a convolution of {width}", lambda tree: PathRows.of(tree, width))
-        row = F.pad(qkv, (0, 0, 0, 1)).index_select(0, rows.tokens).unsqueeze(0)
+        # Gradients of a repeated row: indexing adds them in one order on a GPU, index_select in any.
+        row = F.pad(qkv, (0, 0, 0, 1))[rows.tokens].unsqueeze(0)
         weight, bias = self.conv1d.weight, self.conv1d.bias
         if is_torch:
             by_channel = F.conv1d(row.transpose(1, 2), weight, bias, padding=width - 1, groups=len(weight))
@@ -128,15 +128,17 @@ class TreeDeltaNetMixin:
         levels = metadata.derived("levels", Levels.of).levels
         batches: list[tuple[Padded, ...] | None] = [None] * len(levels)
         if is_torch or self.gated_delta_rule is common.torch_chunk_gated_delta_rule:
-            batches = list(metadata.derived("padded levels", lambda tree: PaddedLevels.of(tree, _CHUNK)).levels)
+            batches = list(metadata.derived("padded levels", PaddedLevels.of).levels)
         out: list[torch.Tensor] = []
         states: torch.Tensor | None = None
         for level, padded in zip(levels, batches, strict=True):
             part = [one[:, level.start : level.end] for one in given]
-            initial = None if states is None else states.index_select(0, level.parent)
+            initial = None if states is None else states[level.parent]
             if padded is None:
-                settings = {"cu_seqlens": level.cu_lens, "output_final_state": level.kept > 0}
-                mixed, states = _rule(self.gated_delta_rule, part, initial, **settings)
+                sequences = {"cu_seqlens": level.cu_lens, "chunk_indices": level.chunks}
+                mixed, states = _rule(
+                    self.gated_delta_rule, part, initial, output_final_state=level.kept > 0, **sequences
+                )
             else:
                 mixed, states = _padded_rule(part, initial, padded)
             out.append(mixed)

@@ -15,6 +15,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import upload
 
 Int64Array = npt.NDArray[np.int64]
+CHUNK = 64  # tokens that upstream's rule in torch and FLA's compute at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +30,8 @@ class Level:
         cu_lens: int64 ``[n + 1]``, borders of the segments, from 0.
         parent: int64 ``[n]``, each segment's parent among the kept states of the level above; of no use to roots.
         kept: number of segments with children, whose last state is kept.
+        chunks: int64 ``[c, 2]``, the segment and the place in it of each chunk of 64 tokens. FLA's rule would compute
+            them from ``cu_lens``, and wait for the device.
         lens: int64 NumPy ``[n]``, tokens of each segment.
     """
 
@@ -37,6 +40,7 @@ class Level:
     cu_lens: torch.Tensor
     parent: torch.Tensor
     kept: int
+    chunks: torch.Tensor
     lens: Int64Array
 
 
@@ -136,11 +140,20 @@ def _levels(
                 cu_lens=upload(np.concatenate([[0], np.cumsum(own)]), device),
                 parent=upload(place[np.maximum(parent[chosen], 0)], device),
                 kept=int(has_children[chosen].sum()),
+                chunks=upload(_chunks(own), device),
                 lens=own,
             )
         )
         token, segment = end, segment + size
     return made
+
+
+def _chunks(lens: Int64Array) -> Int64Array:
+    counts = -(-lens // CHUNK)
+    first = np.cumsum(counts) - counts
+    return np.column_stack(
+        [np.repeat(np.arange(len(lens)), counts), np.arange(counts.sum()) - np.repeat(first, counts)]
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,16 +212,16 @@ class PaddedLevels:
     levels: tuple[tuple[Padded, ...], ...]
 
     @classmethod
-    def of(cls, metadata: TreeMetadata, chunk: int) -> PaddedLevels:
-        """Return the batches for a rule whose sequences fill chunks of so many tokens."""
+    def of(cls, metadata: TreeMetadata) -> PaddedLevels:
+        """Return the batches of a micro-batch."""
         device = metadata.subtree_end.device
         levels = metadata.derived("levels", Levels.of).levels
-        return cls(levels=tuple(tuple(_padded(level.lens, chunk, device)) for level in levels))
+        return cls(levels=tuple(tuple(_padded(level.lens, device)) for level in levels))
 
 
-def _padded(lens: Int64Array, chunk: int, device: torch.device) -> list[Padded]:
+def _padded(lens: Int64Array, device: torch.device) -> list[Padded]:
     """Return the batches of a level's segments."""
-    doublings = np.ceil(np.log2(-(-lens // chunk))).astype(np.int64)
+    doublings = np.ceil(np.log2(-(-lens // CHUNK))).astype(np.int64)
     made, starts = [], np.cumsum(lens) - lens
     for batch in np.split(np.arange(len(lens)), np.flatnonzero(np.diff(doublings)) + 1):
         place = np.arange(lens[batch].max())
