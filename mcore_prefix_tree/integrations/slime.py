@@ -56,7 +56,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     args = get_args()
     replay = ("use_routing_replay", "use_rollout_routing_replay")
     _refuse({f"--{name.replace('_', '-')}": getattr(args, name, False) for name in replay})
-    if torch.distributed.get_rank() == 0 and not vp_stage and _computes_old_logprobs_twice(args):
+    if torch.distributed.get_rank() == 0 and not vp_stage and _adds_a_forward_pass(args):
         logger.warning(
             "--loss-type custom_loss: slime computes old log-probabilities in a separate forward pass, which its "
             "policy_loss would not need here; set --use-rollout-logprobs to skip that pass, or remove "
@@ -72,7 +72,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     return fold_inside(model, **settings)
 
 
-def _computes_old_logprobs_twice(args: Namespace) -> bool:
+def _adds_a_forward_pass(args: Namespace) -> bool:
     """Return whether slime's ``can_reuse_log_probs_in_loss`` would hold, were its ``policy_loss`` not replaced."""
     ours = args.loss_type == "custom_loss" and args.custom_loss_function_path == f"{__name__}.policy_loss"
     needed = ("kl_coef", "use_rollout_logprobs", "get_mismatch_metrics", "use_critic", "keep_old_actor", "use_opd")
