@@ -12,8 +12,10 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="verl is not installed")
 from harness.layouts import in_layouts
@@ -35,6 +37,27 @@ def test_answers_losses_and_gradients(size: int, layout: Layout, kind: str) -> N
     assert {"loss", *(f"{name} {run}" for name in answers for run in (0, 1))} <= {*last["names"]}
     assert last["fold"]["fold/fold_ratio"][0] > 1.3
     assert (last["fold"]["fold/expanded_bytes"] == [0]) == (kind == "language_model")
+
+
+@in_layouts("single", "tp2-sp", "pp2", "ep2")
+def test_routes_of_the_rollout_engine(size: int, layout: Layout) -> None:
+    results = world(size).run(partial(compare, replays=True), layout, "language_model", layout=layout)
+    assert results[-1]["fold"]["fold/fold_ratio"][0] > 1.2
+
+
+def test_routes_that_are_missing_are_an_error() -> None:
+    from verl.utils import tensordict_utils as tu
+
+    from mcore_prefix_tree.integrations.verl.engine import _routes
+
+    rows = torch.nested.as_nested_tensor([torch.arange(4), torch.arange(3)], layout=torch.jagged)
+    data = tu.get_tensordict({"input_ids": rows}, {"enable_routing_replay": True})
+    with pytest.raises(ValueError, match=r"set actor_rollout_ref\.rollout\.enable_rollout_routing_replay=True"):
+        _routes(data)
+    given = [torch.tensor([[[1, 0]], [[0, 0]], [[2, 1]]]), torch.tensor([[[3, 1]], [[0, 2]], [[0, 0]]])]
+    data["routed_experts"] = torch.nested.as_nested_tensor(given, layout=torch.jagged)
+    routes = [row.tolist() for row in _routes(data).unbind()]
+    assert routes == [[[[1, 0]], [[-1, -1]], [[2, 1]], [[-1, -1]]], [[[3, 1]], [[0, 2]], [[-1, -1]]]]
 
 
 def test_micro_batches_of_verl_and_a_check_of_the_first() -> None:
@@ -72,7 +95,7 @@ def test_sft_report_reaches_every_tracker(size: int, layout: Layout, tmp_path: P
         ({"use_remove_padding": False}, "use_remove_padding=False"),
     ],
 )
-def test_refusals_by_name(settings: dict[str, bool], named: str) -> None:
+def test_refusals_by_name(settings: dict[str, Any], named: str) -> None:
     with cpu_emulation(force=True), emulated("mcore_prefix_tree"), pytest.raises(NotImplementedError, match=named):
         engine("language_model", **settings)
 

@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -21,18 +22,22 @@ from harness.seam_models import build, local_spec, tiny_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from stand_ins import StandIn
 
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
 
-VOCAB = 64
+VOCAB, EXPERTS = 64, 4
 
 
 class Provider:
     """A replacement for Megatron-Bridge's provider in verl."""
 
-    fp16 = bf16 = sequence_parallel = False
+    fp16 = bf16 = sequence_parallel = moe_enable_routing_replay = False
+    num_layers, moe_layer_freq, fp8 = 4, 1, None
 
     def __init__(self) -> None:
         self.hooks: list[Any] = []
@@ -51,9 +56,10 @@ class Provider:
     def provide_distributed_model(self, *, wrap_with_ddp: bool, ddp_config: Any, **_: Any) -> list[Any]:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
         names += ("virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-        names += ("overlap_p2p_comm", "batch_p2p_comm", "num_moe_experts")
+        names += ("overlap_p2p_comm", "batch_p2p_comm", "num_moe_experts", "moe_router_topk")
+        names += ("moe_enable_routing_replay",)
         config = tiny_config(
-            num_layers=4,
+            num_layers=self.num_layers,
             calculate_per_token_loss=False,
             variable_seq_lengths=True,
             moe_token_dispatcher_type="alltoall",
@@ -158,7 +164,19 @@ def engine(kind: str = "language_model", **settings: Any) -> Any:
     )
 
 
-def batch(seed: int, *, max_tokens: int, dynamic: bool, groups: int = 3, rollouts: int = 4) -> Any:
+def routes_of(tokens: Any, *, strays: bool) -> Any:
+    """Experts ``[tokens - 1, layers, 2]`` of a row: an engine's with a prefix cache, or (``strays``) another's once."""
+    seeds = [[crc32(tokens[: at + 1].tobytes()), layer] for at in range(len(tokens) - 1) for layer in range(4)]
+    routes = np.array([np.random.default_rng(seed).permutation(EXPERTS)[:2] for seed in seeds], dtype=np.int16)
+    routes = routes.reshape(-1, 4, 2)
+    if strays:
+        routes[2, 1] = (routes[2, 1] + 1) % EXPERTS
+    return routes
+
+
+def batch(
+    seed: int, *, max_tokens: int, dynamic: bool, groups: int = 3, rollouts: int = 4, replays: bool = False
+) -> Any:
     """A mini-batch as verl's trainer sends it: groups of rollouts of one prompt, not side by side."""
     from verl.utils import tensordict_utils as tu
 
@@ -187,6 +205,9 @@ def batch(seed: int, *, max_tokens: int, dynamic: bool, groups: int = 3, rollout
         "loss_mask": mask,
         **near | {"old_log_probs": near["old_log_probs"] - 4},
     }
+    if replays:
+        rows = [np.concatenate(pair) for pair in pairs]
+        tensors["routed_experts"] = jagged([routes_of(row, strays=at == 1) for at, row in enumerate(rows)])
     settings = {
         "use_dynamic_bsz": dynamic,
         "max_token_len_per_gpu": max_tokens,
@@ -195,6 +216,7 @@ def batch(seed: int, *, max_tokens: int, dynamic: bool, groups: int = 3, rollout
         "calculate_entropy": True,
         "disable_auto_offload": True,  # as train_mini_batch
         "global_batch_size": len(pairs) * parallel_state.get_data_parallel_world_size(),
+        "enable_routing_replay": replays,
     }
     return tu.get_tensordict(tensors, settings)
 
@@ -214,8 +236,30 @@ def _but_last(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([row[:-1] for row in rows.unbind()])
 
 
-def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> dict[str, Any]:
+@contextmanager
+def unpatched(*classes: type) -> Iterator[None]:
+    """Take back what verl's replay changes in Megatron-Core's classes."""
+    before = [dict(vars(kind)) for kind in classes]
+    try:
+        yield
+    finally:
+        for kind, members in zip(classes, before, strict=True):
+            for name in vars(kind).keys() - members.keys():
+                delattr(kind, name)
+            for name, member in members.items():
+                if vars(kind)[name] is not member:
+                    setattr(kind, name, member)
+
+
+def compare(layout: Any, kind: str, dynamic: bool = True, *, replays: bool = False, **settings: Any) -> dict[str, Any]:
     """Every rank: results of verl's own engine and ours for the same batch, and the metrics of ours."""
+    with unpatched(TopKRouter, TransformerConfig, MoEAlltoAllTokenDispatcher):
+        return _compare(layout, kind, dynamic, replays=replays, **settings)
+
+
+def _compare(layout: Any, kind: str, dynamic: bool, *, replays: bool, **settings: Any) -> dict[str, Any]:
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
     answers: list[dict[str, Any]] = []
     weights: list[Any] = []
     shape = {
@@ -227,6 +271,9 @@ def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> di
         "expert_tensor_parallel_size": 1 if layout.ep > 1 else None,
         "override_transformer_config": {"num_moe_experts": 2} if layout.ep > 1 else {},
     }
+    if replays:
+        shape["override_transformer_config"] = {"num_moe_experts": EXPERTS, "moe_router_topk": 2}
+        shape["router_replay"] = EngineRouterReplayConfig(mode="R3")
     for vendor, max_tokens, own in (("nvidia", 80, {}), ("mcore_prefix_tree", 50, settings)):
         with emulated(vendor):
             built = engine(kind, **shape, **own)
@@ -240,7 +287,8 @@ def compare(layout: Any, kind: str, dynamic: bool = True, **settings: Any) -> di
             weights = weights or [parameter.detach().clone() for parameter in parameters.values()]
             for parameter, weight in zip(parameters.values(), weights, strict=True):
                 parameter.data.copy_(weight)
-            data = batch(parallel_state.get_data_parallel_rank(), max_tokens=max_tokens, dynamic=dynamic)
+            rank = parallel_state.get_data_parallel_rank()
+            data = batch(rank, max_tokens=max_tokens, dynamic=dynamic, replays=replays)
             with built.eval_mode(disable_auto_offload=True):
                 inferred = built.infer_batch(data.clone())
             with built.train_mode(disable_auto_offload=True):

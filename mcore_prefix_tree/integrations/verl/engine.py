@@ -7,6 +7,8 @@ provider's layer spec, the head, and the cut of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from verl.models.mcore.util import postprocess_thd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
+from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data
 from verl.utils.megatron_utils import unwrap_model
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
@@ -26,7 +29,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from mcore_prefix_tree.integrations.verl import VENDOR
 from mcore_prefix_tree.integrations.verl.micro_batches import cut
-from mcore_prefix_tree.mcore.packed import RowLogprobs, fold_inside
+from mcore_prefix_tree.mcore.packed import RoutedPackedSeqParams, RowLogprobs, fold_inside
 
 # Requests of a batch that only verl's own engine supports.
 _NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -42,6 +45,27 @@ def _refuse(asked: dict[str, Any]) -> None:
         raise NotImplementedError(f"VERL_ENGINE_VENDOR={VENDOR} does not support {setting}; change it")
 
 
+def _routes(batch: TensorDict) -> torch.Tensor | None:
+    """Return the experts of each row's tokens, jagged ``[n, tokens, layers, top-k]``, -1 where the model routes.
+
+    None without replay. Raises ValueError if the rollout has no routes.
+    """
+    if not tu.get_non_tensor_data(batch, key="enable_routing_replay", default=False):
+        return None
+    given = batch.get("routed_experts", None)
+    if given is None:
+        raise ValueError(
+            "router_replay.mode=R3: the batch has no routed_experts; set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    routes = align_r3_router_replay_data(given, batch["input_ids"])
+    experts = routes.values()
+    # verl fills tokens that the engine did not run with expert 0, which no engine chooses twice.
+    absent = (experts == 0).flatten(1).all(1) if experts.shape[-1] > 1 else torch.zeros(len(experts), dtype=torch.bool)
+    filled = experts.masked_fill(absent[:, None, None], -1)
+    return torch.nested.nested_tensor_from_jagged(filled, offsets=routes.offsets())
+
+
 @_register(model_type="language_model")
 class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
     """Computes every unique token of a micro-batch once. Its log-probabilities and entropies make no full logits.
@@ -50,7 +74,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        replay = engine_config.router_replay.mode
+        replay = engine_config.router_replay
         _refuse(
             {
                 "vanilla_mbridge=True": engine_config.vanilla_mbridge,
@@ -59,12 +83,16 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 "dynamic_context_parallel=True": engine_config.dynamic_context_parallel,
                 "pad_to_length=True": engine_config.pad_to_length,
                 "use_megatron_fsdp=True": engine_config.use_megatron_fsdp,
-                f"router_replay.mode={replay}": replay != "disabled",
+                "router_replay.mode=R2 (R3 replays the rollout engine's routes)": replay.mode == "R2",
                 "qat.enable=True": engine_config.qat.enable,
                 "mtp.enable=True": model_config.mtp.enable,
                 "a vision model": hasattr(model_config.hf_config, "vision_config"),
             }
         )
+        if replay.mode != "disabled":
+            # Routes ride on the tree of a micro-batch; verl's own replay would give every router the rows' routes.
+            engine_config = copy(engine_config)
+            object.__setattr__(engine_config, "router_replay", replace(replay, mode="disabled"))  # a frozen field
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_tf_config(self) -> None:
@@ -123,6 +151,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             chunks: list[TensorDict] = prepare_micro_batches(data)[0]
             return chunks, None
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        routes = _routes(data)
         indices = cut(
             data["input_ids"].unbind(),
             max_tokens=data["max_token_len_per_gpu"],
@@ -130,6 +159,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             device=get_device_id(),
             multiple=self.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else 1,
             group_size=tu.get_non_tensor_data(data, key="force_group_size", default=1),
+            routes=None if routes is None else routes.unbind(),
         )
         return [tu.index_select_tensor_dict(data, rows) for rows in indices], indices
 
@@ -148,6 +178,9 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         batch = next(batch_iter)
         rows = batch["input_ids"]
         packed, params, _ = preprocess_thd_engine(rows)
+        routes = _routes(batch)
+        if routes is not None:
+            params = RoutedPackedSeqParams(**vars(params), routed_experts=preprocess_thd_engine(routes)[0][0])
         output = model(
             input_ids=packed, position_ids=None, attention_mask=None, packed_seq_params=params, **self._asked(batch)
         )

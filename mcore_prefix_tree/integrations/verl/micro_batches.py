@@ -23,6 +23,7 @@ def cut(
     device: str | torch.device = "cpu",
     multiple: int = 1,
     group_size: int = 1,
+    routes: Sequence[torch.Tensor] | None = None,
 ) -> list[list[int]]:
     """Return the rows of each micro-batch, in their order. No micro-batch is empty.
 
@@ -35,11 +36,16 @@ def cut(
         group: data-parallel process group; None is this process only.
         multiple: divisor of the number of micro-batches.
         group_size: number of successive rows that stay together.
+        routes: integers ``[tokens, layers, top-k]`` of each row, the experts of its tokens.
 
     Raises:
         ValueError: a row, or rows that stay together, exceed the budget, or a rank has too few rows.
     """
-    samples = [Sample(tokens=row.cpu().numpy(), source=f"row {index}") for index, row in enumerate(rows)]
+    experts = [None] * len(rows) if routes is None else [one.cpu().numpy() for one in routes]
+    samples = [
+        Sample(tokens=row.cpu().numpy(), routed_experts=chosen, source=f"row {index}")
+        for index, (row, chosen) in enumerate(zip(rows, experts, strict=True))
+    ]
     together = [index // group_size for index in range(len(samples))] if group_size > 1 else None
     planned = partial(
         plan_step,
