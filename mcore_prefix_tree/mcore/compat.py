@@ -45,11 +45,7 @@ _MODEL = (
 _STAGE = "post_process pp_group pre_process vocab_size vp_size vp_stage"
 
 SEAM = (
-    Uses(
-        f"{_SPECS}:get_gpt_decoder_block_spec",
-        "config",
-        "use_transformer_engine normalization qk_l2_norm vp_stage",
-    ),
+    Uses(f"{_SPECS}:get_gpt_decoder_block_spec", "config", "use_transformer_engine normalization qk_l2_norm vp_stage"),
     Uses(f"{_VARIANTS}:get_transformer_block_with_experimental_attention_variant_spec", "config vp_stage"),
     Uses("megatron.core.transformer.torch_norm:WrappedTorchNorm"),
     # TreePackedSeqParams, a subclass; the model sizes its rotary table by max_seqlen_*.

@@ -67,7 +67,7 @@ def _owned_pieces(chunks: Sequence[torch.nn.Module]) -> list[tuple[Piece, torch.
         apply_factories(state)
         for value in nested_values(state):
             if not isinstance(value, ShardedTensor):
-                continue  # e.g. the empty `_extra_state` of a layer
+                continue  # for example the empty `_extra_state` of a layer
             assert value.data is not None, value
             owner = _owner(value.data, parameters)
             if owner is None:
@@ -139,7 +139,7 @@ def local_parts(chunks: Sequence[torch.nn.Module], values_of: Callable[[Any], to
 
     Args:
         chunks: GPT models, bare or wrapped in DistributedDataParallel.
-        values_of: maps a parameter to a tensor of its shape, e.g. ``lambda p: p.main_grad``.
+        values_of: maps a parameter to a tensor of its shape, for example ``lambda p: p.main_grad``.
     """
     parts = []
     for piece, owner in _owned_pieces(chunks):

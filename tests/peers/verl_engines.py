@@ -238,7 +238,7 @@ def _but_last(rows: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def unpatched(*classes: type) -> Iterator[None]:
-    """Take back what verl's replay changes in Megatron-Core's classes."""
+    """Restore Megatron-Core's classes after verl's replay, for example ``TopKRouter.routing``."""
     before = [dict(vars(kind)) for kind in classes]
     try:
         yield

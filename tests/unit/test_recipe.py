@@ -47,7 +47,7 @@ def test_unset_settings_have_their_defaults(recipe):
 def test_shipped_recipes_load(path):
     # In place of a folder that --hf would name.
     sizes = ["model.num_layers=1", "model.hidden_size=8", "model.num_attention_heads=1", "checkpoint.export_hf=null"]
-    loaded = load_recipe(path, sizes if path.stem.endswith("_hf") else [])
+    loaded = load_recipe(path, sizes if "--hf" in path.read_text() else [])
     assert isinstance(loaded, Recipe)
     # A recipe that ships with its data names it relative to the repository.
     paths = [loaded.data.path] if isinstance(loaded.data.path, str) else loaded.data.path
