@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,13 +67,12 @@ class HostRows:
     @cached_property
     def _samples(self) -> list[Sample]:
         """The rows as samples; raises ValueError, with the row, for a bad id or route."""
-        if self.routes is None:
-            named = zip(self.row.tolist(), self._tokens, strict=True)
-            return [Sample(tokens=tokens, source=f"row {row}") for row, tokens in named]
-        spans = zip(self.row.tolist(), self.start.tolist(), self._tokens, strict=True)
+        routes: list[Any] = [None] * len(self.row)
+        if self.routes is not None:
+            routes = [self.routes[at : at + length] for at, length in zip(self.start, self.length, strict=True)]
         return [
-            Sample(tokens=tokens, routed_experts=self.routes[start : start + len(tokens)], source=f"row {row}")
-            for row, start, tokens in spans
+            Sample(tokens=tokens, routed_experts=experts, source=f"row {row}")
+            for row, tokens, experts in zip(self.row.tolist(), self._tokens, routes, strict=True)
         ]
 
     @cached_property

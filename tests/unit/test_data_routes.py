@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 
 import numpy as np
 import pytest
@@ -22,16 +21,6 @@ def packed(routes, dtype="int32", **changes):
     array = np.array(routes, dtype=dtype)
     data = base64.b64encode(array.tobytes()).decode()
     return {"dtype": dtype, "shape": list(array.shape), "data": data} | changes
-
-
-@pytest.fixture
-def read(tmp_path):
-    def read_rows(*rows, **options):
-        path = tmp_path / "rollouts.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return read_samples(path, **options)
-
-    return read_rows
 
 
 def routes_of(sample):

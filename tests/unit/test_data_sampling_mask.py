@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from data_sources import CHAT, CharacterTokenizer
@@ -18,16 +16,6 @@ TOKENS = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}
 CSR = {"token_ids": [7, 3, 9, 4], "offsets": [0, 0, 0, 3, 4]}
 # The kept ids of each token, ascending.
 KEPT = [[], [], [3, 7, 9], [4]]
-
-
-@pytest.fixture
-def read(tmp_path):
-    def read_rows(*rows, **options):
-        path = tmp_path / "rollouts.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return read_samples(path, **options)
-
-    return read_rows
 
 
 def kept_of(sample):

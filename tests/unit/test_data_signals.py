@@ -5,21 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from data_sources import CHAT, CharacterTokenizer
-from harness.commands import write_rows
 
 from mcore_prefix_tree import SampleError
-from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.objectives import make_objective
-
-
-@pytest.fixture
-def read(tmp_path):
-    def read_rows(*rows, **options):
-        path = write_rows(tmp_path / "rollouts.jsonl", rows)
-        return read_samples(path, **options)
-
-    return read_rows
-
 
 TOKENS = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1]}
 

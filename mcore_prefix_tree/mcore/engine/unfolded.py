@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.seam.experts import routed_alone
+from mcore_prefix_tree.mcore.seam.experts import replaying
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.memory import available_bytes
 from mcore_prefix_tree.utils.upload import upload
@@ -157,7 +157,7 @@ def _bytes_per_score(config: Any) -> int:
 
 def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:
     """Run the stock forward, causal by itself; return logits ``[1, n, V / tp]``, or with labels losses ``[1, n]``."""
-    with routed_alone(model, batch.routes):
+    with replaying(model, batch.routes):
         output: torch.Tensor = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
         )

@@ -74,8 +74,8 @@ def read_rows(
 ) -> PackedRows:
     """Read the rows of a packed micro-batch on the host.
 
-    Tensors on a device are copied to the host in one transfer, the only one of a micro-batch; tensors on the host need
-    none.
+    Tensors on a device are copied to the host in one transfer, and routes in a second, the only ones of a micro-batch;
+    tensors on the host need none.
 
     Args:
         input_ids: ``[1, T]``.

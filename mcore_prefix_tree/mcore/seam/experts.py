@@ -79,7 +79,7 @@ class TreeRouterMixin:
     """
 
     tree: TreeMetadata | None = None
-    routes_alone: torch.Tensor | None = None  # as a tree's, of a batch without one
+    given_routes: torch.Tensor | None = None  # as a tree's, of a batch without one
     recorded: list[torch.Tensor] | None = None  # int64 [L, top-k] of each forward, while experts are recorded
     # Of the stock router.
     config: Any
@@ -107,7 +107,7 @@ class TreeRouterMixin:
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Choose the experts for logits ``[L, 1, E]``: those of the samples' routes, where there are any."""
         stock: Callable[..., Any] = super().routing  # type: ignore[misc]
-        routes = self.routes_alone if self.tree is None else self.tree.routes
+        routes = self.given_routes if self.tree is None else self.tree.routes
         probs, routing_map = (
             stock(logits, *args, **kwargs) if routes is None else self._routed(routes, stock, logits, *args, **kwargs)
         )
@@ -217,16 +217,16 @@ def recording(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def routed_alone(model: torch.nn.Module, routes: torch.Tensor | None) -> Iterator[None]:
+def replaying(model: torch.nn.Module, routes: torch.Tensor | None) -> Iterator[None]:
     """Route the tokens of a batch without a tree, ``[n, layers, top-k]``, during a forward, not its recomputation."""
     routers = [module for module in model.modules() if isinstance(module, TreeRouterMixin)]
     for router in routers:
-        router.routes_alone = routes
+        router.given_routes = routes
     try:
         yield
     finally:
         for router in routers:
-            router.routes_alone = None
+            router.given_routes = None
 
 
 class TreeExpertsMixin:
