@@ -11,10 +11,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import requires, version
+from importlib.metadata import distribution, requires, version
 from pathlib import Path
 
-import pip
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -197,7 +196,7 @@ def test_what_is_left_out_on_purpose_is_no_error(tmp_path: Path) -> None:
     """A second script installs beside Megatron-Bridge, whose own requirements are not met."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "new"], check=True)
     (packages,) = tmp_path.glob("new/lib/python*/site-packages")
-    (packages / "pip").symlink_to(Path(pip.__file__).parent)
+    (packages / "pip").symlink_to(str(distribution("pip").locate_file("pip")))
     bridge = packages / "megatron_bridge-0.6.2.dist-info"
     bridge.mkdir()
     (bridge / "METADATA").write_text(
