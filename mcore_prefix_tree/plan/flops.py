@@ -29,6 +29,7 @@ from mcore_prefix_tree.plan.model_shape import (
     DeltaNet,
     Experts,
     LatentAttention,
+    layer_parts,
     layers_with_experts,
     layers_with_states,
     layers_with_window,
@@ -290,6 +291,7 @@ class ModelWork:
             swiglu=model.swiglu,
             fused_head=fused_head and not scalar_head,
             settings=model.transformer,
+            parts=layer_parts(model.hybrid_layer_pattern),
         )
 
     def of(self, counts: Counts) -> Work:

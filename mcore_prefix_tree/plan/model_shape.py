@@ -4,7 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+# Kinds of computation, for counting FLOPs.
+Part: TypeAlias = Literal["attention", "mlp", "experts", "delta net", "state"]
+
+# Letters of Megatron's hybrid layer patterns; ``mcore/seam/hybrid_layers.py`` knows which of them follow a tree.
+PATTERN_PARTS: dict[str, Part] = {
+    "*": "attention",
+    "+": "attention",
+    "D": "attention",
+    "-": "mlp",
+    "E": "experts",
+    "G": "delta net",
+    "M": "state",
+}
+_PIPE, MTP = "|", "/"
+
+
+def layer_letters(pattern: str) -> str:
+    """Return the letters of a pattern's layers, without boundaries of pipeline stages and multi-token prediction."""
+    return pattern.partition(MTP)[0].replace(_PIPE, "")
+
+
+def layer_parts(pattern: str | None) -> list[Part] | None:
+    """Return the kind of computation of each layer of a pattern; None, for a GPT, stays None."""
+    return None if pattern is None else [PATTERN_PARTS[letter] for letter in layer_letters(pattern)]
+
+
+def has_experts(pattern: str) -> bool:
+    """Return whether a pattern has a layer of experts."""
+    return "experts" in (layer_parts(pattern) or ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.plan import LatentAttention
+from mcore_prefix_tree.plan.model_shape import PATTERN_PARTS, has_experts, layer_letters
 from mcore_prefix_tree.settings.section import Section
 from mcore_prefix_tree.settings.value_types import (
     STRICT,
@@ -76,7 +77,7 @@ class LoraConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig(Section):
-    """A GPT, as megatron-core builds it.
+    """A GPT or a hybrid model, as megatron-core builds it.
 
     Attributes:
         hf: folder of a Hugging Face model, which Megatron-Bridge builds; of the keys below, only ``dtype``,
@@ -85,6 +86,9 @@ class ModelConfig(Section):
             tokenizer by default if that has a chat template. None for a model of the sizes given here.
         lora: adapters on the layers of ``hf``; only they are trained, saved and exported. None trains all weights.
         adapter: folder that PEFT wrote, whose adapters training starts from; it decides ``lora``.
+        num_layers: number of layers; those of ``hybrid_layer_pattern``, if that is set.
+        hybrid_layer_pattern: kinds of the layers of a ``HybridModel``, one letter for each, for example ``*-G-|*E``, in
+            which ``|`` begins a pipeline stage; None for a GPT.
         vocab_size: vocabulary size before padding to a multiple of the tensor-parallel size; None takes the
             tokenizer's.
         rope_scaling: whether to scale the rotary frequencies as Llama 3.1 does, by ``rope_scaling_factor``.
@@ -97,6 +101,7 @@ class ModelConfig(Section):
     num_layers: Annotated[PositiveInt, Field(le=10_000)]
     hidden_size: PositiveInt
     num_attention_heads: PositiveInt
+    hybrid_layer_pattern: str | None = None
     num_query_groups: PositiveInt | None = None
     ffn_hidden_size: PositiveInt | None = None
     kv_channels: PositiveInt | None = None
@@ -138,6 +143,27 @@ class ModelConfig(Section):
     @property
     def _has_uneven_heads(self) -> bool:
         return self.kv_channels is None and self.hidden_size % self.num_attention_heads != 0
+
+    def _check_pattern(self) -> None:
+        pattern = self.hybrid_layer_pattern
+        if pattern is None:
+            return
+        where, letters = f"model.hybrid_layer_pattern={pattern!r}", layer_letters(pattern)
+        if unknown := set(letters) - PATTERN_PARTS.keys():
+            raise ValueError(f"{where} has the letter {min(unknown)}; Megatron knows {' '.join(PATTERN_PARTS)}")
+        if len(letters) != self.num_layers:
+            raise ValueError(
+                f"{where} has {len(letters)} layers, not model.num_layers={self.num_layers}; set one to fit"
+            )
+        if self.rope_scaling:
+            raise ValueError(f"{where}: a hybrid model has no model.rope_scaling; unset it")
+        if has_experts(pattern) and not self.transformer.get("num_moe_experts"):
+            raise ValueError(f"{where} has layers of experts, E, but no model.transformer.num_moe_experts; set it")
+        if ("+" in letters) != self._has_latents:
+            raise ValueError(
+                f"{where}: layers of multi-latent attention, +, and model.transformer.multi_latent_attention come "
+                "together; change one of them"
+            )
 
     def _check_heads(self) -> None:
         if self._has_plain_heads and self._has_uneven_heads:

@@ -182,14 +182,21 @@ def stock_model(recipe: Recipe, place: Any) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     torch.manual_seed(99)
-    model = GPTModel(
-        place.config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=VOCAB,
-        max_sequence_length=recipe.model.max_position_embeddings,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
+    settings = {
+        "vocab_size": VOCAB,
+        "max_sequence_length": recipe.model.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+    }
+    pattern = recipe.model.hybrid_layer_pattern
+    if pattern is None:
+        model = GPTModel(place.config, get_gpt_layer_local_spec(normalization="RMSNorm"), **settings)
+    else:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+        model = HybridModel(place.config, hybrid_stack, hybrid_layer_pattern=pattern, **settings)
     return cast("torch.nn.Module", model.to(place.config.params_dtype))
 
 

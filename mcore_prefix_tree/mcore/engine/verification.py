@@ -35,6 +35,7 @@ from mcore_prefix_tree.mcore.engine.unfolded import (
 )
 from mcore_prefix_tree.mcore.ranks import everyone, has_logits
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.plan.model_shape import layer_parts
 from mcore_prefix_tree.sample import Sample
 
 # In which dtype the stock model runs once more, to show how large its own rounding is.
@@ -167,7 +168,8 @@ def _verified(
     companion: torch.dtype | None,
     progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
-    dtype, least = job.config.params_dtype, SMALL if has_states(job.config) else 0.0
+    recurs = has_states(_bare(chunks[0]))
+    dtype, least = job.config.params_dtype, SMALL if recurs else 0.0
     job, samples = plain(job, samples)
     step = fold_step(samples, job)
     alone = plan_unfolded(samples, job)
@@ -193,7 +195,7 @@ def _verified(
     return VerifyReport(
         **errors,
         worst_parameter=worst,
-        tolerance=_least_limit(job.config) if tolerance is None else tolerance,
+        tolerance=_least_limit(job.config, recurs=recurs) if tolerance is None else tolerance,
         reference="unfolded" if reference is unfolded else f"the same weights in {_name(companion)}, unfolded",
         unfolded_errors=rounding,
         samples=len(samples),
@@ -220,14 +222,15 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def has_states(config: Any) -> bool:
-    """Return whether layers of a GPT carry a state along the path."""
-    return bool(config.experimental_attention_variant == "gated_delta_net")
+def has_states(model: Any) -> bool:
+    """Return whether layers of a model carry a state along the path, whichever of its stages has them."""
+    parts = layer_parts(getattr(model, "hybrid_layer_pattern", None)) or ()
+    return model.config.experimental_attention_variant == "gated_delta_net" or "delta net" in parts or "state" in parts
 
 
-def _least_limit(config: Any) -> float:
+def _least_limit(config: Any, *, recurs: bool) -> float:
     dtype: torch.dtype = config.params_dtype
-    if has_states(config):
+    if recurs:
         return OF_STATES
     fp32_inside = config.num_moe_experts is not None or config.qk_l2_norm or config.attention_output_gate
     # The router, the L2 norm and the gate always compute in fp32: a shared token's gradient is rounded

@@ -22,10 +22,9 @@ from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import make_objective_from_args
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.step_sizes import evaluation_size, megatrons_calculator, size_at
-from mcore_prefix_tree.mcore.seam.hybrid_layers import layer_parts
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
-from mcore_prefix_tree.plan.model_shape import DeltaNet, layers_with_states
+from mcore_prefix_tree.plan.model_shape import DeltaNet, layer_parts, layers_with_states
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3

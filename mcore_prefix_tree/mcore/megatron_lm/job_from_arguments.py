@@ -17,9 +17,9 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.resolve import Run
 from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
-from mcore_prefix_tree.mcore.seam.hybrid_layers import layer_parts
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
+from mcore_prefix_tree.plan.model_shape import layer_parts
 from mcore_prefix_tree.sample import Sample
 
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import (
-    HAS_HYBRID_MODEL,
-    LAYERS,
-    NEEDS_NEWER,
-    check_pattern,
-    layer_letters,
-)
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.plan.model_shape import has_experts
 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
@@ -36,6 +31,5 @@ def check_layers(args: argparse.Namespace) -> None:
     if not HAS_HYBRID_MODEL:
         raise ValueError(f"--hybrid-override-pattern: {NEEDS_NEWER}; check out core_v0.19.0")
     check_pattern(pattern)
-    experts = next((letter for letter in layer_letters(pattern) if LAYERS[letter].part == "experts"), None)
-    if experts is not None and args.num_experts is None:
-        raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts, {experts}, but no --num-experts")
+    if has_experts(pattern) and args.num_experts is None:
+        raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts, E, but no --num-experts")

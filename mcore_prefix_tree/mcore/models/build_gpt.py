@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.models.config_fields import (
     settings_of_run,
     typed_settings,
 )
+from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, stack_spec
 from mcore_prefix_tree.mcore.models.lora import with_lora
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
@@ -66,6 +67,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
     check_not_decided(model, fixed)
     check_experts(settings.get("num_moe_experts"), parallel)
+    if model.hybrid_layer_pattern is not None:
+        check_hybrid(model, parallel, on_gpu=on_gpu)
+        fixed["is_hybrid_model"] = True
     try:
         config = kind(**(fixed | defaults_of_run(parallel) | settings))
     except Exception as error:  # a division by zero, too
@@ -90,7 +94,7 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """Return this rank's model chunks, tree-capable, without gradient buffers: one, or one per virtual pipeline stage.
 
-    Each is a ``GPTModel``, inside ``Float16Module`` in half precision.
+    Each is a ``GPTModel`` or ``HybridModel``, inside ``Float16Module`` in half precision.
 
     Args:
         config: configuration of the model; its parallel degrees are those of ``parallel_state``.
@@ -117,18 +121,17 @@ def build_chunks(
         if model.hf is not None:
             chunk = provided(config, scalar_head=scalar_head, **ends)
         else:
-            chunk = GPTModel(
+            kind, own = _model_class(model, config, vp_stage)
+            chunk = kind(
                 config,
-                _block_spec(model, config, vp_stage),
                 vocab_size=padded_vocab_size or vocab_size,
                 max_sequence_length=model.max_position_embeddings,
                 share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
                 position_embedding_type=model.position_embedding_type,
                 rotary_base=model.rotary_base,
                 rotary_percent=model.rotary_percent,
-                rope_scaling=model.rope_scaling,
-                rope_scaling_factor=model.rope_scaling_factor,
                 pg_collection=groups,
+                **own,
                 **ends,
             )
         check_model(chunk)
@@ -183,6 +186,22 @@ def _check_fits(model: ModelConfig, config: TransformerConfig, device: torch.dev
             f"the weights of this rank take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; the model "
             f"has {describe_size(model, scalar_head=scalar_head)}"
         )
+
+
+def _model_class(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> tuple[Any, dict[str, Any]]:
+    """Return the class of a model's stages, and its arguments that others lack."""
+    if model.hybrid_layer_pattern is not None:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        return HybridModel, {
+            "hybrid_stack_spec": stack_spec(on_gpu=not config.use_cpu_initialization),
+            "hybrid_layer_pattern": model.hybrid_layer_pattern,
+        }
+    return GPTModel, {
+        "transformer_layer_spec": _block_spec(model, config, vp_stage),
+        "rope_scaling": model.rope_scaling,
+        "rope_scaling_factor": model.rope_scaling_factor,
+    }
 
 
 def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.mcore.seam.hybrid_layers import layer_parts
 from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
+from mcore_prefix_tree.plan.model_shape import layer_parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,44 @@
+"""The layers of a recipe's hybrid model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_prefix_tree.mcore.models.config_fields import check_transformer_engine
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
+
+
+def check_hybrid(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> None:
+    """Reject a pattern that cannot be trained in a parallel layout: RecipeError."""
+    pattern = model.hybrid_layer_pattern
+    assert pattern is not None, "asked for"
+    if not HAS_HYBRID_MODEL:
+        raise RecipeError(f"model.hybrid_layer_pattern: {NEEDS_NEWER}")
+    try:
+        check_pattern(pattern)
+    except NotImplementedError as error:
+        raise RecipeError(f"model.hybrid_layer_pattern: {error}") from None
+    if on_gpu and model.transformer_impl == "local":
+        raise RecipeError("model.hybrid_layer_pattern needs model.transformer_impl=transformer_engine on a GPU")
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    has, needs = pattern.count("|") + 1, stages * (chunks or 1)
+    cut_by_megatron = has == 1 and chunks is None and model.num_layers % stages == 0
+    if has != needs and not cut_by_megatron:
+        raise RecipeError(
+            f"model.hybrid_layer_pattern={pattern!r} has {has} pipeline stages, but parallel asks for {needs}; put | "
+            "between the layers of two stages"
+        )
+
+
+def stack_spec(*, on_gpu: bool) -> Any:
+    """Return the spec of a hybrid stack whose layers follow the tree: TransformerEngine's on a GPU, else local ones."""
+    if on_gpu:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        check_transformer_engine()
+        return with_prefix_tree(hybrid_stack_spec)
+    from mcore_prefix_tree.cpu.hybrid import hybrid_stack
+
+    return with_prefix_tree(hybrid_stack)

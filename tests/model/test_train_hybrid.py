@@ -1,0 +1,118 @@
+"""Recipes of hybrid models: ``model.hybrid_layer_pattern``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.commands import run_command
+from harness.train_jobs import (
+    FLOAT64,
+    batch_of,
+    check_steps,
+    stock_loss,
+    stock_twin,
+    train,
+    world_of_one,
+    write_job,
+)
+
+from mcore_prefix_tree.mcore.loop.session import session
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, LAYERS
+from mcore_prefix_tree.plan import ModelWork
+from mcore_prefix_tree.plan.model_shape import PATTERN_PARTS
+from mcore_prefix_tree.settings import RecipeError, load_recipe
+
+needs_hybrid = pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="HybridModel came with megatron-core 0.18")
+
+EXPERTS = "{num_moe_experts: 4, moe_router_topk: 2, moe_ffn_hidden_size: 24}"
+STATES = "{linear_key_head_dim: 8, linear_value_head_dim: 8, linear_num_key_heads: 2, linear_num_value_heads: 4}"
+
+
+def pattern_options(pattern: str, transformer: str = "{}") -> list[str]:
+    layers = len(pattern.replace("|", ""))
+    return [
+        f"model.hybrid_layer_pattern='{pattern}'",
+        f"model.num_layers={layers}",
+        f"model.transformer={transformer}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("hybrid"))
+
+
+@needs_hybrid
+def test_every_step_equals_the_stock_hybrid_models_step(job: Path) -> None:
+    """Losses and gradient norms of six steps in fp64 equal AdamW on the stock model, one sample at a time."""
+    recipe = load_recipe(job, [*FLOAT64, *pattern_options("*-*")])
+    notes = train(recipe)
+    with world_of_one(recipe) as place:
+        model = stock_twin(recipe, place)
+        weights = list(model.parameters())
+        check_steps(recipe, notes.reports, weights, lambda one: stock_loss(model, batch_of(recipe, one.iteration)))
+
+
+@needs_hybrid
+@pytest.mark.parametrize(
+    ("pattern", "transformer"), [("*E-", EXPERTS), ("G-*", STATES)], ids=["experts", "Gated DeltaNet"]
+)
+def test_other_layers_pass_verification(pattern: str, transformer: str, job: Path) -> None:
+    if LAYERS[pattern[0]].refused is not None:
+        pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19")
+    result = run_command("verify", job, *pattern_options(pattern, transformer))
+    assert result.exit_code == 0, result.output
+    assert "TOO LARGE" not in result.output
+
+
+@needs_hybrid
+def test_training_resumes(job: Path, tmp_path: Path) -> None:
+    saving = ["checkpoint.save_interval=2", *pattern_options("*-")]
+    once = train(job, f"checkpoint.save={tmp_path}/once", *saving)
+    train(job, f"checkpoint.save={tmp_path}/twice", *saving, stop_after=4)
+    again = train(job, f"checkpoint.save={tmp_path}/twice", *saving, resume=True)
+    assert again.losses == once.losses[-len(again.losses) :]
+
+
+def test_flops_are_those_of_the_layers(job: Path) -> None:
+    """A GPT's layer is an attention and an MLP of a pattern."""
+    gpt, hybrid, attention = (
+        ModelWork.from_model(load_recipe(job, options).model)
+        for options in ([], pattern_options("*-*-"), pattern_options("****"))
+    )
+    assert hybrid == gpt
+    assert attention.layers == 2 * gpt.layers
+    assert attention.token < gpt.token
+
+
+def test_every_letter_that_follows_a_tree_has_its_flops() -> None:
+    assert LAYERS.keys() == PATTERN_PARTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model.hybrid_layer_pattern='*-*'"], "has 3 layers, not model.num_layers=2"),
+        (pattern_options("*X"), "has the letter X; Megatron knows [*] "),
+        (pattern_options("*E"), "has layers of experts, E, but no model.transformer.num_moe_experts"),
+        (pattern_options("+-"), "multi-latent attention, [+], and .* come together"),
+        ([*pattern_options("*-"), "model.rope_scaling=true"], "has no model.rope_scaling"),
+    ],
+)
+def test_contradictions_are_reported_before_megatron_is_imported(options: list[str], message: str, job: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(job, options)
+
+
+@needs_hybrid
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (pattern_options("D-"), "model.hybrid_layer_pattern: .* D [(]DeepSeek sparse attention"),
+        (pattern_options("*|-|*"), "has 3 pipeline stages, but parallel asks for 1; put [|] between"),
+    ],
+)
+def test_patterns_that_cannot_be_trained_are_refused(options: list[str], message: str, job: Path) -> None:
+    with pytest.raises(RecipeError, match=message), session(load_recipe(job, options)):
+        pass
