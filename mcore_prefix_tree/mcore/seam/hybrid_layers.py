@@ -21,10 +21,9 @@ if HAS_HYBRID_MODEL:
     compat.check(compat.HYBRID)
 
 # Kinds of computation, for counting FLOPs.
-Part: TypeAlias = Literal["attention", "mlp", "experts", "delta net", "state"]
+Part: TypeAlias = Literal["attention", "mlp", "experts", "delta net", "mamba"]
 
 _PIPE, _MTP = "|", "/"
-_STATE = "its state would run from one sample of a tree into the next"
 _OLD = None if HAS_DELTA_NET else "it follows a tree since megatron-core 0.19"
 
 
@@ -47,7 +46,7 @@ LAYERS = {
     "+": HybridLayer("multi-latent attention", "mla_layer", "attention"),
     "-": HybridLayer("MLP", "mlp_layer", "mlp"),
     "E": HybridLayer("experts", "moe_layer", "experts"),
-    "M": HybridLayer("Mamba", "mamba_layer", "state", _STATE),
+    "M": HybridLayer("Mamba", "mamba_layer", "mamba"),
     "G": HybridLayer("Gated DeltaNet", "gdn_layer", "delta net", _OLD),
     "D": HybridLayer("DeepSeek sparse attention", "dsa_layer", "attention", "it chooses keys along the flat layout"),
 }
