@@ -25,6 +25,8 @@ from unittest import mock
 
 import torch
 
+from mcore_prefix_tree.cpu import state_space
+
 # The factories to which megatron-core passes a GPU. They are replaced as functions; a TorchFunctionMode would do the
 # same but is asked about every torch call. Measured on a step of a tiny GPT (4 layers, hidden 64, 32 tokens): 8.8 ms
 # bare, 8.5 ms with replaced functions, 10.5 ms under a mode.
@@ -268,7 +270,7 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
         stack.callback(torch._dynamo.trace_rules.clear_lru_cache)
         for owner, name, replacement in [*_torch_optimizers(), *_replacements()]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        for owner, name, replacement in [*_without_transformer_engine(), *_without_fla()]:
+        for owner, name, replacement in [*_without_transformer_engine(), *_without_fla(), *state_space.stand_ins()]:
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         logger = logging.getLogger("megatron.core.tensor_parallel.random")
         logger.addFilter(_is_not_about_rng)

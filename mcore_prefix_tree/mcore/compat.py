@@ -28,13 +28,16 @@ SUPPORTED = f"megatron-core {', '.join(RELEASES)} and {MAIN} (main at {MAIN_COMM
 
 _ATTENTION = "megatron.core.transformer.attention"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
+_CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_TE = "megatron.core.extensions.transformer_engine:TE"
 _EXPERTS = "megatron.core.transformer.moe"
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 _STATE = "megatron.core.parallel_state"
 _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
 _HYBRID = "megatron.core.models.hybrid"
-_DELTA_NET = "megatron.core.ssm.gated_delta_net"
+_SSM = "megatron.core.ssm"
+_DELTA_NET = f"{_SSM}.gated_delta_net"
 
 # The same of GPTModel and HybridModel: arguments of their forward, attributes, and those that folding inside reads too.
 _FORWARD = "input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output"
@@ -59,23 +62,10 @@ SEAM = (
     Uses(f"{_ATTENTION}:SelfAttention", keywords="config submodules layer_number"),
     Uses(f"{_ATTENTION}:SelfAttention.forward", "hidden_states attention_mask", "rotary_pos_emb packed_seq_params"),
     Uses(f"{_LATENT}:MultiLatentAttention", attributes="config rotary_pos_emb"),
-    Uses(
-        f"{_LATENT}:MLASelfAttention",
-        keywords="config submodules layer_number",
-        attributes="linear_kv_down_proj",
-    ),
+    Uses(f"{_LATENT}:MLASelfAttention", "", "config submodules layer_number", "linear_kv_down_proj"),
     Uses(f"{_LATENT}:MLASelfAttentionSubmodules", keywords="core_attention"),
-    Uses(
-        "megatron.core.transformer.dot_product_attention:DotProductAttention",
-        "config layer_number",
-        "attention_dropout softmax_scale",
-        "config softmax_offset",
-    ),
-    Uses(
-        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-        "query key value attention_mask",
-        "attention_bias packed_seq_params",
-    ),
+    Uses(_CORE, "config layer_number", "attention_dropout softmax_scale", "config softmax_offset"),
+    Uses(f"{_CORE}.forward", "query key value attention_mask", "attention_bias packed_seq_params"),
     # with_prefix_tree, which exchanges their contents.
     Uses("megatron.core.transformer.spec_utils:ModuleSpec", keywords="module params submodules"),
     Uses("megatron.core.transformer.spec_utils:get_module", "spec_or_module"),
@@ -171,6 +161,21 @@ HYBRID = (
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.forward", keywords=_FORWARD),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel", attributes=f"hybrid_layer_pattern {_MODEL} {_STAGE}"),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.set_input_tensor", "input_tensor"),
+    # TreeMambaMixin, which stands before MambaMixer.
+    Uses(f"{_SSM}.mamba_layer:MambaLayer", attributes="mixer"),
+    Uses(f"{_SSM}.mamba_layer:MambaLayerSubmodules", keywords="mixer"),
+    Uses(f"{_SSM}.mamba_mixer:MambaMixer", "config", "layer_number", "activation chunk_size cp d_state norm rmsnorm"),
+    Uses(f"{_SSM}.mamba_mixer:MambaMixer._ssm_training", "zxBCdt packed_seq_params"),
+    *(
+        Uses(f"{_SSM}:mamba_mixer.{name}")
+        for name in ("HAVE_EINOPS", "HAVE_MAMBA_SSM", "causal_conv1d_fn", "mamba_chunk_scan_combined")
+    ),
+    Uses(
+        f"{_SSM}.mamba_context_parallel:MambaContextParallel",
+        attributes="d_inner_local_tpcp get_A_log get_D get_conv1d_bias get_conv1d_weight get_dt_bias "
+        "ngroups_local_tpcp nheads_local_tpcp",
+    ),
+    Uses("megatron.core.transformer.transformer_config:TransformerConfig", keywords="use_mamba_mem_eff_path"),
     # The other latent attention of Megatron-Bridge's specs, which need a version that has hybrid models.
     Uses(f"{_LATENT}:FusedMLASelfAttention"),
 )
@@ -201,17 +206,9 @@ TRANSFORMER_ENGINE = (
     Uses("megatron.core.tensor_parallel:get_cuda_rng_tracker"),
     Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states"),
     Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states", "states"),
-    Uses(
-        "megatron.core.extensions.transformer_engine:TEDotProductAttention",
-        "config layer_number",
-        "attention_dropout softmax_scale",
-    ),
-    Uses(
-        "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
-        "query key value attention_mask",
-        "attention_bias packed_seq_params",
-    ),
-    Uses("megatron.core.extensions.transformer_engine:TENorm", "config hidden_size eps"),
+    Uses(f"{_TE}DotProductAttention", "config layer_number", "attention_dropout softmax_scale"),
+    Uses(f"{_TE}DotProductAttention.forward", "query key value attention_mask", "attention_bias packed_seq_params"),
+    Uses(f"{_TE}Norm", "config hidden_size eps"),
 )
 
 ENGINE = (

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.plan.model_shape import (
-    DeltaNet,
+    RECURRENT,
     Experts,
     LatentAttention,
     layer_parts,
@@ -224,9 +224,9 @@ class ModelWork:
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
             settings: further settings by the names of Megatron's ``TransformerConfig``; multi-latent attention,
-                Gated DeltaNet, experts, ``attention_output_gate`` and sliding windows count.
-            parts: "attention", "delta net", "mlp" or "experts" of each layer of a hybrid model, counted instead of
-                ``num_layers``; by default a layer has one of the first two and one of the others.
+                Gated DeltaNet, Mamba, experts, ``attention_output_gate`` and sliding windows count.
+            parts: "attention", "delta net", "mamba", "mlp" or "experts" of each layer of a hybrid model, counted
+                instead of ``num_layers``; by default a layer has one of the first two and one of the last two.
         """
         settings = settings or {}
         latent, experts = LatentAttention.from_settings(settings), Experts.from_settings(settings)
@@ -241,10 +241,11 @@ class ModelWork:
             attention = latent.weights(hidden_size, num_attention_heads)
         matrices = 3 if swiglu else 2
         if parts is None:
-            recurs = layers_with_states(num_layers, settings)
-            attends = [not has_state for has_state in recurs]
+            attends = [not has_state for has_state in layers_with_states(num_layers, settings)]
+            recurs = {"delta net": attends.count(False)}
         else:
-            recurs, attends = ([part == name for part in parts] for name in ("delta net", "attention"))
+            attends = [part == "attention" for part in parts]
+            recurs = {name: parts.count(name) for name in RECURRENT}
         num_layers = len(attends)  # Megatron does not compare its own with a pattern
         if parts is not None:
             sparse, dense = parts.count("experts"), parts.count("mlp")
@@ -252,8 +253,10 @@ class ModelWork:
             sparse = 0 if experts is None else sum(layers_with_experts(num_layers, experts.moe_layer_freq))
             dense = num_layers - sparse
         weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
-        if any(recurs):
-            weights += sum(recurs) * DeltaNet.from_settings(settings).weights(hidden_size)
+        for name, count in recurs.items():
+            if count:
+                sizes = RECURRENT[name].from_settings({**settings, "hidden_size": hidden_size})
+                weights += count * sizes.weights(hidden_size)
         if sparse:
             assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)

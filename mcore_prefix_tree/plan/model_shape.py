@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 # Kinds of computation, for counting FLOPs.
-Part: TypeAlias = Literal["attention", "mlp", "experts", "delta net", "state"]
+Part: TypeAlias = Literal["attention", "mlp", "experts", "delta net", "mamba"]
 
 # Letters of Megatron's hybrid layer patterns; ``mcore/seam/hybrid_layers.py`` knows which of them follow a tree.
 PATTERN_PARTS: dict[str, Part] = {
@@ -17,7 +17,7 @@ PATTERN_PARTS: dict[str, Part] = {
     "-": "mlp",
     "E": "experts",
     "G": "delta net",
-    "M": "state",
+    "M": "mamba",
 }
 _PIPE, MTP = "|", "/"
 
@@ -127,6 +127,41 @@ class DeltaNet:
     def state(self) -> int:
         """Number of entries of a layer's state."""
         return self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """Sizes of Mamba-2 (https://arxiv.org/abs/2405.21060).
+
+    Names, meanings and defaults are those of Megatron's ``TransformerConfig``, which also has ``hidden_size``.
+    """
+
+    hidden_size: int
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Mamba:
+        """Read Megatron-LM's arguments or a model's configuration."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if settings.get(field.name)})
+
+    def weights(self, hidden_size: int) -> int:
+        """Return the number of weights that a token multiplies in a layer, and of entries of states, three times."""
+        keys, channels = self.mamba_num_groups * self.mamba_state_dim, self.state // self.mamba_state_dim
+        projected = hidden_size * (2 * channels + 2 * keys + channels // self.mamba_head_dim) + channels * hidden_size
+        return projected + 4 * (channels + 2 * keys) + 3 * self.state  # the convolution has upstream's width of 4
+
+    @property
+    def state(self) -> int:
+        """Number of entries of a layer's state."""
+        heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+        return heads * self.mamba_head_dim * self.mamba_state_dim
+
+
+# Layers that keep a state, by their part of a hybrid model.
+RECURRENT: dict[str, type[DeltaNet] | type[Mamba]] = {"delta net": DeltaNet, "mamba": Mamba}
 
 
 def layers_with_states(num_layers: int, settings: Mapping[str, Any]) -> list[bool]:

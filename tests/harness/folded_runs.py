@@ -45,6 +45,7 @@ DELTA_NET = (
     ("linear_num_key_heads", 2),
     ("linear_num_value_heads", 4),
 )
+MAMBA = (("mamba_state_dim", 6), ("mamba_head_dim", 8), ("mamba_num_groups", 2), ("mamba_num_heads", 4))
 Result = tuple[float, dict[str, torch.Tensor]]
 
 

@@ -266,3 +266,14 @@ def assert_same_gradients(actual: dict[str, Any], expected: dict[str, Any], limi
     for name, wanted in expected.items():
         error = worst(actual[name], wanted)
         assert error < limit, f"{name}: {error:.2e}"
+
+
+def assert_folded_is_unfolded(stock: Any, tree: Any, samples: list[Sample], *, limit: float = 1e-12) -> None:
+    expected, batch = unfolded_rows(stock, samples), batch_of(samples)
+    found, _ = Logprobs(fused=False).read(tree_forward(tree, batch), batch)
+    for row, wanted in zip(restore(found, batch.layout), expected["logprob"], strict=True):
+        assert worst(row[1:].detach(), wanted) < limit
+    loss = supervised(tree, batch, WeightedSum(fused=False))
+    loss.backward()
+    assert worst(loss.detach(), expected["loss"]) < limit
+    assert_same_gradients(take_gradients(tree), expected["grads"], limit)

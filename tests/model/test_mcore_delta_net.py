@@ -9,23 +9,21 @@ import pytest
 import torch
 from harness.in_double import kept_double
 from harness.marks import quick
-from harness.oracles import worst
 from harness.seam_models import deep_samples, hybrid, hybrid_twins, tiny_config, twins
 from harness.seam_runs import (
     FP32_INSIDE,
     MOE,
+    assert_folded_is_unfolded,
     assert_same_gradients,
     batch_of,
     supervised,
     take_gradients,
-    unfolded_rows,
 )
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.logprob import restore
 from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
+from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.levels import Levels
@@ -86,17 +84,6 @@ def with_long_memory(models: tuple[Any, Any]) -> tuple[Any, Any]:
             if name.endswith("A_log"):
                 parameter.data -= 4
     return models
-
-
-def assert_folded_is_unfolded(stock: Any, tree: Any, samples: list[Sample], *, limit: float = 1e-12) -> None:
-    expected, batch = unfolded_rows(stock, samples), batch_of(samples)
-    found, _ = Logprobs(fused=False).read(tree_forward(tree, batch), batch)
-    for row, wanted in zip(restore(found, batch.layout), expected["logprob"], strict=True):
-        assert worst(row[1:].detach(), wanted) < limit
-    loss = supervised(tree, batch, WeightedSum(fused=False))
-    loss.backward()
-    assert worst(loss.detach(), expected["loss"]) < limit
-    assert_same_gradients(take_gradients(tree), expected["grads"], limit)
 
 
 @pytest.mark.parametrize("name", quick("one in four is attention", "full recompute", of=VARIANTS))

@@ -41,6 +41,7 @@ if not HAS_HYBRID_MODEL:
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -143,10 +144,9 @@ def test_the_table_knows_every_letter_and_layer_of_upstream() -> None:
 
 
 REFUSED = {
-    "M*-": r"M \(Mamba: its state would run from one sample of a tree into the next\) in .* 'M\*-'; use \* \(attention",
-    "D-": r"D \(DeepSeek sparse attention: it chooses keys along the flat layout\)",
+    "D-": r"D \(DeepSeek sparse attention: it chooses keys along the flat layout\) in .* 'D-'; use \* \(attention",
     "*-/*-/*-": r"/ \(multi-token prediction: ",
-    "MD*": r"M \(Mamba: .*\) nor D \(DeepSeek sparse attention: ",
+    "XD*": r"X \(a layer that .*\) nor D \(DeepSeek sparse attention: ",
     "*X": r"X \(a layer that this package does not know\)",
 }
 
@@ -158,28 +158,28 @@ def test_other_layers_are_refused_by_name(pattern: str) -> None:
     assert "\n" not in str(said.value)
 
 
-@pytest.mark.parametrize("pattern", ["*-*-", "*E|*E", "+-+E", "*-/", "", "-"])
+@pytest.mark.parametrize("pattern", ["*-*-", "*E|*E", "+-+E", "M-M*", "*-/", "", "-"])
 def test_layers_that_follow_a_tree_are_accepted(pattern: str) -> None:
     check_pattern(pattern)
 
 
 def test_stack_rejects_settings_before_building_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerLayer, "__init__", lambda *_, **__: pytest.fail("built a layer"))
-    with pytest.raises(NotImplementedError, match=r"support M \(Mamba"):
-        hybrid(tiny_config(num_layers=3), "-M*", with_prefix_tree(hybrid_stack))
+    with pytest.raises(NotImplementedError, match=r"support D \(DeepSeek"):
+        hybrid(tiny_config(num_layers=3), "-D-", with_prefix_tree(hybrid_stack))
 
 
 def test_a_model_is_refused_on_every_pipeline_stage() -> None:
     """By its full pattern, for any layers of this stage."""
     _, tree = hybrid_twins(tiny_config(num_layers=2), "*-")
     check_model(tree)
-    tree.hybrid_layer_pattern = "*-|M-"
-    with pytest.raises(NotImplementedError, match=r"support M \(Mamba"):
+    tree.hybrid_layer_pattern = "*-|D-"
+    with pytest.raises(NotImplementedError, match=r"support D \(DeepSeek"):
         check_model(tree)
 
 
 def test_upstreams_own_spec_is_taken() -> None:
-    """That of TransformerEngine; state-space layers stay as they are. Without it upstream's attention is a mock."""
+    """That of TransformerEngine. Without it upstream's attention is a mock."""
     layers = hybrid_stack_spec.submodules
     names = [name for name in ("attention_layer", "mla_layer") if hasattr(layers, name)]
     with_core = {name: with_local_core(getattr(layers, name)) for name in names}
@@ -187,10 +187,11 @@ def test_upstreams_own_spec_is_taken() -> None:
     tree = with_prefix_tree(spec)
     assert issubclass(tree.module, HybridStack)
     assert tree.module.__name__ == "HybridStack"
-    for name in ("mamba_layer", "dsa_layer", "mlp_layer"):
+    for name in ("dsa_layer", "mlp_layer"):
         assert getattr(tree.submodules, name) == getattr(layers, name)
     assert issubclass(tree.submodules.moe_layer.module, layers.moe_layer.module)
     assert tree.submodules.moe_layer.module is not layers.moe_layer.module
+    assert tree.submodules.mamba_layer.submodules.mixer.module.__bases__[1] is MambaMixer
     for name in with_core:
         attention = getattr(tree.submodules, name).submodules.self_attention
         assert attention.module is not getattr(layers, name).submodules.self_attention.module

@@ -27,6 +27,7 @@ needs_hybrid = pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="HybridModel came
 
 EXPERTS = "{num_moe_experts: 4, moe_router_topk: 2, moe_ffn_hidden_size: 24}"
 STATES = "{linear_key_head_dim: 8, linear_value_head_dim: 8, linear_num_key_heads: 2, linear_num_value_heads: 4}"
+SSM = "{mamba_state_dim: 8, mamba_head_dim: 8, mamba_num_groups: 2, mamba_num_heads: 4}"
 
 
 def pattern_options(pattern: str, transformer: str = "{}") -> list[str]:
@@ -56,7 +57,9 @@ def test_every_step_equals_the_stock_hybrid_models_step(job: Path) -> None:
 
 @needs_hybrid
 @pytest.mark.parametrize(
-    ("pattern", "transformer"), [("*E-", EXPERTS), ("G-*", STATES)], ids=["experts", "Gated DeltaNet"]
+    ("pattern", "transformer"),
+    [("*E-", EXPERTS), ("G-*", STATES), ("M-*", SSM)],
+    ids=["experts", "Gated DeltaNet", "Mamba"],
 )
 def test_other_layers_pass_verification(pattern: str, transformer: str, job: Path) -> None:
     if LAYERS[pattern[0]].refused is not None:

@@ -76,6 +76,18 @@ def test_flops_of_gated_delta_net_by_hand():
     assert (hybrid.token, hybrid.layers) == (2 * (recurrent + mlp + attention), 1)
 
 
+def test_flops_of_mamba_by_hand():
+    """Projections of z, x, B, C and dt, the output, the convolution of x, B and C, and three products of the state."""
+    sizes = {"mamba_state_dim": 3, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 6}
+    recurrent = 8 * (24 + 24 + 6 + 6 + 6) + 4 * (24 + 6 + 6) + 3 * (6 * 4 * 3) + 24 * 8
+    parts = ["mamba", "mlp", "attention", "mamba"]
+    work = ModelWork.from_dimensions(**DENSE, settings=sizes, parts=parts)
+    assert (work.token, work.layers) == (2 * (2 * recurrent + 3 * 128 + 4 * 64), 1)
+    # Without a number of heads, they are twice as wide as the model.
+    default = ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": None}, parts=parts)
+    assert default == ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": 4}, parts=parts)
+
+
 def test_flops_of_experts_by_hand():
     """The second layer is dense. A token passes a router, three experts of 6 channels and a shared one of 4."""
     settings = {"moe_router_topk": 3, "moe_ffn_hidden_size": 6, "moe_shared_expert_intermediate_size": 4}

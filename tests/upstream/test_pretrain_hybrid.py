@@ -44,6 +44,7 @@ DELTA_NET = (
     "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4"
 )
+MAMBA = "--mamba-state-dim 8 --mamba-head-dim 12 --mamba-num-groups 2 --mamba-num-heads 4"
 HAS_DELTA_NET = (ROOT / "megatron" / "core" / "ssm" / "gated_delta_net" / "gdn.py").is_file()
 HAS_SCRIPT = (ROOT / "pretrain_hybrid.py").is_file()
 needs_script = pytest.mark.skipif(not HAS_SCRIPT, reason="pretrain_hybrid.py came with core_v0.18")
@@ -116,11 +117,11 @@ def test_critic_starts_from_a_gpt_in_either_model(base: Path, tmp_path: Path) ->
 
 
 @needs_script
-@pytest.mark.parametrize("pattern", ["*E*E", "G-G*", pytest.param("+-+E", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pattern", ["*E*E", "G-G*", "M-M*", pytest.param("+-+E", marks=pytest.mark.slow)])
 def test_other_layers(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
     if "G" in pattern and not HAS_DELTA_NET:
         pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
-    layers = f"{hybrid_model(pattern)} {DELTA_NET if 'G' in pattern else EXPERTS}"
+    layers = f"{hybrid_model(pattern)} {({'G': DELTA_NET, 'M': MAMBA}).get(pattern[0], EXPERTS)}"
     if "+" in pattern:
         layers = layers.replace("--group-query-attention --num-query-groups 2", "")
         layers += " --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
@@ -173,15 +174,19 @@ def test_dry_run(hybrid: Stock) -> None:
 
 
 @needs_script
-def test_dry_run_counts_states(hybrid: Stock) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "entries"),
+    [("G-G*", DELTA_NET, 2 * 4 * 8 * 12), ("GMM*", f"{DELTA_NET} {MAMBA}", 3 * 4 * 8 * 12)],
+)
+def test_dry_run_counts_states(hybrid: Stock, pattern: str, sizes: str, entries: int) -> None:
     if not HAS_DELTA_NET:
         pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
-    layers = f"{hybrid_model('G-G*')} {DELTA_NET}"
+    layers = f"{hybrid_model(pattern)} {sizes}"
     run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
     (line,) = [line for line in run.output.splitlines() if "recurrent layers keep a state" in line]
     most, size = (float(words.split()[0]) for words in (line.split("points, ")[1], line.split("batch: ")[1]))
     assert most > 1
-    assert size == pytest.approx(most * 2 * 4 * 4 * 8 * 12 / 2**30, rel=1e-2)
+    assert size == pytest.approx(most * 4 * entries / 2**30, rel=1e-2)
 
 
 @needs_script
@@ -206,8 +211,8 @@ def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
 NEW = [
     (
         HYBRID,
-        f"{HYBRID_LAYERS} M-*-",
-        "prefix-tree training does not support M (Mamba: its state would run from one sample",
+        f"{HYBRID_LAYERS} D-*-",
+        "prefix-tree training does not support D (DeepSeek sparse attention: it chooses keys along",
     ),
     (HYBRID, f"{HYBRID_LAYERS} *-/*-", "prefix-tree training does not support / (multi-token prediction: "),
     (HYBRID, f"{HYBRID_LAYERS} *E", "--hybrid-layer-pattern *E has layers of experts, E, but no --num-experts"),

@@ -157,8 +157,8 @@ OTHER = [
     ),
     ("--prefix-tree-score-all-tokens", "--prefix-tree-score-all-tokens needs --prefix-tree-score FILE"),
     (
-        "--hybrid-override-pattern *-M",
-        "prefix-tree training does not support M (Mamba: its state would run from one sample of a tree into the next)"
+        "--hybrid-override-pattern *-D",
+        "prefix-tree training does not support D (DeepSeek sparse attention: it chooses keys along the flat layout)"
         if has_hybrid_model()
         else "--hybrid-override-pattern: hybrid models need HybridModel, which came with megatron-core 0.18; check out",
     ),

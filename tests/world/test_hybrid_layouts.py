@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LATENT, LONGEST, MOE, check, folded, oracle
+from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LATENT, LONGEST, MAMBA, MOE, check, folded, oracle
 from harness.worlds import Layout
 from inside_jobs import InsideJob, inside, unfolded_oracle
 
@@ -85,6 +85,32 @@ TP2 = Layout(tp=2)
 )
 def test_states_in_every_layout(size: int, layout: Layout, job: Job) -> None:
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.pattern == "GE*E" else FP64)
+
+
+SPACES = replace(STATES, pattern="M-M*", config=MAMBA)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, TP2, SPACES, id="tp2"),
+        pytest.param(2, TP2_SP, replace(SPACES, config=MAMBA + RECOMPUTE), id="tp2-sp-recompute"),
+        pytest.param(2, TP2_SP, SPACES, id="tp2-sp", marks=pytest.mark.ci),
+        pytest.param(2, PP2, replace(SPACES, pattern="M-M|*"), id="pp2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(pp=2, vpp=2), replace(SPACES, pattern="M|-|M|*"), id="pp2-vpp2"),
+        pytest.param(2, Layout(), SPACES, id="dp2", marks=pytest.mark.ci),
+        pytest.param(
+            2, Layout(ep=2), replace(SPACES, pattern="ME*E", config=MAMBA + MOE), id="ep2", marks=pytest.mark.ci
+        ),
+    ],
+)
+def test_state_spaces_in_every_layout(size: int, layout: Layout, job: Job) -> None:
+    check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.pattern == "ME*E" else FP64)
+
+
+def test_state_spaces_fold_inside_the_model() -> None:
+    job = InsideJob(pattern=SPACES.pattern, config=SPACES.config, double=True, check_first=True)
+    check(inside(2, TP2_SP, job), oracle(SPACES), FP64)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
-from mcore_prefix_tree.mcore.seam.levels import Levels, Padded, PaddedLevels, PathRows
+from mcore_prefix_tree.mcore.seam.levels import Levels, Padded, PaddedLevels, convolve_paths
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -111,17 +111,17 @@ class TreeDeltaNetMixin:
 
     def _convolve(self, qkv: torch.Tensor, metadata: TreeMetadata, *, is_torch: bool) -> torch.Tensor:
         """Return the convolution of flat tokens ``[P, channels]`` along their paths, ``[1, P, channels]`` by level."""
-        width = self.conv_kernel_dim
-        rows = metadata.derived(f"rows for a convolution of {width}", lambda tree: PathRows.of(tree, width))
-        # Gradients of a repeated row: indexing adds them in one order on a GPU, index_select in any.
-        row = F.pad(qkv, (0, 0, 0, 1))[rows.tokens].unsqueeze(0)
-        weight, bias = self.conv1d.weight, self.conv1d.bias
-        if is_torch:
-            by_channel = F.conv1d(row.transpose(1, 2), weight, bias, padding=width - 1, groups=len(weight))
-            row = self.act_fn(by_channel[..., : row.shape[1]]).transpose(1, 2)
-        else:
-            row, _ = gdn.causal_conv1d(x=row, weight=weight.squeeze(1), bias=bias, activation=self.activation)
-        return cast(torch.Tensor, row.index_select(1, rows.own))
+        width, weight, bias = self.conv_kernel_dim, self.conv1d.weight, self.conv1d.bias
+
+        def convolve(row: torch.Tensor) -> torch.Tensor:
+            if is_torch:
+                by_channel = F.conv1d(row.transpose(1, 2), weight, bias, padding=width - 1, groups=len(weight))
+                mixed = self.act_fn(by_channel[..., : row.shape[1]]).transpose(1, 2)
+            else:
+                mixed, _ = gdn.causal_conv1d(x=row, weight=weight.squeeze(1), bias=bias, activation=self.activation)
+            return cast(torch.Tensor, mixed)
+
+        return convolve_paths(qkv, metadata, width, convolve)
 
     def _over_levels(self, given: tuple[torch.Tensor, ...], metadata: TreeMetadata, *, is_torch: bool) -> torch.Tensor:
         """Return the rule's output ``[1, P, H, V]`` of queries, keys, values, decays and betas ``[1, P, H, ...]``."""

@@ -20,7 +20,6 @@ HAS_DELTA_NET = compat.has_delta_net()
 if HAS_HYBRID_MODEL:
     compat.check(compat.HYBRID)
 
-_STATE = "its state would run from one sample of a tree into the next"
 _OLD = None if HAS_DELTA_NET else "it follows a tree since megatron-core 0.19"
 
 
@@ -42,7 +41,7 @@ LAYERS = {
     "+": HybridLayer("multi-latent attention", "mla_layer"),
     "-": HybridLayer("MLP", "mlp_layer"),
     "E": HybridLayer("experts", "moe_layer"),
-    "M": HybridLayer("Mamba", "mamba_layer", _STATE),
+    "M": HybridLayer("Mamba", "mamba_layer"),
     "G": HybridLayer("Gated DeltaNet", "gdn_layer", _OLD),
     "D": HybridLayer("DeepSeek sparse attention", "dsa_layer", "it chooses keys along the flat layout"),
 }

@@ -41,6 +41,10 @@ from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMix
 
 if HAS_HYBRID_MODEL:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    from mcore_prefix_tree.mcore.seam.mamba import TreeMambaMixin
 
 # Classes that mix the tokens of a layer, and what makes them follow a tree.
 _ATTENTIONS: dict[Any, Any] = {SelfAttention: TreeSelfAttentionMixin, MLASelfAttention: TreeLatentAttentionMixin}
@@ -51,6 +55,7 @@ if HAS_DELTA_NET:
     from mcore_prefix_tree.mcore.seam.delta_net import TreeDeltaNetMixin
 
     _STATES[GatedDeltaNet] = TreeDeltaNetMixin
+_MIXERS: dict[Any, Any] = {MambaMixer: TreeMambaMixin} if HAS_HYBRID_MODEL else {}
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
@@ -67,9 +72,9 @@ def with_prefix_tree(spec: Spec) -> Spec:
         A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
 
     Raises:
-        NotImplementedError: a layer mixes tokens in ways other than self-attention and Gated DeltaNet (cross-attention,
-            Mamba, multi-token prediction); names the module. A hybrid stack refuses its layers when it is built, by
-            their letter: see :func:`check_pattern`.
+        NotImplementedError: a layer mixes tokens in ways other than self-attention, Gated DeltaNet and Mamba
+            (cross-attention, multi-token prediction); names the module. A hybrid stack refuses its layers when it is
+            built, by their letter: see :func:`check_pattern`.
         TypeError: ``spec`` is not such a spec.
     """
     if isinstance(spec, TransformerBlockSubmodules):
@@ -130,9 +135,9 @@ class TreeStackMixin:
 def check_attention(model: Any) -> None:
     """Reject a model, or a part of one, with an attention that does not follow a tree: NotImplementedError names it."""
     for name, module in model.named_modules():
-        if not isinstance(module, (Attention, *_STATES)):
+        if not isinstance(module, (Attention, *_STATES, *_MIXERS)):
             continue
-        if not isinstance(module, (*_ATTENTIONS.values(), *_STATES.values())):
+        if not isinstance(module, (*_ATTENTIONS.values(), *_STATES.values(), *_MIXERS.values())):
             raise NotImplementedError(
                 f"{name} is a {type(module).__name__}, which does not follow a tree; build the model from "
                 "with_prefix_tree(spec)"
@@ -154,6 +159,10 @@ def check_attention(model: Any) -> None:
 
 def _layer(spec: ModuleSpec) -> ModuleSpec:
     module = get_module(spec)
+    if HAS_HYBRID_MODEL and isinstance(module, type) and issubclass(module, MambaLayer):
+        return dataclasses.replace(
+            spec, submodules=dataclasses.replace(spec.submodules, mixer=_mixer(spec.submodules.mixer))
+        )
     if not (isinstance(module, type) and issubclass(module, TransformerLayer)):
         newer = "" if HAS_HYBRID_MODEL else f"; {NEEDS_NEWER}"
         raise NotImplementedError(
@@ -169,6 +178,16 @@ def _layer(spec: ModuleSpec) -> ModuleSpec:
         module = tree_class(TreeExpertLayerMixin, module)
         submodules = dataclasses.replace(submodules, mlp=with_tree_router(submodules.mlp))
     return dataclasses.replace(spec, module=module, submodules=submodules)
+
+
+def _mixer(spec: Any) -> Any:
+    module = get_module(spec)
+    for known, mixin in _MIXERS.items():
+        if isinstance(module, type) and issubclass(module, known):
+            return dataclasses.replace(spec, module=tree_class(mixin, module))
+    raise NotImplementedError(
+        f"prefix-tree training does not support {_name(module)} as the mixer of a Mamba layer: use MambaMixer"
+    )
 
 
 def _self_attention(spec: Any) -> Any:

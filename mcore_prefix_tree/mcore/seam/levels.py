@@ -5,11 +5,13 @@ Legend: P tokens of a micro-batch with padding, G segments that have tokens, W w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import upload
@@ -186,14 +188,27 @@ class PathRows:
         return cls(tokens=upload(np.append(levels.host_order, size)[rows], device), own=upload(own, device))
 
 
+def convolve_paths(
+    x: torch.Tensor, metadata: TreeMetadata, width: int, convolve: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the causal convolution of flat tokens ``[P, D]`` along their paths, ``[1, P, D]`` by level.
+
+    ``convolve`` does that of a row ``[1, tokens, D]``.
+    """
+    rows = metadata.derived(f"rows for a convolution of {width}", lambda tree: PathRows.of(tree, width))
+    # Gradients of a repeated row: indexing adds them in one order on a GPU, index_select in any.
+    row = F.pad(x, (0, 0, 0, 1))[rows.tokens].unsqueeze(0)
+    return convolve(row).index_select(1, rows.own)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Padded:
-    """m segments of a level as sequences of one length L.
+    """m runs of tokens as sequences of one length L.
 
     Attributes:
-        tokens: int64 ``[m * L]``, place of each token in its level; after a segment's end, that of its last token.
+        tokens: int64 ``[m * L]``, place of each token; after a run's end, that of its last token.
         is_token: bool ``[m, L]``.
-        own: int64, places in ``tokens`` of the segments' own tokens.
+        own: int64, places in ``tokens`` of the runs' own tokens.
     """
 
     tokens: torch.Tensor
@@ -206,7 +221,7 @@ class PaddedLevels:
     """The levels for a rule that has no sequences in one row; the longest of a batch is at most twice the shortest.
 
     Attributes:
-        levels: for each level, batches of segments that follow each other.
+        levels: for each level, batches of segments that follow each other; places are those in the level.
     """
 
     levels: tuple[tuple[Padded, ...], ...]
@@ -216,22 +231,100 @@ class PaddedLevels:
         """Return the batches of a micro-batch."""
         device = metadata.subtree_end.device
         levels = metadata.derived("levels", Levels.of).levels
-        return cls(levels=tuple(tuple(_padded(level.lens, device)) for level in levels))
+        return cls(levels=tuple(tuple(_padded(np.arange(level.lens.sum()), level.lens, device)) for level in levels))
 
 
-def _padded(lens: Int64Array, device: torch.device) -> list[Padded]:
-    """Return the batches of a level's segments."""
-    doublings = np.ceil(np.log2(-(-lens // CHUNK))).astype(np.int64)
+def _padded(places: Int64Array, lens: Int64Array, device: torch.device, unit: int = CHUNK) -> list[Padded]:
+    """Return the batches of runs of ``places``; those of one batch have equally many units, but for a factor of two."""
+    doublings = np.ceil(np.log2(-(-lens // unit))).astype(np.int64)
     made, starts = [], np.cumsum(lens) - lens
-    for batch in np.split(np.arange(len(lens)), np.flatnonzero(np.diff(doublings)) + 1):
+    batches = np.split(np.arange(len(lens)), np.flatnonzero(np.diff(doublings)) + 1) if len(lens) else []
+    for batch in batches:
         place = np.arange(lens[batch].max())
         tokens = starts[batch, None] + np.minimum(place, lens[batch, None] - 1)
         is_token = place < lens[batch, None]
         made.append(
             Padded(
-                tokens=upload(tokens.ravel(), device),
+                tokens=upload(places[tokens.ravel()], device),
                 is_token=upload(is_token, device),
                 own=upload(np.flatnonzero(is_token), device),
             )
         )
     return made
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Runs:
+    """One run of tokens for each branch point, in batches.
+
+    Attributes:
+        batches: the runs, long before short; places are those in :attr:`Levels.order`.
+        points: for each batch int64 ``[m]``, the branch points of its runs.
+    """
+
+    batches: tuple[Padded, ...]
+    points: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BranchPoints:
+    """The K segments with children, level by level, for products that are grouped by branch point.
+
+    Attributes:
+        segment: int32 ``[P]``, segment of each token of :attr:`Levels.order`, ascending.
+        first: int64 ``[G]``, place of each segment's first token.
+        last: int64 ``[K]``, place of each branch point's last token.
+        own: the tokens of the branch points.
+        row: int64 ``[K]``, where the batches of ``own`` have each branch point.
+        below: the tokens of all children of a branch point.
+        slot: int64, where the batches of ``below`` have each token that is not in a root, in the order of the levels.
+    """
+
+    segment: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+    own: Runs
+    row: torch.Tensor
+    below: Runs
+    slot: torch.Tensor
+
+    @classmethod
+    def of(cls, metadata: TreeMetadata) -> BranchPoints:
+        """Return the plan of a micro-batch, on the device of its tensors."""
+        levels, device = metadata.derived("levels", Levels.of), metadata.subtree_end.device
+        first = levels.first
+        lens = np.concatenate([level.lens for level in levels.levels])
+        begun = np.cumsum([0, *(len(level.lens) for level in levels.levels)])
+        kept = [start + np.arange(level.kept) for start, level in zip(begun[:-1], levels.levels, strict=True)]
+        segments = np.concatenate(kept)
+        segment = np.repeat(np.arange(len(lens)), lens)
+        roots = levels.levels[0].end
+        # The branch point above a segment is that of its first token's predecessor.
+        point = np.searchsorted(segments, segment[levels.above[first[begun[1] :]]])
+        # Tokens below the roots, by the branch point above them.
+        by_point = roots + np.argsort(np.repeat(point, lens[begun[1] :]), kind="stable")
+        own, row, _ = _runs(np.flatnonzero(np.isin(segment, segments)), lens[segments], device)
+        below, _, slot = _runs(by_point, np.bincount(point, lens[begun[1] :]).astype(np.int64), device)
+        return cls(
+            segment=upload(segment.astype(np.int32), device),
+            first=upload(first, device),
+            last=upload(first[segments] + lens[segments] - 1, device),
+            own=own,
+            row=upload(row, device),
+            below=below,
+            slot=upload(slot, device),
+        )
+
+
+def _runs(places: Int64Array, lens: Int64Array, device: torch.device) -> tuple[Runs, Int64Array, Int64Array]:
+    """Return the runs of ``places``, where the batches have each run, and each place from the least up."""
+    by_length = np.argsort(-lens, kind="stable")
+    starts, ordered = np.cumsum(lens) - lens, lens[by_length]
+    within = np.arange(len(places)) - np.repeat(np.cumsum(ordered) - ordered, ordered)
+    places = places[np.repeat(starts[by_length], ordered) + within]
+    batches = _padded(places, ordered, device, unit=1)
+    sizes = [tuple(batch.is_token.shape) for batch in batches]
+    widths = np.repeat([width for _, width in sizes], [runs for runs, _ in sizes]).astype(np.int64)
+    slots = np.repeat(np.cumsum(widths) - widths, ordered) + within
+    points = torch.split(upload(by_length, device), [runs for runs, _ in sizes])
+    return Runs(batches=tuple(batches), points=points), np.argsort(by_length), slots[np.argsort(places)]

@@ -1,0 +1,175 @@
+"""Mamba-2 along a tree: all segments in one scan from a zero state, then what is linear in the states of branch points.
+
+With a_t = dt_t A, a token's output and a segment's last state are (Dao and Gu, https://arxiv.org/abs/2405.21060,
+section 6, whose chunks are our segments)
+
+    y_t = own y_t + exp(sum of a up to t) C_t S,   S' = own S' + exp(sum of a) S
+
+where S is the last state of the parent, and sums begin at the segment's first token. All else runs once for all tokens.
+
+Legend: P tokens of a micro-batch with padding, K branch points, H heads of p channels in g groups, n size of a state;
+m runs of L tokens of a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm import mamba_mixer
+
+from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
+from mcore_prefix_tree.mcore.seam.levels import BranchPoints, Levels, convolve_paths
+from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
+from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.metadata import TreeMetadata
+
+
+class TreeMambaMixin:
+    """A Mamba-2 mixer whose convolution and states follow the paths of a tree; without one, the stock."""
+
+    # Of the stock layer.
+    config: Any
+    cp: Any
+    layer_number: int
+    d_state: int
+    chunk_size: int
+    activation: str
+    rmsnorm: bool
+    norm: torch.nn.Module
+
+    def __init__(self, config: Any, *args: Any, layer_number: int | None = None, **kwargs: Any):
+        """Reject settings that it cannot follow a tree with, and a machine without the kernels; build the base class.
+
+        Raises:
+            ImportError: mamba-ssm, causal-conv1d or einops is not installed.
+            NotImplementedError: ``use_mamba_mem_eff_path=False``, or see :func:`check_config`.
+        """
+        check_config(config)
+        if not config.use_mamba_mem_eff_path:
+            raise NotImplementedError(
+                f"prefix-tree training does not support use_mamba_mem_eff_path=False: upstream's layer {layer_number} "
+                "takes no packed sequences then; set use_mamba_mem_eff_path=True"
+            )
+        found = {
+            "mamba-ssm": mamba_mixer.HAVE_MAMBA_SSM,
+            "causal-conv1d": mamba_mixer.causal_conv1d_fn is not None,
+            "einops": mamba_mixer.HAVE_EINOPS,
+        }
+        missing = [name for name, is_there in found.items() if not is_there]
+        if missing:
+            raise ImportError(
+                f"layer {layer_number} is Mamba, which needs {' and '.join(missing)}; pip install {' '.join(missing)}"
+            )
+        super().__init__(config, *args, layer_number=layer_number, **kwargs)  # type: ignore[call-arg]
+
+    def _ssm_training(self, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
+        """Run the base class without a tree; with one, return the gated and normed output ``[P, 1, H * p]``."""
+        tree = get_tree_params(packed_seq_params)
+        if tree is None:
+            return cast(torch.Tensor, super()._ssm_training(zxBCdt, packed_seq_params))  # type: ignore[misc]
+        check_batch_size(zxBCdt.shape[1])
+        if zxBCdt.is_cuda and (tree.deterministic_attention or self.config.deterministic_mode):
+            raise NotImplementedError(
+                f"layer {self.layer_number} is Mamba, whose kernels add gradients up in any order; set "
+                "deterministic_attention=False and deterministic_mode=False"
+            )
+        assert tree.tree_metadata is not None
+        out = self._follow(zxBCdt.squeeze(1), tree.tree_metadata).unsqueeze(1)
+        return self.norm(out) if self.rmsnorm else out
+
+    def _follow(self, projected: torch.Tensor, metadata: TreeMetadata) -> torch.Tensor:
+        """Return ``[P, H * p]`` of flat tokens' z, x, B, C and dt."""
+        levels = metadata.derived("levels", Levels.of)
+        channels, heads = self.cp.d_inner_local_tpcp, self.cp.nheads_local_tpcp
+        entries = self.cp.ngroups_local_tpcp * self.d_state
+        z, x_b_c, dt = projected.split([channels, channels + 2 * entries, heads], dim=-1)
+        weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
+
+        def convolve(row: torch.Tensor) -> torch.Tensor:
+            by_channel = row.transpose(1, 2)
+            mixed = mamba_mixer.causal_conv1d_fn(by_channel, weight, bias, activation=self.activation)
+            return cast(torch.Tensor, mixed.transpose(1, 2))
+
+        mixed = convolve_paths(x_b_c, metadata, weight.shape[1], convolve)[0]
+        x, b, c = (
+            part.unflatten(-1, (-1, size))
+            for part, size in zip(
+                mixed.split([channels, entries, entries], dim=-1),
+                (channels // heads, self.d_state, self.d_state),
+                strict=True,
+            )
+        )
+        # fp32, as in the kernels.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steps = F.softplus(dt.index_select(0, levels.order).to(wide) + self.cp.get_dt_bias().float())
+        out = self._scan(x, steps, b, c, metadata)
+        gated = out.index_select(0, levels.inverse).flatten(1) * F.silu(z.to(wide))
+        return gated.to(projected.dtype)
+
+    def _scan(
+        self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, metadata: TreeMetadata
+    ) -> torch.Tensor:
+        """Return outputs ``[P, H, p]`` of inputs ``[P, H, p]``, steps ``[P, H]``, B and C ``[P, g, n]``, by level."""
+        points = metadata.derived("branch points", BranchPoints.of)
+        decay = -torch.exp(self.cp.get_A_log().float())
+        state_dtype = {}
+        if getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False):  # since megatron-core 0.19
+            state_dtype["state_dtype"] = self.mamba_training_ssm_states_dtype  # type: ignore[attr-defined]
+        out: torch.Tensor = mamba_mixer.mamba_chunk_scan_combined(
+            *(one.unsqueeze(0) for one in (x, dt)),
+            decay,
+            *(one.unsqueeze(0) for one in (b, c)),
+            self.chunk_size,
+            D=self.cp.get_D(),
+            seq_idx=points.segment.unsqueeze(0),
+            **state_dtype,
+        )[0].to(dt.dtype)
+        if not len(points.last):
+            return out
+        # Sums over a long row, of which only differences count: fp64.
+        sums = (dt * decay).double().cumsum(0)
+        before = F.pad(sums, (0, 0, 1, 0))[points.first]
+        decayed = (sums - before[points.segment]).to(dt.dtype)
+        levels = metadata.derived("levels", Levels.of).levels
+        states = _states(x, dt, b, decayed, points, [(level.kept, level.parent) for level in levels])
+        below = levels[0].end
+        inherited = _read(c, states, points).view_as(out[below:]) * decayed[below:].exp().unsqueeze(-1)
+        return torch.cat([out[:below], out[below:] + inherited])
+
+
+def _states(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    decayed: torch.Tensor,
+    points: BranchPoints,
+    levels: list[tuple[int, torch.Tensor]],
+) -> torch.Tensor:
+    """Return the last states of branch points, ``[K, g, H * p / g, n]``; ``decayed`` has the sums of a, ``[P, H]``."""
+    whole = decayed.index_select(0, points.last)
+    own = []
+    for batch, point in zip(points.own.batches, points.own.points, strict=True):
+        left = whole[point].unsqueeze(1) - decayed[batch.tokens].unflatten(0, batch.is_token.shape)
+        weight = (left.exp() * dt[batch.tokens].view_as(left)).masked_fill(~batch.is_token.unsqueeze(-1), 0)
+        written = x[batch.tokens].unflatten(0, batch.is_token.shape) * weight.unsqueeze(-1)
+        keys = b[batch.tokens].unflatten(0, batch.is_token.shape).to(written.dtype)
+        own.append(torch.einsum("mlgq,mlgn->mgqn", written.flatten(2).unflatten(2, (keys.shape[2], -1)), keys))
+    made = torch.cat(own).index_select(0, points.row)
+    kept = [count for count, _ in levels]
+    factors = whole.exp().view(len(whole), made.shape[1], -1, 1)
+    factors = factors.repeat_interleave(made.shape[2] // factors.shape[2], 2)
+    states: list[torch.Tensor] = []
+    for state, factor, (count, parent) in zip(made.split(kept), factors.split(kept), levels, strict=True):
+        states.append(state + factor * states[-1][parent[:count]] if states else state)
+    return torch.cat(states)
+
+
+def _read(c: torch.Tensor, states: torch.Tensor, points: BranchPoints) -> torch.Tensor:
+    """Return the product of C with the state of the branch point above, of each token that is in no root."""
+    out = []
+    for batch, point in zip(points.below.batches, points.below.points, strict=True):
+        queries = c[batch.tokens].unflatten(0, batch.is_token.shape).to(states.dtype)
+        out.append(torch.einsum("mlgn,mgqn->mlgq", queries, states.index_select(0, point)).flatten(0, 1))
+    return torch.cat(out).index_select(0, points.slot)
