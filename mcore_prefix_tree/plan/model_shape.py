@@ -19,12 +19,12 @@ PATTERN_PARTS: dict[str, Part] = {
     "G": "delta net",
     "M": "mamba",
 }
-_PIPE, MTP = "|", "/"
+PIPE, MTP = "|", "/"
 
 
 def layer_letters(pattern: str) -> str:
     """Return the letters of a pattern's layers, without boundaries of pipeline stages and multi-token prediction."""
-    return pattern.partition(MTP)[0].replace(_PIPE, "")
+    return pattern.partition(MTP)[0].replace(PIPE, "")
 
 
 def layer_parts(pattern: str | None) -> list[Part] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from omegaconf import OmegaConf
 
+from mcore_prefix_tree.plan.model_shape import PIPE
 from mcore_prefix_tree.settings import ModelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_folder import SAME_FUNCTION
 from mcore_prefix_tree.utils.inputs import read_regular
@@ -77,7 +78,11 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {
         f"transformer.{field.name}": field.default for field in fields if field.default is not dataclasses.MISSING
     }
-    return defaults | dict(_flat(model))
+    settings = defaults | dict(_flat(model))
+    pattern = settings.get("hybrid_layer_pattern")
+    if isinstance(pattern, str):
+        settings["hybrid_layer_pattern"] = pattern.replace(PIPE, "")  # stages are a layout of the same model
+    return settings
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

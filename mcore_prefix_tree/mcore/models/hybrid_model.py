@@ -7,6 +7,7 @@ from typing import Any
 from mcore_prefix_tree.mcore.models.config_fields import check_transformer_engine
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+from mcore_prefix_tree.plan.model_shape import PIPE
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 
 
@@ -23,7 +24,7 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) 
     if on_gpu and model.transformer_impl == "local":
         raise RecipeError("model.hybrid_layer_pattern needs model.transformer_impl=transformer_engine on a GPU")
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    has, needs = pattern.count("|") + 1, stages * (chunks or 1)
+    has, needs = pattern.count(PIPE) + 1, stages * (chunks or 1)
     cut_by_megatron = has == 1 and chunks is None and model.num_layers % stages == 0
     if has != needs and not cut_by_megatron:
         raise RecipeError(
