@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -240,10 +240,17 @@ POLICY: dict[str, Any] = {
 }
 
 
-def compare(layout: Any, limit: float = 1e-12, route_layers: slice | None = None) -> dict[str, Any]:
-    """Every rank: NeMo-RL's answers with its own model and with ours agree; the names and the report of ours."""
+def compare(
+    layout: Any, limit: float = 1e-12, route_layers: slice | None = None, keep_scores: bool = False
+) -> dict[str, Any]:
+    """Every rank: NeMo-RL's answers with its own model and with ours agree; the names and the report of ours.
+
+    ``keep_scores`` keeps Megatron-Core from rounding the scores of routers to fp32.
+    """
+    softmax = torch.softmax
+    kept = mock.patch.object(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
     policy = POLICY if route_layers is None else POLICY | {"router_replay": {"enabled": True}}
-    with nemo_rl():
+    with nemo_rl(), kept if keep_scores else nullcontext():
         from mcore_prefix_tree.integrations.nemo_rl import FoldingPolicyWorkerImpl
 
         stock, folded = (run(layout, one, policy, route_layers) for one in (Worker, FoldingPolicyWorkerImpl))

@@ -13,7 +13,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,13 +24,14 @@ from harness.routes import with_routes
 from harness.seam_models import local_spec, tiny_config
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import router as megatron_router
 from stand_ins import StandIn
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB = 64  # tensor-parallel ranks have as much of it
 ROUTES = (4, 2, 4)  # layers, experts of a token, experts
@@ -53,7 +54,11 @@ def config_of(args: Namespace) -> Any:
 
 def packed_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     """``--spec``: Megatron's local layers, whose attention takes packed rows."""
-    return exchanged(local_spec(config), {DotProductAttention: PackedAttention})
+    if config.num_moe_experts:
+        spec = cpu_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage), config)
+    else:
+        spec = local_spec(config)
+    return exchanged(spec, {DotProductAttention: PackedAttention})
 
 
 def building_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -348,10 +353,17 @@ def run(args: Namespace, role: str) -> dict[str, Any]:
     return found | {f"gradient of {name}": grad for name, grad in optimizer.gradients.items()} | report
 
 
-def compare(layout: Any, role: str, limit: float, ours: dict[str, Any], both: dict[str, Any]) -> dict[str, Any]:
-    """Every rank: slime's answers with its own model and with ours agree; the names, and the reports of ours."""
+def compare(
+    layout: Any, role: str, limit: float, ours: dict[str, Any], both: dict[str, Any], keep_scores: bool = False
+) -> dict[str, Any]:
+    """Every rank: slime's answers with its own model and with ours agree; the names, and the reports of ours.
+
+    ``keep_scores`` keeps Megatron-Core from rounding the scores of routers to fp32.
+    """
+    softmax = torch.softmax
+    kept = mock.patch.object(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
     args = arguments(layout, **both)
-    with slime():
+    with slime(), kept if keep_scores else nullcontext():
         with routing_replay(args.use_rollout_routing_replay):
             stock = run(args, role)
         vars(args).update(ours, custom_model_provider_path=f"{OURS}.model_provider")

@@ -44,6 +44,10 @@ def test_routes_of_the_rollout(size: int, layout: Layout, layers: slice) -> None
     assert all(result["report"]["fold/fold_ratio"][0] * size / layout.tp / layout.pp > 1.1 for result in results)
 
 
+def test_routes_are_exact_if_megatron_keeps_its_scores() -> None:
+    world(1).run(compare, Layout(), 1e-12, slice(None), True, layout=Layout())
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "policy.sequence_packing.enabled=false": {"sequence_packing": {"enabled": False}},
     "policy.generation.backend=megatron": {"generation": {"backend": "megatron"}},

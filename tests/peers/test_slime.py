@@ -92,6 +92,7 @@ REPLAY: dict[str, Any] = {
     "num_experts": 4,
     "config": {
         "num_moe_experts": 4,
+        "moe_layer_freq": [0, 1, 1, 1],
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "none",
         "recompute_granularity": "full",
@@ -107,6 +108,10 @@ def test_routes_of_the_rollout(size: int, layout: Layout) -> None:
     results = world(size).run(compare, layout, "actor", 1e-6, {}, REPLAY, layout=layout)
     assert {"log_probs 0", "ref_log_probs 0", "metric kl_loss"} <= {*results[-1]["names"]}
     assert all(result["report"]["fold/fold_ratio"] > 1.1 for result in results)
+
+
+def test_routes_are_exact_if_megatron_keeps_its_scores() -> None:
+    world(1).run(compare, Layout(), "actor", 1e-12, {}, REPLAY, True, layout=Layout())
 
 
 def test_a_stage_without_experts_finds_no_routes() -> None:
