@@ -37,13 +37,14 @@ def inspect(
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.layout.stats import forest_counts, largest_trees
     from mcore_prefix_tree.plan import plan_step, report_steps
-    from mcore_prefix_tree.plan.step_ratios import ratio_without_routes
+    from mcore_prefix_tree.plan.step_ratios import tokens_without_routes
     from mcore_prefix_tree.trie import build_trie
 
     check_picture(plot, options.inputs)
     samples, recipe = options.read(), options.recipe
     layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
-    counts, unrouted = forest_counts(layout), ratio_without_routes(samples.all, options.sharing)
+    counts, tokens = forest_counts(layout), tokens_without_routes([samples.all], options.sharing)
+    unrouted = None if tokens is None else layout.logical_tokens / tokens
     expected = None if samples.work is None else samples.work.expected_speedup([layout])
     longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.data.fields import FieldNames, notice_unread
 from mcore_prefix_tree.data.formats import FIELDS
-from mcore_prefix_tree.data.json_fields import Doubled
+from mcore_prefix_tree.data.json_fields import ChatError, Doubled
+from mcore_prefix_tree.data.packed_arrays import FILE_KEYS, array_of_file
 from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import check_regular, open_input
@@ -67,7 +68,17 @@ class Line:
             raise SampleError(f"{self.source}: has the field '{row.twice()}' twice; drop one of them")
         known = names.of_file(row)
         notice_unread((name for name in row if name not in known), FIELDS, self.source)
-        return {known[name]: value for name, value in row.items() if name in known and value is not None}
+        found = {known[name]: value for name, value in row.items() if name in known and value is not None}
+        routes = found.get("routed_experts")
+        if isinstance(routes, dict) and routes.keys() == FILE_KEYS:
+            file = self.source.rpartition(":")[0]
+            try:
+                found["routed_experts"] = array_of_file(
+                    routes, None if file == STDIN else Path(file).parent, "routed_experts"
+                )
+            except ChatError as error:
+                raise SampleError(f"{self.source}: {error}") from None
+        return found
 
     def others(self, read: Collection[str]) -> dict[str, Any]:
         """Return the JSON text of each other field; see :class:`mcore_prefix_tree.data.records.Record`."""

@@ -11,14 +11,18 @@ from functools import partial
 from typing import Any, ClassVar
 
 import ray
+import torch
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-from mcore_prefix_tree.mcore.packed import FoldReport, fold_inside
+from mcore_prefix_tree.mcore.packed import FoldReport, RoutedPackedSeqParams, fold_inside
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
+from mcore_prefix_tree.plan.model_shape import layers_with_experts
 
 
 def _check(config: Any) -> None:
@@ -31,9 +35,6 @@ def _check(config: Any) -> None:
         "megatron_cfg.use_fused_linear_logprobs=true: NeMo-RL does not support it with packed rows either": (
             megatron.get("use_fused_linear_logprobs", False)
         ),
-        "router_replay.enabled=true: rows that share a token may have recorded different routes for it": (
-            (config.get("router_replay") or {}).get("enabled", False)
-        ),
         "generation.backend=megatron: a model that folds inside does not generate; use vllm or sglang": (
             (config.get("generation") or {}).get("backend") == "megatron"
         ),
@@ -43,6 +44,66 @@ def _check(config: Any) -> None:
     }
     for reason in (reason for reason, applies in asked.items() if applies):
         raise NotImplementedError(f"folding in NeMo-RL does not support policy.{reason}")
+
+
+class LayerRoutes(torch.nn.Module):
+    """The experts of a layer for a packed micro-batch, which NeMo-RL gives it as it gives them to a router's replay.
+
+    A pipeline stage has one for every layer with experts, not only for its own: all layers decide what rows share.
+
+    Attributes:
+        layer_number: the layer, counted from 1.
+        experts: int64 ``[T, top-k]``, under sequence parallelism a rank's part of T; None without replay.
+    """
+
+    def __init__(self, layer_number: int) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.experts: torch.Tensor | None = None
+
+    @property
+    def router_replay(self) -> LayerRoutes:
+        """The object that NeMo-RL looks for in the modules of a model, this one."""
+        return self
+
+    def set_target_indices(self, experts: torch.Tensor) -> None:
+        """Take the experts of the next forward pass."""
+        self.experts = experts
+
+    def clear_indices(self) -> None:
+        """Forget the experts."""
+        self.experts = None
+
+    def set_router_replay_action(self, action: Any) -> None:
+        """Ignore what a router would do: recomputed layers find the routes on the tree."""
+
+    def clear_router_replay_action(self) -> None:
+        """Ignore the end of a replay."""
+
+
+def _take_routes(model: Any) -> None:
+    """Let a model take the routes that NeMo-RL would give its routers."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.router_replay = None
+    model.config.moe_enable_routing_replay = False
+    has_experts = layers_with_experts(model.config.num_layers, model.config.moe_layer_freq)
+    numbers = [number for number, has in enumerate(has_experts, start=1) if has]
+    model.layer_routes = torch.nn.ModuleList(LayerRoutes(number) for number in numbers)
+    model.register_forward_pre_hook(_give_routes, with_kwargs=True)
+
+
+def _give_routes(
+    model: Any, positional: tuple[Any, ...], call: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give the rows of a call their experts, in the passes for which NeMo-RL replays them."""
+    parts = [layer.experts for layer in model.layer_routes]
+    if parts[0] is None:
+        return None
+    routes = torch.stack(parts, dim=1).to(torch.int32)
+    if model.config.sequence_parallel:
+        routes = gather_from_sequence_parallel_region(routes, group=model.tp_group)
+    return positional, call | {"packed_seq_params": RoutedPackedSeqParams.of(call["packed_seq_params"], routes)}
 
 
 class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
@@ -55,7 +116,10 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
         _check(config)
         register_allowed_target_prefix("mcore_prefix_tree")  # checkpoints name the layer spec
         super().__init__(config, *args, **kwargs)
-        fold_inside(unwrap_model(self.model), **self.inside)
+        model = unwrap_model(self.model)
+        if model.config.moe_enable_routing_replay:  # policy.router_replay.enabled
+            _take_routes(model)
+        fold_inside(model, **self.inside)
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **others: Any) -> dict[str, Any]:
         """Train as NeMo-RL does; the metrics of each step gain the report of folding."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -18,13 +19,15 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_args
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.utils.ppo_utils import compute_approx_kl, compute_cispo_loss, compute_policy_loss
+from slime.utils.routing_replay import RoutingReplay
 
-from mcore_prefix_tree.mcore.packed import RowLogprobs, fold_inside
+from mcore_prefix_tree.mcore.packed import RoutedPackedSeqParams, RowLogprobs, fold_inside
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 
 try:
@@ -54,8 +57,8 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
         NotImplementedError: slime's arguments set an option that folding does not support; names it.
     """
     args = get_args()
-    replay = ("use_routing_replay", "use_rollout_routing_replay")
-    _refuse({f"--{name.replace('_', '-')}": getattr(args, name, False) for name in replay})
+    recorded = args.use_routing_replay and not args.use_rollout_routing_replay
+    _refuse({"--use-routing-replay without --use-rollout-routing-replay": recorded})
     if torch.distributed.get_rank() == 0 and not vp_stage and _adds_a_forward_pass(args):
         logger.warning(
             "--loss-type custom_loss: slime computes old log-probabilities in a separate forward pass, which its "
@@ -67,9 +70,70 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     own.spec, own.spec_to_fold = (__name__, "layer_spec"), args.spec
     model = get_model_provider_func(own)(pre_process, post_process, vp_stage=vp_stage)
     model.register_forward_pre_hook(partial(_ask_for_logprobs, args), with_kwargs=True)
+    if os.environ.get("ENABLE_ROUTING_REPLAY") == "1":  # slime sets it for actors
+        model.register_forward_pre_hook(partial(_give_routes, _folded_replay(model)), with_kwargs=True)
     # slime generates with as many tokens: it cuts the padding off the weights that it sends.
     settings = {"vocab_size": getattr(args, "vocab_size", None)} | (getattr(args, "prefix_tree", None) or {})
     return fold_inside(model, **settings)
+
+
+class FoldedReplay(RoutingReplay):  # type: ignore[misc]
+    """slime's replay of a router that folds; it gives the router the experts of unique tokens.
+
+    slime records the rows' experts of a layer, in views of those of all layers. All layers decide what rows share, on
+    each pipeline stage, so the first replay of a model chunk keeps the latter: int16 tensors ``[T, layers, top-k]``.
+    """
+
+    router: Any
+    is_first: bool
+
+    def record(self, top_indices: torch.Tensor) -> None:
+        """Keep the experts of a micro-batch; ``top_indices`` is ``[T, top-k]``, or a rank's part of T."""
+        if not self.is_first:
+            return
+        every_layer = top_indices._base
+        if every_layer is None or every_layer.ndim != 3:
+            raise RuntimeError(
+                "folding in slime finds the routes of all layers behind the view that slime records for a layer, and "
+                "this slime records a copy; use slime 0.3.1, or remove --use-rollout-routing-replay"
+            )
+        self.top_indices_list.append(every_layer.to(torch.int16))
+
+    def next_micro_batch(self) -> torch.Tensor:
+        """Return the experts of a pass's next micro-batch, int16 ``[T, layers, top-k]``."""
+        routes: torch.Tensor = self.top_indices_list[self.forward_index]
+        self.forward_index += 1
+        return routes
+
+    def pop_forward(self) -> torch.Tensor:
+        """Return the experts of the router's tokens, int64 ``[L, top-k]``; tokens without a route go to any."""
+        experts = self.router.router_replay.experts
+        anywhere = torch.arange(experts.numel(), device=experts.device) % self.router.config.num_moe_experts
+        return torch.where(experts < 0, anywhere.view_as(experts), experts)
+
+    pop_backward = pop_forward  # a recomputed router has the tokens of its forward pass
+
+
+def _folded_replay(model: Any) -> FoldedReplay:
+    """Let slime's replays of a model chunk fold, and return the first."""
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    _refuse({"--use-rollout-routing-replay with a pipeline stage that has no experts": not routers})
+    for router in routers:
+        replay = router.routing_replay  # which slime keeps in a list by its place
+        replay.__class__ = FoldedReplay
+        replay.router, replay.is_first = router, router is routers[0]
+    first: FoldedReplay = routers[0].routing_replay
+    return first
+
+
+def _give_routes(
+    replay: FoldedReplay, model: Any, positional: tuple[Any, ...], call: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give the rows of a call their experts, in the passes for which slime replays them."""
+    if os.environ["ROUTING_REPLAY_STAGE"] != "replay_forward":
+        return None
+    params = RoutedPackedSeqParams.of(call["packed_seq_params"], replay.next_micro_batch())
+    return positional, call | {"packed_seq_params": params}
 
 
 def _adds_a_forward_pass(args: Namespace) -> bool:

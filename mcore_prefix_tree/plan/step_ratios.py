@@ -24,13 +24,13 @@ class Spread:
         return cls(mean=sum(logical) / sum(physical), lowest=min(ratios), highest=max(ratios))
 
 
-def ratio_without_routes(samples: Sequence[Sample], sharing: Sharing = SHARE_ALL) -> float | None:
-    """Return the fold ratio of samples if their routes did not matter; None if they have no routes."""
-    if all(sample.signals.routes is None for sample in samples):
+def tokens_without_routes(batches: Iterable[Sequence[Sample]], sharing: Sharing = SHARE_ALL) -> int | None:
+    """Return the unique tokens of micro-batches if routes did not matter; None if they do not, or no sample has any."""
+    batches = list(batches)
+    if sharing.use_first_samples_routes or all(one.signals.routes is None for batch in batches for one in batch):
         return None
-    _, shared = sort_samples(samples, replace(sharing, use_first_samples_routes=True))
-    logical = sum(map(len, samples))
-    return logical / (logical - int(shared.sum()))
+    by_tokens = replace(sharing, use_first_samples_routes=True)
+    return sum(sum(map(len, batch)) - int(sort_samples(batch, by_tokens)[1].sum()) for batch in batches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,19 @@ from mcore_prefix_tree.mcore import with_prefix_tree
 
 VOCAB = 61
 LAYERS = 3
+# Changes of a configuration.
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_dtype": "fp64",
+}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
 
 
 def tiny_config(dtype: torch.dtype = torch.float64, **changes: Any) -> TransformerConfig:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.seam_models import branching_samples, tiny_config, twins
+from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_config, twins
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -17,13 +17,6 @@ from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
-EXPERTS: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_dtype": "fp64",
-}
 KINDS: dict[str, dict[str, Any]] = {
     "aux loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.05},
     "sequence aux loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.05},
@@ -43,11 +36,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_bias_update_rate": 1e-3,
     },
-}
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 # Upstream computes the scores of its losses in fp32.
 ROUNDING = 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from harness.oracles import worst
 from harness.routes import KINDS, replaying, routers, with_routes
-from harness.seam_models import branching_samples, tiny_config, twins
+from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_config, twins
 from harness.seam_runs import score_alone
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -24,20 +25,13 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.recorded_routes import score_and_record
 from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
 from mcore_prefix_tree.mcore.outputs import Logprobs
+from mcore_prefix_tree.mcore.packed import fold_check
 from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
 from mcore_prefix_tree.objectives import sft_loss
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
-EXPERTS: dict[str, Any] = {
-    "num_moe_experts": 8,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_dtype": "fp64",
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-}
+ROUTED = EXPERTS | {"num_moe_experts": 8, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax first": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
@@ -49,11 +43,6 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "moe_router_num_groups": 4,
         "moe_router_group_topk": 2,
     },
-}
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 # Upstream computes the scores of a router in fp32 for any dtype of the model.
 FP32_INSIDE, FP64 = 1e-6, 1e-12
@@ -104,7 +93,7 @@ def assert_equal(folded: Any, stock: Any, limit: float) -> None:
 
 
 def models(**changes: Any) -> Any:
-    stock, tree = twins(tiny_config(**EXPERTS | changes))
+    stock, tree = twins(tiny_config(**ROUTED | changes))
     for model in (stock, tree):
         generator = torch.Generator().manual_seed(1)
         for router in routers(model):
@@ -160,7 +149,7 @@ def test_the_oracle_is_upstreams_replay(recompute):
 
 @pytest.mark.parametrize("layers", ["all", "with experts"])
 def test_dense_layers_have_no_routes(layers):
-    config = tiny_config(**EXPERTS, moe_layer_freq=[0, 1, 1])
+    config = tiny_config(**ROUTED, moe_layer_freq=[0, 1, 1])
     stock, tree = twins(config, cpu_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False), config))
     assert len(routers(tree)) == 2
     if layers == "all":
@@ -237,6 +226,16 @@ def test_rows_inside_the_model_take_their_routes(recompute, padding):
     assert tree.folding.last.to_log()["fold/fold_ratio"] == pytest.approx(fold(rows).fold_ratio)
 
 
+def test_the_first_check_replays_routes(monkeypatch):
+    call = routed_call(with_routes(branching_samples(), "one token", SHAPE), gap=1)
+    for mode in (True, False):
+        _, tree = models()
+        fold_inside(tree.train(mode), check_first=True)(**call)
+    monkeypatch.setattr(fold_check, "replaying", lambda model, routes: nullcontext())
+    with pytest.raises(fold_check.FoldCheckError, match="row 0 differs"):
+        fold_inside(models()[1], check_first=True)(**call)
+
+
 def test_routes_inside_the_model_are_checked():
     _, tree = models()
     samples = with_routes(branching_samples()[:2], "agree", SHAPE)
@@ -275,7 +274,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "routes", "fault"), REFUSED, ids=range(len(REFUSED)))
 def test_routes_that_do_not_fit_the_model_are_refused(changes, routes, fault):
-    config = tiny_config(**EXPERTS)
+    config = tiny_config(**ROUTED)
     for name, value in changes.items():
         setattr(config, name, value)
     sample = Sample(tokens=[1, 2], routed_experts=routes, source="rollouts.jsonl:7")
@@ -289,7 +288,7 @@ def test_routes_that_do_not_fit_the_model_are_refused(changes, routes, fault):
 
 
 def test_rows_that_an_engine_filled_with_zeros_are_refused():
-    config = tiny_config(**EXPERTS)
+    config = tiny_config(**ROUTED)
     sample = Sample(tokens=[1, 2, 3], routed_experts=[[[0, 1]] * 3, [[0, 0]] * 3], source="a:1")
     with pytest.raises(
         SampleError, match=r"^a:1: .* sends the token at index 1 to one expert twice, in layer 0; give -1"

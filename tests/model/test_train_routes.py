@@ -56,12 +56,19 @@ def test_the_first_samples_routes_are_not_exact(job: Path) -> None:
         train(job, *EXPERTS, *FLOAT64, *VERIFY, "batch.use_first_samples_routes=true")
 
 
-def test_verify_names_recomputation(job: Path) -> None:
-    recompute = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
-    with pytest.raises(
-        RecipeError, match=r"verify cannot run .* has routed_experts, .*; set recompute_granularity=null"
-    ):
-        train(job, *EXPERTS, *VERIFY, *(f"model.transformer.{one}" for one in recompute))
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"),
+        ("recompute_granularity=selective", "recompute_modules=[moe]"),
+    ],
+    ids=["layers", "experts"],
+)
+def test_verify_recomputes_the_stock_model_with_its_routes(job: Path, recompute: tuple[str, ...]) -> None:
+    notes = train(job, *EXPERTS, *FLOAT64, *VERIFY, *(f"model.transformer.{one}" for one in recompute))
+    (report,) = notes.verifications
+    assert report.passed
+    assert max(error for error, _ in report.checks.values()) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,15 @@ def test_only_a_policy_with_experts_records_routes(tmp_path: Path) -> None:
         run_score(loaded, tmp_path / "routed.jsonl", record_routes=True)
     with pytest.raises(RecipeError, match=r"score\.record_routes records the experts of a policy, but .* gives values"):
         run_score(load_recipe(recipe, ["objective.name=critic"]), tmp_path / "routed.jsonl", record_routes=True)
+
+
+def test_steps_report_the_cost_of_routes(job: Path, tmp_path: Path) -> None:
+    (step, *_) = train(job, *EXPERTS).reports
+    assert step.metrics["fold_ratio_without_routes"] > step.fold_ratio
+    (tmp_path / "plain").mkdir()
+    (plain, *_) = train(write_job(tmp_path / "plain"), *EXPERTS).reports
+    assert step.metrics["fold_ratio_without_routes"] == plain.fold_ratio
+    assert "fold_ratio_without_routes" not in plain.metrics
 
 
 def test_inspect_reports_the_cost_of_routes(job: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,17 +19,20 @@ import numpy as np
 import pytest
 import torch
 from bridge_models import auto_bridge
+from harness.routes import with_routes
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from stand_ins import Finder, StandIn
 
+from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB = 64
+ROUTES = (4, 2, 4)  # layers, experts of a token, experts
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 
 
@@ -55,6 +58,8 @@ class Worker:
         sampling = sampling_params()
         loss = LossPostProcessor(loss_fn, self.cfg, num_microbatches=2, sampling_params=sampling)
         found = self.passes(data, loss, forward_only=eval_mode)
+        if not found:  # not the last stage
+            return {"all_mb_metrics": {}}
         group = parallel_state.get_data_parallel_group()
         metrics, _ = aggregate_training_statistics(found, [float(one["loss"]) for one in found], group)
         return {"all_mb_metrics": metrics}
@@ -78,6 +83,8 @@ class Worker:
             global_valid_seqs=torch.tensor(float(len(data["input_ids"]))),
             global_valid_toks=data["token_mask"].sum().float(),
             sampling_params=sampling_params(),
+            use_router_replay="routed_experts" in data,
+            router_replay_train=not forward_only,
         )
         return reported
 
@@ -105,16 +112,33 @@ def nemo_rl() -> Iterator[None]:
 
 def layers(config: Any) -> Any:
     """A provider's layer spec: Megatron's local layers, whose attention takes packed rows."""
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    if config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    else:
+        spec = get_gpt_layer_local_spec(normalization=config.normalization)
     return exchanged(cpu_spec(spec, config), {DotProductAttention: PackedAttention})
 
 
-def provider_of(layout: Any) -> Any:
+def provider_of(layout: Any, policy: dict[str, Any]) -> Any:
     """Contents of the worker's ``run_config.yaml``."""
     from megatron.bridge.models import GPTModelProvider
 
+    replays = policy.get("router_replay", {}).get("enabled", False)
+    experts = {
+        "num_layers": 4,
+        "num_moe_experts": 4,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_enable_routing_replay": True,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     provider = GPTModelProvider(
-        num_layers=2,
+        **(experts if replays else {"num_layers": 2}),
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -129,6 +153,9 @@ def provider_of(layout: Any) -> Any:
         share_embeddings_and_output_weights=False,
         transformer_layer_spec=layers,
         tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_dtype=torch.float64,
+        expert_model_parallel_size=layout.ep,
         sequence_parallel=layout.sequence_parallel,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
@@ -140,8 +167,11 @@ def provider_of(layout: Any) -> Any:
     return provider.apply_overrides_and_finalize(dtype=torch.float64)
 
 
-def batch() -> Any:
-    """A micro-batch as NeMo-RL's packer cuts it: groups of answers, rows padded to the longest."""
+def batch(route_layers: slice | None = None) -> Any:
+    """A micro-batch as NeMo-RL's packer cuts it: groups of answers, rows padded to the longest.
+
+    ``route_layers`` are the layers of its routes, of all layers; None gives no routes.
+    """
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     rng = np.random.default_rng(0)
@@ -158,7 +188,16 @@ def batch() -> Any:
         mask[row, len(prompt) : lengths[row]] = 1
     floats = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
     near = {name: rng.standard_normal(ids.shape) - (0 if name == "advantages" else 4) for name in floats}
+    routes: dict[str, torch.Tensor] = {}
+    if route_layers is not None:
+        rows = [Sample(tokens=row[:length]) for row, length in zip(ids, lengths, strict=True)]
+        filled = np.full((*ids.shape, *ROUTES[:2]), -1, dtype=np.int16)
+        for row, sample in enumerate(with_routes(rows, "one token", ROUTES)):
+            filled[row, : len(sample)] = sample.signals.routes.ids
+        filled[4:, 2] = -1  # a token that the engine did not report
+        routes["routed_experts"] = torch.from_numpy(filled[:, :, route_layers])
     return BatchedDataDict(
+        **routes,
         input_ids=torch.from_numpy(ids),
         input_lengths=torch.tensor(lengths),
         token_mask=torch.from_numpy(mask),
@@ -167,13 +206,13 @@ def batch() -> Any:
     )
 
 
-def run(layout: Any, worker: type, policy: dict[str, Any]) -> dict[str, Any]:
+def run(layout: Any, worker: type, policy: dict[str, Any], route_layers: slice | None) -> dict[str, Any]:
     """Log-probabilities, loss, metrics and gradients of two micro-batches."""
     from megatron.core.utils import get_model_config
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
     from nemo_rl.models.megatron.train import LogprobsPostProcessor
 
-    built = worker(policy, provider_of(layout))
+    built = worker(policy, provider_of(layout, policy))
     model = built.model
     get_model_config(model).finalize_model_grads_func = finalize_model_grads  # so does NeMo-RL
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -182,9 +221,9 @@ def run(layout: Any, worker: type, policy: dict[str, Any]) -> dict[str, Any]:
             generator.manual_seed(len(name))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = (parameter.ndim == 1) + noise / 5
-    data, loss = batch(), ClippedPGLossFn(ClippedPGLossConfig())
-    scored = built.passes(data, LogprobsPostProcessor(policy, sampling_params()), forward_only=True)[0]
-    found = {f"logprobs {name}": torch.as_tensor(value) for name, value in scored.items()}
+    data, loss = batch(route_layers), ClippedPGLossFn(ClippedPGLossConfig())
+    scored = built.passes(data, LogprobsPostProcessor(policy, sampling_params()), forward_only=True)
+    found = {f"logprobs {name}": torch.as_tensor(value) for one in scored[:1] for name, value in one.items()}
     judged = built.train(data, loss, eval_mode=True)["all_mb_metrics"]
     metrics = built.train(data, loss)["all_mb_metrics"]
     report = {name: metrics.pop(name) for name in list(metrics) if name.startswith("fold/")}
@@ -201,18 +240,26 @@ POLICY: dict[str, Any] = {
 }
 
 
-def compare(layout: Any) -> dict[str, Any]:
-    """Every rank: NeMo-RL's answers with its own model and with ours agree; the names and the report of ours."""
-    with nemo_rl():
+def compare(
+    layout: Any, limit: float = 1e-12, route_layers: slice | None = None, keep_scores: bool = False
+) -> dict[str, Any]:
+    """Every rank: NeMo-RL's answers with its own model and with ours agree; the names and the report of ours.
+
+    ``keep_scores`` keeps Megatron-Core from rounding the scores of routers to fp32.
+    """
+    softmax = torch.softmax
+    kept = mock.patch.object(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
+    policy = POLICY if route_layers is None else POLICY | {"router_replay": {"enabled": True}}
+    with nemo_rl(), kept if keep_scores else nullcontext():
         from mcore_prefix_tree.integrations.nemo_rl import FoldingPolicyWorkerImpl
 
-        stock, folded = run(layout, Worker, POLICY), run(layout, FoldingPolicyWorkerImpl, POLICY)
+        stock, folded = (run(layout, one, policy, route_layers) for one in (Worker, FoldingPolicyWorkerImpl))
     report = folded.pop("report")
     assert stock.keys() == folded.keys()
     for name, expected in stock.items():
         expected = expected.double()
         error = (folded[name].double() - expected).norm()
-        assert error <= 1e-12 * max(1e-3, expected.norm()), (name, error, expected.norm())
+        assert error <= limit * max(1e-3, expected.norm()), (name, error, expected.norm())
     return {"names": sorted(stock), "report": report}
 
 
@@ -224,6 +271,6 @@ def refusals(layout: Any, policies: list[dict[str, Any]]) -> list[str]:
 
         for changes in policies:
             with pytest.raises(NotImplementedError) as refused:
-                FoldingPolicyWorkerImpl(POLICY | changes, provider_of(layout))
+                FoldingPolicyWorkerImpl(POLICY | changes, provider_of(layout, POLICY))
             said.append(str(refused.value))
     return said

@@ -7,27 +7,34 @@ does not need, and of packages that would log or serve.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from harness.routes import with_routes
 from harness.seam_models import local_spec, tiny_config
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import router as megatron_router
 from stand_ins import StandIn
 
+from mcore_prefix_tree import Sample
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB = 64  # tensor-parallel ranks have as much of it
+ROUTES = (4, 2, 4)  # layers, experts of a token, experts
 OURS = "mcore_prefix_tree.integrations.slime"
 ARGS = Namespace()  # megatron.training's global arguments
 LOGGED: list[dict[str, float]] = []  # the entries of slime's log
@@ -47,7 +54,11 @@ def config_of(args: Namespace) -> Any:
 
 def packed_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     """``--spec``: Megatron's local layers, whose attention takes packed rows."""
-    return exchanged(local_spec(config), {DotProductAttention: PackedAttention})
+    if config.num_moe_experts:
+        spec = cpu_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage), config)
+    else:
+        spec = local_spec(config)
+    return exchanged(spec, {DotProductAttention: PackedAttention})
 
 
 def building_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -84,6 +95,57 @@ def slime() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def routing_replay(asked: bool) -> Iterator[None]:
+    """slime's patch of Megatron-Core's routers, and the variables that its actors set.
+
+    The patch makes a replay when a router is made, and asks it after any other choice of experts.
+    """
+    if not asked:
+        yield
+        return
+    from slime.utils.routing_replay import RoutingReplay, get_routing_replay_compute_topk, register_routing_replay
+
+    made, chosen = megatron_router.TopKRouter.__init__, megatron_router.topk_routing_with_score_function
+
+    def make(router: Any, *args: Any, **kwargs: Any) -> None:
+        made(router, *args, **kwargs)
+        register_routing_replay(router)
+
+    def choose(*args: Any, router_replay: Any = None, **kwargs: Any) -> Any:
+        def compute_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, default: Any) -> Any:
+            def unpatched(*given: Any, **named: Any) -> Any:
+                if router_replay is None:
+                    return default(*given, **named)
+                return router_replay.get_replay_topk(*given, **named, default_compute_topk=default)
+
+            return get_routing_replay_compute_topk(unpatched)(scores, topk, num_groups, group_topk)
+
+        return chosen(*args, router_replay=Namespace(get_replay_topk=compute_topk), **kwargs)
+
+    empty_like = torch.empty_like
+    with (
+        mock.patch.object(megatron_router.TopKRouter, "__init__", make),
+        mock.patch.object(megatron_router, "topk_routing_with_score_function", choose),
+        mock.patch.object(RoutingReplay, "all_routing_replays", []),
+        mock.patch.object(torch, "empty_like", lambda like, pin_memory=False, **kwargs: empty_like(like, **kwargs)),
+        mock.patch.dict(os.environ, ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="fallthrough"),
+    ):
+        yield
+
+
+def fill_routing_replay(*given: Any) -> None:
+    """Call slime's own method, of an actor that cannot be imported without packages for a GPU."""
+    from slime.backends.megatron_utils.cp_utils import prepare_routed_experts_for_routing_replay
+
+    file = Path(os.environ["SLIME_PATH"], "slime", "backends", "megatron_utils", "actor.py")
+    methods = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    own = next(method for method in methods if method.name == "fill_routing_replay")
+    names = {"prepare_routed_experts_for_routing_replay": prepare_routed_experts_for_routing_replay}
+    exec(compile(ast.Module([own], []), str(file), "exec"), names)
+    names["fill_routing_replay"](*given)
+
+
 def _register_accelerator() -> None:
     """Let slime take the emulated GPU, through its own registry."""
     from slime.utils.accelerator import CUDAAccelerator, register_accelerator
@@ -97,6 +159,7 @@ def arguments(layout: Any, **changes: Any) -> Namespace:
     config = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
         "sequence_parallel": layout.sequence_parallel,
     }
     settings: dict[str, Any] = {
@@ -105,6 +168,9 @@ def arguments(layout: Any, **changes: Any) -> Namespace:
         "spec": ("slime_runs", "packed_spec"),
         "custom_model_provider_path": None,
         "num_experts": None,
+        "sequence_parallel": layout.sequence_parallel,
+        "use_routing_replay": False,
+        "use_rollout_routing_replay": False,
         "fp8_param_gather": False,
         "padded_vocab_size": VOCAB,
         "max_position_embeddings": 64,
@@ -162,7 +228,7 @@ def arguments(layout: Any, **changes: Any) -> Namespace:
         "n_samples_per_prompt": 4,
         "global_batch_size": 12,
     }
-    return Namespace(**settings | changes)
+    return Namespace(**settings | changes | {"config": config | changes.get("config", {})})
 
 
 def rollouts(args: Namespace, groups: int = 3, answers: int = 4) -> tuple[dict[str, Any], list[int]]:
@@ -188,6 +254,9 @@ def rollouts(args: Namespace, groups: int = 3, answers: int = 4) -> tuple[dict[s
         "response_lengths": [len(answer) for _, answer in pairs],
         "loss_masks": [torch.from_numpy(rng.integers(2, size=len(answer))) for _, answer in pairs],
     }
+    if args.use_rollout_routing_replay:
+        rows = with_routes([Sample(tokens=tokens.numpy()) for tokens in data["tokens"]], "one token", ROUTES)
+        data["rollout_routed_experts"] = [torch.from_numpy(row.signals.routes.ids[:-1]).int() for row in rows]
     data["rollout_mask_sums"] = [mask.sum() for mask in data["loss_masks"]]
     for name in ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values", "returns"):
         near = -4 if "log" in name else 0
@@ -245,14 +314,23 @@ def run(args: Namespace, role: str) -> dict[str, Any]:
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
     from slime.backends.megatron_utils.model import finalize_model_grads, forward_only, train_one_step
     from slime.utils.misc import load_function
+    from slime.utils.routing_replay import RoutingReplay
 
     vars(ARGS).clear()
     vars(ARGS).update(vars(args))
+    replays = args.use_rollout_routing_replay
     data, counts = rollouts(args)
     chunks = models(ARGS, role)
-    answers = forward_only(
-        get_values if role == "critic" else get_log_probs_and_entropy, ARGS, chunks, get_data_iterator(data), counts
-    )
+    answer = get_values if role == "critic" else get_log_probs_and_entropy
+    reference = {}
+    if replays:
+        fill_routing_replay(Namespace(args=ARGS, model=chunks), get_data_iterator(data), counts, data)
+        reference = forward_only(answer, ARGS, chunks, get_data_iterator(data), counts, store_prefix="ref_")
+        os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward"
+    answers = forward_only(answer, ARGS, chunks, get_data_iterator(data), counts) | reference
+    if replays:
+        RoutingReplay.clear_all_forward()
+        os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
     folding = getattr(chunks[0].module, "folding", None)
     report: dict[str, Any] = {}
     if folding:
@@ -275,11 +353,22 @@ def run(args: Namespace, role: str) -> dict[str, Any]:
     return found | {f"gradient of {name}": grad for name, grad in optimizer.gradients.items()} | report
 
 
-def compare(layout: Any, role: str, limit: float, ours: dict[str, Any], both: dict[str, Any]) -> dict[str, Any]:
-    """Every rank: slime's answers with its own model and with ours agree; the names, and the reports of ours."""
-    with slime():
-        stock = run(arguments(layout, **both), role)
-        folded = run(arguments(layout, custom_model_provider_path=f"{OURS}.model_provider", **both | ours), role)
+def compare(
+    layout: Any, role: str, limit: float, ours: dict[str, Any], both: dict[str, Any], keep_scores: bool = False
+) -> dict[str, Any]:
+    """Every rank: slime's answers with its own model and with ours agree; the names, and the reports of ours.
+
+    ``keep_scores`` keeps Megatron-Core from rounding the scores of routers to fp32.
+    """
+    softmax = torch.softmax
+    kept = mock.patch.object(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
+    args = arguments(layout, **both)
+    with slime(), kept if keep_scores else nullcontext():
+        with routing_replay(args.use_rollout_routing_replay):
+            stock = run(args, role)
+        vars(args).update(ours, custom_model_provider_path=f"{OURS}.model_provider")
+        with routing_replay(args.use_rollout_routing_replay):
+            folded = run(args, role)
     reports = {name: folded.pop(name) for name in ("report", "logged")}
     assert stock.keys() == folded.keys(), stock.keys() ^ folded.keys()
     for name, expected in stock.items():

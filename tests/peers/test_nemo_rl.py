@@ -35,9 +35,21 @@ def test_logprobs_losses_and_gradients(size: int, layout: Layout) -> None:
     assert (added["fold/micro_batches"], added["fold/rows"]) == (2 * replicas, 16 * replicas)
 
 
+@in_layouts("single", "tp2-sp", "pp2", "ep2")
+@pytest.mark.parametrize("layers", [slice(None), slice(1, None)], ids=["all", "with experts"])
+def test_routes_of_the_rollout(size: int, layout: Layout, layers: slice) -> None:
+    """NeMo-RL gives every router of its model the rows' routes; ours takes them on each stage, of all layers."""
+    results = world(size).run(compare, layout, 1e-6, layers, layout=layout)
+    assert {"logprobs logprobs", "loss loss"} <= {*results[-1]["names"]}
+    assert all(result["report"]["fold/fold_ratio"][0] * size / layout.tp / layout.pp > 1.1 for result in results)
+
+
+def test_routes_are_exact_if_megatron_keeps_its_scores() -> None:
+    world(1).run(compare, Layout(), 1e-12, slice(None), True, layout=Layout())
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "policy.sequence_packing.enabled=false": {"sequence_packing": {"enabled": False}},
-    "policy.router_replay.enabled=true": {"router_replay": {"enabled": True}},
     "policy.generation.backend=megatron": {"generation": {"backend": "megatron"}},
     "policy.draft.enabled=true": {"draft": {"enabled": True}},
     "policy.megatron_cfg.use_fused_linear_logprobs=true": {"megatron_cfg": {"use_fused_linear_logprobs": True}},

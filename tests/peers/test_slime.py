@@ -86,10 +86,44 @@ def test_settings_reach_the_model() -> None:
     assert result["report"]["fold/micro_batches"] == 4
 
 
+REPLAY: dict[str, Any] = {
+    "use_routing_replay": True,
+    "use_rollout_routing_replay": True,
+    "num_experts": 4,
+    "config": {
+        "num_moe_experts": 4,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@in_layouts("single", "tp2-sp", "pp2", "ep2")
+def test_routes_of_the_rollout(size: int, layout: Layout) -> None:
+    """slime's replay gives every router the rows' routes, and ours gives it those of unique tokens."""
+    results = world(size).run(compare, layout, "actor", 1e-6, {}, REPLAY, layout=layout)
+    assert {"log_probs 0", "ref_log_probs 0", "metric kl_loss"} <= {*results[-1]["names"]}
+    assert all(result["report"]["fold/fold_ratio"] > 1.1 for result in results)
+
+
+def test_routes_are_exact_if_megatron_keeps_its_scores() -> None:
+    world(1).run(compare, Layout(), "actor", 1e-12, {}, REPLAY, True, layout=Layout())
+
+
+def test_a_stage_without_experts_finds_no_routes() -> None:
+    both = REPLAY | {"config": REPLAY["config"] | {"moe_layer_freq": [0, 0, 1, 1]}}
+    with pytest.raises(WorkerError, match="replay with a pipeline stage that has no experts; remove it"):
+        world(2).run(compare, Layout(pp=2), "actor", 1e-6, {}, both, layout=Layout(pp=2))
+
+
 @pytest.mark.parametrize(
     ("ours", "named"),
     [
-        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
+        ({"use_routing_replay": True}, "--use-routing-replay without --use-rollout-routing-replay"),
         ({"spec": ("slime_runs", "building_spec")}, "--spec slime_runs building_spec, which builds the model itself"),
         (
             {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.policy_loss", "use_tis": True},

@@ -9,7 +9,7 @@ import pytest
 from data_sources import CHAT, CharacterTokenizer
 
 from mcore_prefix_tree import Sample, SampleError
-from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.data import packed_arrays, read_samples
 from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
 from mcore_prefix_tree.data.write import make_row, rows_file
 
@@ -123,3 +123,67 @@ def test_routes_go_with_tokens(read):
         SampleError, match="field 'routed_experts' goes with 'tokens'; it has an entry for each of them"
     ):
         read({"messages": CHAT, "routed_experts": ROUTES}, tokenizer=CharacterTokenizer())
+
+
+def in_file(**reference):
+    return TOKENS | {"routed_experts": {"npz": "routes.npz", "key": "0"} | reference}
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_routes_in_a_file_beside_the_lines(tmp_path, read, save):
+    (tmp_path / "deeper").mkdir()
+    other = [[[7, 6], [1, 2]], *ROUTES[1:]]
+    save(tmp_path / "deeper" / "routes.npz", **{"0": np.array(ROUTES), "one": np.array(other, dtype=np.uint8)})
+    both = {"prompt_tokens": [1, 2], "response_tokens": [3, 4]}
+    both["routed_experts"] = {"npz": "deeper/routes.npz", "key": "0"}
+    rows = (in_file(npz="deeper/routes.npz"), in_file(npz="deeper/routes.npz", key="one"), both)
+    assert [routes_of(one) for one in read(*rows)] == [[*ROUTES, NONE], [*other, NONE], [*ROUTES, NONE]]
+
+
+def test_a_file_that_changed_is_read_again(tmp_path, read):
+    for routes in (ROUTES, ROUTES[::-1]):
+        np.savez_compressed(tmp_path / "routes.npz", **{"0": np.array(routes)})
+        assert routes_of(read(in_file())[0]) == [*routes, NONE]
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ({"npz": "missing.npz"}, r"\.npz' names 'missing.npz', which cannot be read \(No such file or directory\)"),
+        ({"npz": "."}, r"\.npz' names '.', which cannot be read \(is not a regular file"),
+        ({"npz": "../routes.npz"}, r"\.npz' names '../routes.npz', outside the folder of the data; put it there"),
+        ({"npz": "/etc/hostname"}, r"\.npz' names '/etc/hostname', outside the folder of the data"),
+        ({"npz": "link.npz"}, r"\.npz' names 'link.npz', outside the folder of the data"),
+        ({"npz": "a\0b"}, r"\.npz' names 'a\\x00b', which cannot be read"),
+        ({"npz": "text.npz"}, r"\.npz' names 'text.npz', which cannot be read"),
+        ({"npz": "one.npy"}, r"\.npz' names 'one.npy', which cannot be read \(it is not an .npz file\)"),
+        ({"npz": "cut.npz"}, r"\.npz' names 'cut.npz', which cannot be read"),
+        (
+            {"key": "1"},
+            r"\.key' is '1', which 'routes.npz' does not have; it has 3 keys, for example 0, objects, floats",
+        ),
+        ({"key": "objects"}, r"\.npz' names 'routes.npz', which cannot be read \(Object arrays cannot be loaded"),
+        ({"key": "floats"}, r"' must be integers \[tokens, layers, top-k\]"),
+        ({"key": 1}, r"' must name a file and a key of it"),
+    ],
+    ids=lambda value: str(value)[:20] if isinstance(value, dict) else "",
+)
+def test_a_reference_that_is_wrong_names_the_line(tmp_path, read, reference, says):
+    folder = tmp_path.parent / f"{tmp_path.name}-outside"
+    folder.mkdir()
+    np.savez(folder / "routes.npz", **{"0": np.array(ROUTES)})
+    (tmp_path / "link.npz").symlink_to(folder / "routes.npz")
+    arrays = {"0": np.array(ROUTES), "objects": np.array([{}, None]), "floats": np.array(ROUTES) / 2}
+    np.savez(tmp_path / "routes.npz", allow_pickle=True, **arrays)
+    np.save(tmp_path / "one.npy", np.array(ROUTES))
+    (tmp_path / "text.npz").write_text("routes")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "routes.npz").read_bytes()[:-30])
+    with pytest.raises(SampleError, match=rf"rollouts\.jsonl:2: field 'routed_experts{says}"):
+        read(TOKENS, in_file(**reference))
+
+
+def test_a_large_array_of_a_file_is_refused(tmp_path, read, monkeypatch):
+    monkeypatch.setattr(packed_arrays, "ARRAY_BYTES", 128)
+    np.savez_compressed(tmp_path / "routes.npz", **{"0": np.zeros((3, 1000, 1000), dtype=np.int8)})
+    with pytest.raises(SampleError, match=r"rollouts\.jsonl:1: field 'routed_experts\.key' names 2 MiB of"):
+        read(in_file())

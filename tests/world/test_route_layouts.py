@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from harness.folded_jobs import VOCAB, Job, unfolded_gradients
 from harness.folded_runs import FP32_INSIDE, LONGEST, MOE, SAMPLES, Result, check, folded
 from harness.layouts import in_layouts
 from harness.routes import with_routes
+from harness.torchrun_jobs import TP2, run
+from harness.train_jobs import rows, write_job
 from harness.weights import assemble
 from harness.worlds import Layout, world
 from inside_jobs import InsideJob, inside_gradients
 
+from mcore_prefix_tree import Sample
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 
 SHAPE = (4, 2, 4)
@@ -93,6 +97,26 @@ def test_recorded_routes_in_every_layout(size: int, layout: Layout) -> None:
     assert found[1:] == [[]] * (size - 1)
     assert all((one[:-1, 0] == [0, 1]).all() for one in expected), "a dense layer has the first experts"
     assert len({one[:, 1:].tobytes() for one in expected}) > 3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(["parallel.pipeline_model_parallel_size=2"], id="pp2"),
+        pytest.param([TP2, "parallel.sequence_parallel=true"], id="tp2-sp", marks=pytest.mark.ci),
+    ],
+)
+def test_verify_replays_routes_in_recomputed_layers(tmp_path: Path, layout: list[str]) -> None:
+    """Each stage's stock model finds a micro-batch's routes again in its backward, between other micro-batches."""
+    plain = rows()
+    routed = with_routes([Sample(tokens=row["tokens"]) for row in plain], "one token", (2, 2, 4))
+    for row, sample in zip(plain, routed, strict=True):
+        row["routed_experts"] = sample.signals.routes.ids.tolist()
+    experts = ("num_moe_experts=4", "moe_router_load_balancing_type=none", "recompute_granularity=full")
+    experts += ("recompute_method=uniform", "recompute_num_layers=1")
+    job = write_job(tmp_path, plain)
+    done = run(2, "verify", job, *(f"model.transformer.{one}" for one in experts), "model.dtype=float64", *layout)
+    assert done.code == 0, done.err + done.out
 
 
 def test_routes_change_the_model_that_is_trained() -> None:

@@ -180,7 +180,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         packed, params, _ = preprocess_thd_engine(rows)
         routes = _routes(batch)
         if routes is not None:
-            params = RoutedPackedSeqParams(**vars(params), routed_experts=preprocess_thd_engine(routes)[0][0])
+            params = RoutedPackedSeqParams.of(params, preprocess_thd_engine(routes)[0][0])
         output = model(
             input_ids=packed, position_ids=None, attention_mask=None, packed_seq_params=params, **self._asked(batch)
         )

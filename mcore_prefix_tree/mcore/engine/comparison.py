@@ -21,7 +21,6 @@ from mcore_prefix_tree.mcore.engine.step_planner import fold_step
 from mcore_prefix_tree.mcore.engine.unfolded import (
     plan_unfolded,
     why_stock_does_not_fit,
-    why_stock_loses_routes,
 )
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.plan import Bound, Counts, ExpectedSpeedup, Parts, work_ratios
@@ -274,7 +273,7 @@ def _ways(samples: Sequence[Sample], job: Job) -> tuple[dict[str, _Way], str | N
     smaller = replace(job, folding=replace(job.folding, max_tokens=size))
     if smaller.folding.plan(alone).micro_batches != job.folding.plan(alone).micro_batches:
         ways["small"] = of_trees("unfolded, small", alone, smaller, logical)
-    stock_missing = why_stock_loses_routes(samples, job.config) or why_stock_does_not_fit(samples, job)
+    stock_missing = why_stock_does_not_fit(samples, job)
     if stock_missing is None:
         ways["stock"] = _Way(
             name="unfolded, stock",

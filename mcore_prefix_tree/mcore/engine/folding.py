@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ class Folding:
         )
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """Fold one micro-batch's samples on the host. It makes no call to the device, so any thread may run it."""
+        """Fold a micro-batch of a planned step on the host, without a call to the device: any thread may run it."""
         layout = self.layout(samples)
         batch = MicroBatch.from_layout(
             layout,
@@ -120,7 +120,7 @@ class Folding:
             head_chunk_rows=self.head_chunk_rows,
         )
         plan_attention(batch, self.attention_backend, self.attention_cases)
-        return batch
+        return replace(batch, routes_fit=self.config is not None)
 
 
 def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:

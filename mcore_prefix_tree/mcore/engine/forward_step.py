@@ -41,7 +41,7 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
     check_positions(gpt_model, batch.layout.max_path_len)
-    if batch.layout.routes is not None:
+    if batch.layout.routes is not None and not batch.routes_fit:
         check_routes(gpt_model.config, batch.layout.routes)
         check_routers(gpt_model)
     check_draws(gpt_model)

@@ -13,6 +13,7 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Targets
 from mcore_prefix_tree.plan import Ahead
+from mcore_prefix_tree.plan.step_ratios import tokens_without_routes
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.errors import naming_memory
 
@@ -25,7 +26,8 @@ class FoldedStep:
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
-        metrics: metrics that the objective knows before the step runs, as (sum, weight); the same on every rank.
+        metrics: metrics that are known before the step runs, as (sum, weight), the same on every rank: the objective's,
+            and what the fold ratio would be without routes.
         seconds: time that this rank took to plan and to fold.
     """
 
@@ -60,12 +62,17 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
         targets = make_targets(job, samples)
         plan = job.folding.plan(samples, micro_batches=micro_batches, together=job.objective.together(samples))
         mine = plan.micro_batches[job.dp_rank]
+        metrics = {} if targets is None else dict(targets.metrics)
+        cuts = ([samples[index] for index in cut] for rank in plan.micro_batches for cut in rank)
+        unrouted = tokens_without_routes(cuts, job.folding.sharing)
+        if unrouted is not None:
+            metrics["fold_ratio_without_routes"] = (sum(map(len, samples)), unrouted)
         return FoldedStep(
             samples=samples,
             sample_index=mine,
             micro_batches=fold_micro_batches(samples, mine, job, targets),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
-            metrics={} if targets is None else targets.metrics,
+            metrics=metrics,
             seconds=time.perf_counter() - started,
         )
 

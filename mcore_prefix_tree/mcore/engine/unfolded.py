@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.seam.experts import replaying
+from mcore_prefix_tree.mcore.seam.experts import replay_again, replaying
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.memory import available_bytes
 from mcore_prefix_tree.utils.upload import upload
@@ -131,22 +131,6 @@ def why_stock_does_not_fit(samples: Sequence[Sample], job: Job, *, companion: to
     )
 
 
-def why_stock_loses_routes(samples: Sequence[Sample], config: Any) -> str | None:
-    """Return the reason if the stock model would recompute experts without the samples' routes, else None."""
-    again = config.recompute_granularity
-    if again is None or (again == "selective" and "moe" not in (config.recompute_modules or ())):
-        return None
-    routed = next((sample for sample in samples if sample.signals.routes is not None), None)
-    return (
-        None
-        if routed is None
-        else (
-            f"{routed.source} has routed_experts, which the stock model does not find again when recompute_granularity="
-            f"{again} recomputes its experts; set recompute_granularity=null"
-        )
-    )
-
-
 def _bytes_per_score(config: Any) -> int:
     """Return the bytes that dense attention keeps per score for backward."""
     if config.bf16 and config.attention_softmax_in_fp32:
@@ -161,6 +145,8 @@ def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = N
         output: torch.Tensor = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
         )
+    if batch.routes is not None:
+        replay_again(model, batch.routes, output)
     return output
 
 

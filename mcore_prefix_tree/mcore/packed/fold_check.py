@@ -21,7 +21,9 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.packed.answers import expand, own_part, whole
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
+from mcore_prefix_tree.mcore.seam.experts import replaying
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
+from mcore_prefix_tree.utils.upload import upload
 
 # Relative errors that are allowed. A wrong key costs 1e-2 and more. Megatron computes the loss of labels in fp32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -147,7 +149,12 @@ def _alone(
         if (value := call.get(name)) is not None
     }
     positions = torch.arange(length + padding, device=rows.device).unsqueeze(0)
-    output = model.forward(**given, position_ids=positions, attention_mask=None, packed_seq_params=None)
+    routes = None
+    if rows.layout.routes is not None:  # of the folded tokens: a row's last token takes that of a row that continues
+        of_row = upload(rows.layout.routes, rows.device).index_select(0, rows.place[start : start + length])
+        routes = F.pad(of_row, (0, 0, 0, 0, 0, padding), value=-1)
+    with replaying(model, routes):
+        output = model.forward(**given, position_ids=positions, attention_mask=None, packed_seq_params=None)
     answer: torch.Tensor = output[0] if model.post_process else whole(output, model)
     return answer[:length]
 

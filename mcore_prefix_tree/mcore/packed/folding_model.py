@@ -114,6 +114,7 @@ class Folding:
         self._settings = settings
         self._backend: str | None = None
         self._unchecked = {True, False} if settings.check_first else set()  # modes: training or not
+        self._takes_routes = False  # whether its routers were checked
         self._work = count_model_flops(model)
         # Megatron's local attention takes no packed rows.
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
@@ -151,16 +152,13 @@ class Folding:
         )
         check_positions(model, int(rows.length.max(initial=1)))
         # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
-        has_routes = rows.routes is not None  # stock layers would not take them
         folds = (
             self._always_folds
-            or has_routes
+            or rows.routes is not None  # stock layers would not take them
             or not rows.logical_tokens
             or rows.fold_ratio > self._settings.least_fold_ratio
         )
         to_check = model.training in self._unchecked
-        if to_check and has_routes:
-            raise NotImplementedError("check_first does not support routed_experts; set check_first=False")
         if folds or to_check:
             check_draws(model)
             folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
@@ -198,7 +196,9 @@ class Folding:
     def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
         if rows.layout.routes is not None:
             check_routes(model.config, rows.layout.routes)
-            check_routers(model)
+            if not self._takes_routes:
+                check_routers(model)
+                self._takes_routes = True
         metadata = TreeMetadata.from_layout(rows.layout, device=rows.device)
         asked, finish, head_rows = _asked(model, rows, call)
         params = RowsPackedSeqParams.from_metadata(

@@ -56,6 +56,11 @@ class RoutedPackedSeqParams(PackedSeqParams):  # type: ignore[misc]
 
     routed_experts: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, params: PackedSeqParams, routed_experts: torch.Tensor) -> RoutedPackedSeqParams:
+        """Return the parameters of a trainer's packed rows with their experts ``[T, layers, top-k]``."""
+        return cls(**vars(params), routed_experts=routed_experts)
+
 
 @dataclass
 class RowsPackedSeqParams(TreePackedSeqParams):

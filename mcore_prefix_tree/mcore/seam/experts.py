@@ -218,15 +218,33 @@ def recording(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
 
 @contextmanager
 def replaying(model: torch.nn.Module, routes: torch.Tensor | None) -> Iterator[None]:
-    """Route the tokens of a batch without a tree, ``[n, layers, top-k]``, during a forward, not its recomputation."""
-    routers = [module for module in model.modules() if isinstance(module, TreeRouterMixin)]
-    for router in routers:
-        router.given_routes = routes
+    """Route the tokens of a batch without a tree, ``[n, layers, top-k]``, during a forward.
+
+    :func:`replay_again` does so in backward.
+    """
+    _give(model, routes)
     try:
         yield
     finally:
-        for router in routers:
-            router.given_routes = None
+        _give(model, None)
+
+
+def replay_again(model: torch.nn.Module, routes: torch.Tensor, output: torch.Tensor) -> None:
+    """Route alike in the backward of a forward's output, of any shape, which recomputes layers."""
+
+    def give(_: torch.Tensor) -> None:
+        _give(model, routes)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(_give, model, None))  # at the end of this backward
+
+    if output.requires_grad:
+        output.register_hook(give)
+
+
+def _give(model: torch.nn.Module, routes: torch.Tensor | None) -> None:
+    for module in model.modules():
+        if isinstance(module, TreeRouterMixin):
+            module.given_routes = routes
 
 
 class TreeExpertsMixin:

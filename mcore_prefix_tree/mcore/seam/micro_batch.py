@@ -31,6 +31,7 @@ class MicroBatch:
         packed_seq_params: parameters with the tree metadata.
         head_chunk_rows: most predictors whose logits the fused head holds at a time; None leaves it to the head.
         rows: rows that the loss of the step's objective reads, unless it is a weighted sum of log-probabilities.
+        routes_fit: whether its routes were checked against the model when its step was planned.
         hook_data: data that the job's step hook adds for itself and for its objective's readout, for example outputs of
             teachers; None without a hook.
     """
@@ -44,6 +45,7 @@ class MicroBatch:
     packed_seq_params: TreePackedSeqParams
     head_chunk_rows: int | None = None
     rows: LossRows | None = None
+    routes_fit: bool = False
     hook_data: Any = None
 
     @classmethod

@@ -27,7 +27,7 @@ class GivenRoutes:
     """The experts of a router's tokens, int64 ``[L, top-k]``; -1 lets the router choose those of a token."""
 
     def __init__(self, experts: torch.Tensor) -> None:
-        self._experts = experts
+        self.experts = experts
 
     def get_replay_topk(
         self,
@@ -40,7 +40,7 @@ class GivenRoutes:
         """Return the scores ``[L, top-k]`` of the chosen experts, of ``[L, E]``, and their indices."""
         assert default_compute_topk is not None, "upstream passes it"
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        experts = torch.where(self._experts < 0, own, self._experts)
+        experts = torch.where(self.experts < 0, own, self.experts)
         return scores.gather(1, experts), experts
 
 
