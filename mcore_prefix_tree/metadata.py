@@ -141,6 +141,34 @@ class TreeMetadata:
             max_path_len=int(position_ids.max()) + 1,
         )
 
+    def without_first(self, depth: int) -> TreeMetadata:
+        """Return the metadata of the same tokens on paths that begin ``depth`` tokens later, as roots.
+
+        The tokens before see only themselves. The metadata has no routes.
+        """
+        parent, lens = self.node_parent.astype(np.int64), np.diff(self.cu_node_lens).astype(np.int64)
+        cut = np.clip(depth - self.node_depth, 0, lens)  # tokens of each node that become roots of one token
+        stays = (self.node_depth >= depth) | (lens > cut)
+        pieces = cut + stays
+        rest = np.cumsum(pieces) - 1  # the last piece of each node
+        new_lens, new_parent = np.ones(pieces.sum(), dtype=np.int64), np.full(pieces.sum(), -1)
+        new_lens[rest[stays]] = (lens - cut)[stays]
+        is_child = stays & (cut == 0) & (parent >= 0)
+        is_child[is_child] = stays[parent[is_child]]
+        new_parent[rest[is_child]] = rest[parent[is_child]]
+        cut_forest = TreeMetadata.from_nodes(
+            np.append(0, np.cumsum(new_lens)),
+            new_parent,
+            padded_size=self.padded_size,
+            device=self.subtree_end.device,
+        )
+        if self.sample_node is None:
+            return cut_forest
+        node = self.sample_node.astype(np.int64)
+        while (gone := pieces[node] == 0).any():  # an empty node, whose last token is its parent's
+            node[gone] = parent[node[gone]]
+        return replace(cut_forest, sample_node=rest[node].astype(np.int32))
+
     @property
     def num_nodes(self) -> int:
         return len(self.node_parent)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -77,10 +78,10 @@ def interleaving(virtual_stages: int | None, *, on_gpu: bool) -> dict[str, Any]:
     return {} if on_gpu or virtual_stages is None else {"deallocate_pipeline_outputs": False}
 
 
-def cpu_spec(
-    spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None = None
-) -> ModuleSpec | TransformerBlockSubmodules:
+def cpu_spec(spec: Any, config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Return local layers that run without a GPU under any configuration; the same spec if they do already.
+
+    ``spec`` is that of a layer, a block or multi-token prediction.
 
     Under sequence parallelism the result is a complete block: a layer's spec cannot set the final norm of the block,
     and Megatron takes ``WrappedTorchNorm`` then. So it is with Gated DeltaNet, which upstream has no local layers of. A
@@ -92,6 +93,8 @@ def cpu_spec(
     if not (config.sequence_parallel or has_states):
         return spec
     spec = exchanged(spec, {WrappedTorchNorm: Norm})
+    if isinstance(spec, MultiTokenPredictionBlockSubmodules):
+        return spec
     if isinstance(spec, ModuleSpec):
         if not isinstance(spec.submodules, TransformerBlockSubmodules):
             layers = [spec] * get_num_layers_to_build(config, vp_stage)

@@ -6,7 +6,7 @@ Legend: T physical tokens, P padded size, N nodes, S samples, L logical tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -47,6 +47,9 @@ class FlatLayout:
             score of its own, at place P + m behind those of the tokens.
         routes: int8 or int16 ``[P, layers, top-k]``, the experts of each token, -1 where the model routes; None if no
             sample has routes.
+        depth_weight: float64 ``[K, P]``, ``loss_weight`` of each of K depths of multi-token prediction, whose depth k
+            predicts a token from k tokens earlier: each sample's masks, times its ratio of Megatron's
+            ``original_num_tokens / num_tokens``. No rows for models without.
     """
 
     input_ids: Int32Array
@@ -65,6 +68,7 @@ class FlatLayout:
     temperature: npt.NDArray[np.float64] | None = None
     kept: KeptSets | None = None
     routes: npt.NDArray[np.int8] | npt.NDArray[np.int16] | None = None
+    depth_weight: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
     @property
     def num_nodes(self) -> int:
@@ -181,7 +185,12 @@ class FlatLayout:
 
 
 def fold(
-    samples: Sequence[Sample], *, trie: Trie | None = None, pad_to_multiple_of: int = 1, padded_size: int | None = None
+    samples: Sequence[Sample],
+    *,
+    trie: Trie | None = None,
+    pad_to_multiple_of: int = 1,
+    padded_size: int | None = None,
+    depths: int = 0,
 ) -> FlatLayout:
     """Fold samples into one flat layout.
 
@@ -194,6 +203,7 @@ def fold(
         pad_to_multiple_of: number whose multiples the size is rounded up to (tensor parallel size, under sequence
             parallelism).
         padded_size: exact size to pad to; it must hold all tokens and be such a multiple.
+        depths: number of depths of multi-token prediction that the model trains.
 
     Raises:
         ValueError: if ``padded_size`` cannot hold the tokens or is not a multiple of ``pad_to_multiple_of``; if
@@ -241,7 +251,9 @@ def fold(
         np.concatenate(fresh, out=input_ids[:physical])
 
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
-    loss_weight, num_supervised = _loss_weights(samples, trie, lengths, padded_size)
+    masks = [sample.loss_mask for sample in samples]
+    loss_weight, num_supervised = _loss_weights(masks, trie, lengths, padded_size)
+    deeper = ([_deeper(mask, depth) for mask in masks] for depth in range(1, depths + 1))
     layout = FlatLayout(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -258,6 +270,7 @@ def fold(
         num_supervised=num_supervised,
         temperature=_temperature(samples, trie, lengths, padded_size),
         routes=_routes(samples, trie, lengths, padded_size),
+        depth_weight=np.array([_loss_weights(masks, trie, lengths, padded_size)[0] for masks in deeper]),
     )
     if all(sample.signals.sampling_mask is None for sample in samples):
         return layout
@@ -310,8 +323,17 @@ def _paths(shared: Int64Array, lengths: Int64Array) -> Iterator[Int32Array]:
         yield path
 
 
+def _deeper(mask: npt.NDArray[np.floating], depth: int) -> npt.NDArray[np.float64]:
+    """Return a sample's loss mask ``[n]`` at a depth of multi-token prediction, as ``process_mtp_loss`` scales it."""
+    deeper = mask.astype(np.float64)
+    total = deeper[1:].sum()
+    deeper[: 1 + depth] = 0
+    deeper *= total / max(deeper.sum(), 1.0)
+    return deeper
+
+
 def _loss_weights(
-    samples: Sequence[Sample], trie: Trie, lengths: Int64Array, padded_size: int
+    masks: Sequence[npt.NDArray[np.floating]], trie: Trie, lengths: Int64Array, padded_size: int
 ) -> tuple[npt.NDArray[np.float64], int]:
     """Return the summed masks of the samples through each token, float64 ``[P]``, and the scored logical tokens."""
     loss_weight = np.zeros(padded_size)  # float64: a sum of masks then equals the sum in a float64 loss
@@ -323,7 +345,7 @@ def _loss_weights(
     for index, path, length, keep in zip(
         trie.order.tolist(), _paths(trie.shared, ordered), ordered.tolist(), left.tolist(), strict=True
     ):
-        mask = samples[index].loss_mask
+        mask = masks[index]
         on_path[1:length] += mask[1:]  # nothing predicts the first token
         num_supervised += int(np.count_nonzero(mask[1:]))
         if keep < length:

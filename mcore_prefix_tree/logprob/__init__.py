@@ -9,6 +9,7 @@ from mcore_prefix_tree.logprob.head_losses import (
     LogitLoss,
     head_edge_loss,
     head_logit_losses,
+    head_weighted_hits,
     head_weighted_sum,
 )
 from mcore_prefix_tree.logprob.restore import restore
@@ -26,6 +27,7 @@ __all__ = [
     "head_edge_loss",
     "head_logit_losses",
     "head_logprobs",
+    "head_weighted_hits",
     "head_weighted_sum",
     "restore",
     "split_kept",

@@ -62,11 +62,27 @@ def head_weighted_sum(
         ValueError: same cases as in :func:`head_logprobs`; or float16, which underflows in gradients formed before the
             loss is scaled.
     """
+    total, per_edge, _ = _weighted_sum(hidden, weight, head, edge_weight.to(wide(hidden.dtype)))
+    return total, head.edges.at_tokens(per_edge)
+
+
+def head_weighted_hits(
+    hidden: torch.Tensor, weight: torch.Tensor, head: Head, *, edge_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return :func:`head_weighted_sum`, and the weights ``[]`` of the edges to their predictors' likeliest tokens."""
     edge_weight = edge_weight.to(wide(hidden.dtype))
-    gradient, per_edge, _ = _with_gradient(
+    total, per_edge, likeliest = _weighted_sum(hidden, weight, head, edge_weight)
+    return total, torch.dot(edge_weight, (per_edge == likeliest[head.edges.row_of_edge]).to(edge_weight.dtype))
+
+
+def _weighted_sum(
+    hidden: torch.Tensor, weight: torch.Tensor, head: Head, edge_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum, and the log-probabilities ``[E]`` of the edges and ``[R]`` of the likeliest tokens."""
+    gradient, per_edge, _, likeliest = _with_gradient(
         hidden, weight, head, lambda *_: (edge_weight, None), by_rows=True, with_entropy=False
     )
-    return torch.dot(edge_weight, per_edge) + gradient, head.edges.at_tokens(per_edge)
+    return torch.dot(edge_weight, per_edge) + gradient, per_edge, likeliest
 
 
 def head_edge_loss(
@@ -106,7 +122,7 @@ def head_edge_loss(
             of_logprob = torch.zeros_like(logprob)
         return of_logprob, of_entropy[0] if of_entropy else None
 
-    return _with_gradient(hidden, weight, head, row_grads, by_rows=by_rows, with_entropy=with_entropy)
+    return _with_gradient(hidden, weight, head, row_grads, by_rows=by_rows, with_entropy=with_entropy)[:3]
 
 
 def head_logit_losses(
@@ -134,10 +150,10 @@ def head_logit_losses(
 
 def _with_gradient(
     hidden: torch.Tensor, weight: torch.Tensor, head: Head, row_grads: _RowGrads, *, by_rows: bool, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return 0, log-probabilities ``[E]`` and entropies ``[R]`` or None for ``[R, h]`` and ``[Vl, h]``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the outputs of :class:`_HeadEdgeLoss` for ``[R, h]`` and ``[Vl, h]``."""
     with_grad = forms_gradient(hidden, weight, head)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _HeadEdgeLoss.apply(  # type: ignore[no-untyped-call]
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] = _HeadEdgeLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, head, row_grads, by_rows, with_entropy, with_grad
     )
     return found
@@ -162,8 +178,11 @@ class _HeadEdgeLoss(torch.autograd.Function):
         by_rows: bool,
         with_entropy: bool,
         with_grad: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return 0, log-probabilities ``[E]`` and entropies ``[R]`` or None for ``[R, h]`` and ``[Vl, h]``."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return 0, log-probabilities ``[E]``, entropies ``[R]`` or None, and the likeliest tokens' ``[R]``.
+
+        Hidden states are ``[R, h]``, the weight ``[Vl, h]``.
+        """
         chunks = Chunks(hidden, weight, head)
         of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
         grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
@@ -194,8 +213,9 @@ class _HeadEdgeLoss(torch.autograd.Function):
         if waiting is not None and waiting.rows.any():
             waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
         keep(ctx, grads, head, weight.dtype)
-        ctx.mark_non_differentiable(*(values for values in (logprob, entropy) if values is not None))
-        return logprob.new_zeros(()), logprob, entropy
+        likeliest = -sums.total.log()
+        ctx.mark_non_differentiable(*(values for values in (logprob, entropy, likeliest) if values is not None))
+        return logprob.new_zeros(()), logprob, entropy, likeliest
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing, import_upstream
 
 OLDEST = "0.16.1"
@@ -24,7 +25,6 @@ OLDEST = "0.16.1"
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 MAIN, MAIN_COMMIT = "0.20.0", "d98e8a64dd"
 SUPPORTED = f"megatron-core {', '.join(RELEASES)} and {MAIN} (main at {MAIN_COMMIT}) are tested"
-
 
 _ATTENTION = "megatron.core.transformer.attention"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
@@ -401,6 +401,7 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
         tables["hybrid"] = HYBRID
     if has_delta_net():
         tables["Gated DeltaNet"] = DELTA_NET
+    tables |= {"multi-token prediction": multi_token_names.TABLE} if multi_token_names.are_there() else {}
     if import_upstream("megatron.core.extensions.transformer_engine").HAVE_TE:
         tables["TransformerEngine"] = TRANSFORMER_ENGINE
     if megatron_lm:

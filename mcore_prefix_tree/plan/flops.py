@@ -188,8 +188,8 @@ class ModelWork:
         layers: number of layers without a sliding window.
         window_layers: number of layers with one.
         window: keys that a query of these sees at most, itself included; None without windows.
-        position: FLOPs of projecting a position to the vocabulary, forward; its two gradients are counted as backward,
-            though the fused head forms them in its forward.
+        position: FLOPs of projecting a position to the vocabulary, at each depth, forward; its two gradients are
+            counted as backward, though the fused head forms them in its forward.
         fused_head: whether the head projects only positions that predict a scored token.
     """
 
@@ -224,7 +224,8 @@ class ModelWork:
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
             settings: further settings by the names of Megatron's ``TransformerConfig``; multi-latent attention,
-                Gated DeltaNet, Mamba, experts, ``attention_output_gate`` and sliding windows count.
+                Gated DeltaNet, Mamba, experts, ``attention_output_gate``, sliding windows and the depths of multi-token
+                prediction count; these as if their paths began where the model's do.
             parts: "attention", "delta net", "mamba", "mlp" or "experts" of each layer of a hybrid model, counted
                 instead of ``num_layers``; by default a layer has one of the first two and one of the last two.
         """
@@ -240,9 +241,13 @@ class ModelWork:
             query, value = latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
             attention = latent.weights(hidden_size, num_attention_heads)
         matrices = 3 if swiglu else 2
+        # Each depth has a layer like the last, and a projection of two rows. Hybrid models have none on a tree.
+        depths = 0 if parts is not None else settings.get("mtp_num_layers") or 0
         if parts is None:
-            attends = [not has_state for has_state in layers_with_states(num_layers, settings)]
-            recurs = {"delta net": attends.count(False)}
+            states = layers_with_states(num_layers, settings)
+            states += states[-1:] * depths
+            attends = [not has_state for has_state in states]
+            recurs = {"delta net": sum(states)}
         else:
             attends = [part == "attention" for part in parts]
             recurs = {name: parts.count(name) for name in RECURRENT}
@@ -250,9 +255,11 @@ class ModelWork:
         if parts is not None:
             sparse, dense = parts.count("experts"), parts.count("mlp")
         else:
-            sparse = 0 if experts is None else sum(layers_with_experts(num_layers, experts.moe_layer_freq))
+            has_experts = [] if experts is None else layers_with_experts(num_layers - depths, experts.moe_layer_freq)
+            sparse = sum(has_experts + has_experts[-1:] * depths)
             dense = num_layers - sparse
         weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
+        weights += depths * 2 * hidden_size**2
         for name, count in recurs.items():
             if count:
                 sizes = RECURRENT[name].from_settings({**settings, "hidden_size": hidden_size})
@@ -260,14 +267,15 @@ class ModelWork:
         if sparse:
             assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)
-        windowed = sum(map(and_, attends, layers_with_window(num_layers, settings)))
+        has_window = layers_with_window(num_layers - depths, settings)
+        windowed = sum(map(and_, attends, has_window + has_window[:depths]))  # depths count from 1, too
         return cls(
             token=2.0 * weights,
             pair=pair_flops(num_attention_heads, query, value),
             layers=sum(attends) - windowed,
             window_layers=windowed,
             window=settings["window_size"][0] + 1 if windowed else None,  # upstream does not count the query itself
-            position=2.0 * hidden_size * vocab_size,
+            position=2.0 * hidden_size * vocab_size * (1 + depths),
             fused_head=fused_head,
         )
 

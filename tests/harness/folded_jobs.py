@@ -82,11 +82,12 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from mcore_prefix_tree.mcore import with_edge_head
     from mcore_prefix_tree.mcore.engine.forward_step import forward_step
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+    from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = chunks_of(job, config, stock_spec if job.native else tree_spec)
     if job.way != "logits":
-        chunks = [with_edge_head(chunk) for chunk in chunks]
+        chunks = [with_multi_token(with_edge_head(chunk)) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
     plan = plan_step(
         samples,
@@ -95,7 +96,11 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
         micro_batch_multiple=layout.pp if layout.vpp else 1,
     )
     layouts = [
-        fold([samples[i] for i in indices], pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1)
+        fold(
+            [samples[i] for i in indices],
+            pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1,
+            depths=config.mtp_num_layers or 0,
+        )
         for indices in plan.micro_batches[parallel_state.get_data_parallel_rank()]
     ]
     batches = [
@@ -204,10 +209,14 @@ def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tupl
 
 
 def _stock_step(data_iterator: Any, model: Any) -> Any:
+    from megatron.core.utils import get_model_config
+
     sample: Sample = next(data_iterator)
     ids = torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(0)
+    of_ids = torch.from_numpy(sample.loss_mask.astype(np.float64)).unsqueeze(0)
+    masks = {"loss_mask": of_ids} if get_model_config(model).mtp_num_layers else {}
     with replaying(model, sample):
-        logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None)
+        logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None, **masks)
 
     def loss_func(logits: torch.Tensor) -> Any:
         logprobs = torch.log_softmax(logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -132,7 +132,11 @@ def build_chunks(
             )
         if not isinstance(chosen, ModuleSpec | TransformerBlockSubmodules):
             chosen = chosen(config, stage)
-        chunk = GPTModel(config, cpu_spec(chosen, config, stage), **stage_settings)
+        chosen = cpu_spec(chosen, config, stage)
+        if config.mtp_num_layers:
+            depths = get_gpt_mtp_block_spec(config, chosen, use_transformer_engine=False, vp_stage=stage)
+            stage_settings["mtp_block_spec"] = depths and cpu_spec(depths, config, stage)
+        chunk = GPTModel(config, chosen, **stage_settings)
         # The norms of PyTorch start in the default dtype, regardless of params_dtype.
         chunks.append(chunk.to(config.params_dtype))
     fill(chunks, seed=seed)

@@ -204,7 +204,6 @@ REFUSED_SETTINGS: list[dict[str, Any]] = [
     {"multi_latent_attention": True, "tensor_model_parallel_size": 2},
     {"multi_latent_attention": True, "cache_mla_latents": True},
     {"experimental_attention_variant": "dsa"},
-    {"mtp_num_layers": 1},
     {"window_size": (128, 1)},
     {"window_size": (-1, 0)},
     {"fused_single_qkv_rope": True},

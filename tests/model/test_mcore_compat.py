@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mcore_prefix_tree.cli.verify import show_installed
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import compat, multi_token_names
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -226,7 +226,10 @@ def imported_from_core(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("rooms", "tables"),
     [
-        (["seam", "outputs"], [compat.SEAM, compat.HYBRID, compat.DELTA_NET, compat.TRANSFORMER_ENGINE]),
+        (
+            ["seam", "outputs"],
+            [compat.SEAM, compat.HYBRID, compat.DELTA_NET, multi_token_names.TABLE, compat.TRANSFORMER_ENGINE],
+        ),
         (["engine"], [compat.SEAM, compat.ENGINE]),
         (["packed"], [compat.SEAM, compat.HYBRID, compat.PACKED]),
         (

@@ -50,7 +50,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("parallel.sequence_parallel=true", "Cannot use sequence parallelism without tensor parallelism"),
         ("model.transformer.attention_dropout=0.1", f"does not support attention_dropout=0.1: {DROPOUT}"),
         ("model.transformer.hidden_dropout=0.1", f"does not support hidden_dropout=0.1: {DROPOUT}"),
-        ("model.transformer.mtp_num_layers=1", "does not support mtp_num_layers=1"),
         ("model.transformer.expert_model_parallel_size=2", "other keys of the recipe, or folding, decide this"),
         ("model.transformer.expert_tensor_parallel_size=1", "other keys of the recipe, or folding, decide this"),
         ("parallel.expert_model_parallel_size=2", "but the model has no experts to share"),

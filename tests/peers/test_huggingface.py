@@ -106,6 +106,24 @@ def test_weights_beyond_the_type_of_the_source(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("exported*"))
 
 
+@pytest.mark.parametrize("name", ["model.layers.{layers}.eh_proj", "model.mtp_layers.0.input_proj", "mtp.fc"])
+def test_layers_of_multi_token_prediction_are_exported_unchanged(tmp_path: Path, name: str) -> None:
+    """As DeepSeek-V3 and GLM, MiMo, and Qwen3-Next name them."""
+    recipe, source, _ = write_job(tmp_path, "Llama 3")
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    file = source / "model.safetensors"
+    weights = safetensors.torch.load_file(file) | {f"{name.format(layers=layers)}.weight": torch.rand(4, 6)}
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+    exported = tmp_path / "exported"
+    job = ("train", recipe, "--hf", source, STILL, "verify.enabled=false")
+    done = run_command(*job, f"checkpoint.export_hf={exported}")
+    assert done.exit_code == 0, done.output
+    assert_same_folder(exported, source)
+    refused = run_command(*job, "model.transformer.mtp_num_layers=1")
+    assert refused.exit_code == 2
+    assert "model.transformer.mtp_num_layers is set, but model.hf=" in " ".join(refused.output.split())
+
+
 def other_folder(folder: Path, family: str = "Llama 3") -> Any:
     """Save a model with separate weights, and return it."""
     model = saved_model(family, folder, {}, seed=1)

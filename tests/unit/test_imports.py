@@ -50,7 +50,13 @@ ALLOWED["cli"] = set(ALLOWED) - {"__init__"}
 ALLOWED["__main__"] = {"cli"}
 
 # The rooms of mcore/ in the same way.
-IN_MCORE: dict[str, set[str]] = {"probe": set(), "compat": {"probe"}, "ranks": set(), "seam": {"compat"}}
+IN_MCORE: dict[str, set[str]] = {
+    "probe": set(),
+    "multi_token_names": {"probe"},
+    "compat": {"probe", "multi_token_names"},
+    "ranks": set(),
+    "seam": {"compat", "multi_token_names"},
+}
 ORDER = ["seam", "outputs", "engine", "models", "checkpoints", "teachers", "loop"]
 for number, room in enumerate(ORDER[1:], start=1):
     IN_MCORE[room] = {"compat", "ranks", *ORDER[:number]}

@@ -12,7 +12,7 @@ from harness.oracles import metadata_of, random_forest, sample_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_prefix_tree import TreeMetadata, fold
+from mcore_prefix_tree import Sample, TreeMetadata, fold
 
 forests = st.tuples(st.integers(0, 10_000), st.integers(0, 25), st.sampled_from([(1, 2, 5), (0, 1, 3), (0,)]))
 
@@ -185,3 +185,23 @@ def test_copies_derive_their_plans_again():
         assert copied.cache == {}
         assert torch.equal(copied.subtree_end, metadata.subtree_end)
     assert list(metadata.cache) == ["plan"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("seed", range(4))
+def test_without_first_cuts_the_beginning_of_every_path(seed, depth):
+    node_lens, node_parent = random_forest(seed, node_lens=(0, 1, 2, 3, 5))
+    whole = metadata_of(node_lens, node_parent, padding=2)
+    cut = whole.without_first(depth)
+    deep = whole.host_position_ids >= depth
+    tokens = np.arange(whole.padded_size)
+    assert cut.host_position_ids.tolist() == np.where(deep, whole.host_position_ids - depth, 0).tolist()
+    assert cut.host_subtree_end.tolist() == np.where(deep, whole.host_subtree_end, tokens + 1).tolist()
+    assert cut.num_tokens == whole.num_tokens
+
+
+def test_without_first_keeps_the_ends_of_samples():
+    layout = fold([Sample(tokens=[1, 2, 3, 4]), Sample(tokens=[1, 2, 5]), Sample(tokens=[1]), Sample(tokens=[1, 2])])
+    cut = TreeMetadata.from_layout(layout).without_first(2)
+    last = cut.cu_node_lens[1:][cut.sample_node] - 1
+    assert last.tolist() == [int(layout.sample_tokens(sample)[-1]) for sample in range(4)]

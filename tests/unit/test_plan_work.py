@@ -37,6 +37,20 @@ def test_flops_by_hand():
     assert fused == (body, attention, Flops(forward=3 * work.position, backward=6 * work.position))
 
 
+def test_flops_of_multi_token_prediction_by_hand():
+    """Two depths: a layer each like the last, which has experts, two rows of 8 into one, and a head."""
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 4, "moe_layer_freq": [0, 1]}
+    window = {"window_size": [3, 0], "window_attn_skip_freq": [1, 0]}
+    plain = ModelWork.from_dimensions(**DENSE, settings=experts | window)
+    last = ModelWork.from_dimensions(**DENSE | {"num_layers": 1}, settings=experts | {"moe_layer_freq": [1]})
+    work = ModelWork.from_dimensions(**DENSE, settings=experts | window | {"mtp_num_layers": 2})
+    assert work.token == plain.token + 2 * last.token + 2 * 2 * (16 * 8)
+    assert work.position == 3 * plain.position
+    # The depths count their layers from 1, as Megatron does.
+    assert (plain.layers, plain.window_layers) == (1, 1)
+    assert (work.layers, work.window_layers) == (2, 2)
+
+
 def test_flops_of_latent_attention_by_hand():
     """Four heads, whose queries and keys have 3 channels without a position and 2 with one, and whose values have 5."""
     latent = LatentAttention(q_lora_rank=6, kv_lora_rank=7, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5)

@@ -90,7 +90,8 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     mask = torch.from_numpy(sample.loss_mask[1:].copy()).to(device)
     # One token more than is scored, so that a sample of one token is a forward pass too.
     labels = torch.cat([tokens[1:], tokens[:1]])
-    losses = model(tokens[None], torch.arange(len(tokens), device=device)[None], None, labels=labels[None])
+    masks = {"loss_mask": torch.cat([mask, mask.new_zeros(1)])[None]} if args.mtp_num_layers else {}
+    losses = model(tokens[None], torch.arange(len(tokens), device=device)[None], None, labels=labels[None], **masks)
 
     def loss_func(losses: torch.Tensor) -> Any:
         loss = torch.dot(losses[0, :-1].float(), mask)

@@ -38,7 +38,6 @@ SPINE = [
         f"{LATENT} --no-rope-fusion --tensor-model-parallel-size 2 --transformer-impl transformer_engine",
         "multi_latent_attention with tensor_model_parallel_size=2 and without sequence_parallel",
     ),
-    ("--mtp-num-layers 1", "mtp_num_layers=1"),
     ("--window-size 16,1", "window_size=(16, 1)"),
     ("--window-size=-1,0", "window_size=(-1, 0)"),
     ("--qk-clip", "qk_clip or log_max_attention_logit"),

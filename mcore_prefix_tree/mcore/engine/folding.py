@@ -34,6 +34,7 @@ class Folding:
         head_chunk_rows: see :class:`MicroBatch`.
         config: megatron-core's ``TransformerConfig`` of the model, which routes of samples have to fit; None leaves
             them to the model.
+        depths: number of depths of multi-token prediction that the job trains.
 
     Raises:
         ValueError: no length bucket holds ``max_tokens``; raised on construction.
@@ -53,6 +54,7 @@ class Folding:
     only_supervised: bool = False
     head_chunk_rows: int | None = None
     config: Any = None
+    depths: int = 0
 
     def __post_init__(self) -> None:
         self.padding.check_holds(self.max_tokens)
@@ -107,6 +109,7 @@ class Folding:
             trie=trie,
             pad_to_multiple_of=self.padding.multiple,
             padded_size=self.padding.size(trie.num_tokens),
+            depths=self.depths,
         )
 
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
@@ -125,7 +128,7 @@ class Folding:
 
 def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:
     """Make a back-end's plans of a micro-batch's tree for calls of these cases, and keep them with the tree."""
-    metadata = batch.packed_seq_params.tree_metadata
-    assert metadata is not None, "a folded micro-batch has it"
-    for case in cases:
-        load_backend(backend).plan(metadata, case)
+    for params in (batch.packed_seq_params, *batch.packed_seq_params.depths):
+        assert params.tree_metadata is not None, "a folded micro-batch has it"
+        for case in cases:
+            load_backend(backend).plan(params.tree_metadata, case)

@@ -74,7 +74,14 @@ class Run:
         cases = attention_cases_of_model(config, device=device, deterministic=deterministic)
         return Job(
             objective=objective,
-            folding=replace(folding, attention_backend=backend, attention_cases=cases, config=config),
+            folding=replace(
+                folding,
+                attention_backend=backend,
+                attention_cases=cases,
+                config=config,
+                # Their losses are scaled to a sum over tokens.
+                depths=(config.mtp_num_layers or 0) if objective.is_weighted_sum else 0,
+            ),
             dp_rank=parallel_state.get_data_parallel_rank(),
             config=config,
             work=self.work,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone, has_logits
+from mcore_prefix_tree.mcore.seam.multi_token import take_logged_losses
 from mcore_prefix_tree.objectives import add_means
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE, not_finite
 from mcore_prefix_tree.sample import Sample
@@ -18,16 +19,22 @@ from mcore_prefix_tree.sample import Sample
 class Totals:
     """Sums of reports over all ranks."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, trains: bool = False) -> None:
+        """Take a job; ``trains`` adds the losses of multi-token prediction, under upstream's names."""
         self._device = job.folding.device
+        self._depths = job.folding.depths if trains else 0
         # Only the last pipeline stage sees them; known to all after the first time.
-        self._metric_names: list[str] | None = [] if job.objective.is_weighted_sum else None
+        deeper = [f"mtp_{depth} loss" for depth in range(1, self._depths + 1)]
+        self._metric_names: list[str] | None = deeper if job.objective.is_weighted_sum else None
 
     def of(self, reported: Sequence[Any], known: Mapping[str, tuple[float, float]]) -> tuple[float, dict[str, float]]:
         """Return the mean loss and the metrics, after one collective; ``known`` are metrics that every rank has."""
         if not has_logits():
             reported = []
         means = add_means(entry.get("metrics", {}) for entry in reported)
+        if self._depths and has_logits():
+            losses = enumerate(take_logged_losses(), start=1)
+            means = {f"mtp_{depth} loss": torch.tensor([loss, len(reported)]) for depth, loss in losses}
         if self._metric_names is None:
             self._metric_names = list(dict.fromkeys(name for names in everyone(list(means)) for name in names))
         totals = torch.zeros(1 + len(self._metric_names), 2, dtype=torch.float64, device=self._device)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.ranks import everyone
@@ -32,6 +33,7 @@ class StockBatch:
         kept: the ids that labels were drawn from, int64 ``[2, K]``, a label's index above each id; a label with none
             was drawn from the whole vocabulary.
         routes: integers ``[n, layers, top-k]``, the experts of each token, -1 where the model routes; None without.
+        depth_mask: float32 ``[1, n]``, ``loss_mask`` for multi-token prediction; 0 if it is not trained.
     """
 
     input_ids: torch.Tensor
@@ -42,9 +44,12 @@ class StockBatch:
     temperature: float
     kept: torch.Tensor
     routes: torch.Tensor | None
+    depth_mask: torch.Tensor
 
     @classmethod
-    def from_sample(cls, sample: Sample | None, *, multiple: int, device: torch.device) -> StockBatch:
+    def from_sample(
+        cls, sample: Sample | None, *, multiple: int, device: torch.device, trains_depths: bool = False
+    ) -> StockBatch:
         """Make a batch of one sample; ``None`` gives one of padding, for a rank with fewer samples than the others."""
         length = 0 if sample is None else len(sample)
         size = -(-max(length, 1) // multiple) * multiple
@@ -70,6 +75,7 @@ class StockBatch:
             temperature=1.0 if sample is None else sample.temperature,
             kept=upload(kept, device),
             routes=routes,
+            depth_mask=upload(mask[None, 1:] * trains_depths, device),
         )
 
 
@@ -98,6 +104,7 @@ def plan_unfolded(samples: Sequence[Sample], job: Job) -> UnfoldedStep:
                 samples[indices[0]] if indices else None,
                 multiple=folding.padding.multiple,
                 device=folding.device,
+                trains_depths=folding.depths > 0,
             )
             for indices in mine
         ],
@@ -141,9 +148,13 @@ def _bytes_per_score(config: Any) -> int:
 
 def stock_forward(model: Any, batch: StockBatch, labels: torch.Tensor | None = None) -> torch.Tensor:
     """Run the stock forward, causal by itself; return logits ``[1, n, V / tp]``, or with labels losses ``[1, n]``."""
+    masks: dict[str, torch.Tensor] = {}
+    if get_model_config(model).mtp_num_layers:
+        # Without labels upstream takes the ids', and a mask of ids.
+        masks["loss_mask"] = batch.depth_mask.roll(1) if labels is None else batch.depth_mask
     with replaying(model, batch.routes):
         output: torch.Tensor = model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels
+            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=None, labels=labels, **masks
         )
     if batch.routes is not None:
         replay_again(model, batch.routes, output)

@@ -230,7 +230,8 @@ def _least_limit(config: Any, *, recurs: bool) -> float:
         return OF_STATES
     fp32_inside = config.num_moe_experts is not None or config.qk_l2_norm or config.attention_output_gate
     # The router, the L2 norm and the gate always compute in fp32: a shared token's gradient is rounded
-    # there once instead of once per sample.
+    # there once instead of once per sample. So does Megatron's cross-entropy of the depths.
+    fp32_inside = fp32_inside or bool(config.mtp_num_layers)
     return 1e-5 if dtype is torch.float64 and fp32_inside else LEAST[dtype]
 
 

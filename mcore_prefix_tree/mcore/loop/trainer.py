@@ -31,6 +31,7 @@ from mcore_prefix_tree.mcore.loop.end_request import EndedError, EndRequest
 from mcore_prefix_tree.mcore.loop.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
 from mcore_prefix_tree.mcore.ranks import is_main_rank
+from mcore_prefix_tree.mcore.seam.multi_token import take_logged_losses
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import RecipeError
 
@@ -123,7 +124,7 @@ class Trainer:
     ) -> None:
         self._recipe, self._job, self._order, self._held_out = run.recipe, run.job, run.order, held_out
         self._data_from = 0  # steps before the first of the order
-        self._totals = Totals(run.job)
+        self._totals = Totals(run.job, trains=True)
         recipe, config, options = run.recipe, run.job.config, run.recipe.optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=options.use_distributed_optimizer
@@ -357,6 +358,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         taught = self._job.hook.before_step(folded.micro_batches, self._job.forward(self._chunks))
+        take_logged_losses()  # of what else ran the model, for example a verification
         reported = run_schedule(self._chunks, taught, self._job.forward_step)
         # Before the optimizer sees its gradient.
         check_finite(reported, folded.sample_index, folded.samples, self._job)

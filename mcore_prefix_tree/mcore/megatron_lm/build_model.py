@@ -9,6 +9,7 @@ import torch
 from megatron.training import get_args, print_rank_0
 
 from mcore_prefix_tree.arguments.flags import readable_arguments
+from mcore_prefix_tree.arguments.read_recipe import read_objective
 from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
@@ -18,10 +19,12 @@ from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_model
 from mcore_prefix_tree.mcore.megatron_lm.resume import head_starts_new
 from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
 from mcore_prefix_tree.mcore.seam.layer_specs import is_hybrid_stack, with_prefix_tree
+from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import start_new_head, with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
+from mcore_prefix_tree.settings.bind_objective import make_settings
 
 
 @readable_arguments()
@@ -68,6 +71,9 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
         args = argparse.Namespace(**vars(args) | {"untie_embeddings_and_output_weights": True})
     model = build_model(args, config, exchange, vp_stage=vp_stage, **stage)
     check_model(model)
+    if not has_scalar_head(args):
+        trains = "prefix_tree_objective" in args and make_settings(read_objective(args)).is_weighted_sum
+        with_multi_token(model, exchange, trains=trains)
     return with_head(args, model)
 
 

@@ -56,6 +56,11 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
         raise ArgumentError(
             "--prefix-tree-hf with --hybrid-layer-pattern: its weights are read into a GPT; remove one of them"
         )
+    if args.mtp_num_layers:
+        raise ArgumentError(
+            "--prefix-tree-hf with --mtp-num-layers: the folder's layers of multi-token prediction are not read; "
+            "remove one of them"
+        )
     provider = _provider(args)
     decided = {name: getattr(provider, field) for name, field in _DECIDED.items()} | {
         "group_query_attention": provider.num_query_groups != provider.num_attention_heads,

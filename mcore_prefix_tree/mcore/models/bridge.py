@@ -48,7 +48,7 @@ from mcore_prefix_tree.utils.versions import install_command, installed_version_
 
 _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and, on a GPU, TransformerEngine"
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
-# and updates that balance experts, and multi-token prediction, which folding does not support.
+# and updates that balance experts, and multi-token prediction, whose weights keep their names in no provider.
 OFF: dict[str, Any] = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
@@ -90,6 +90,7 @@ _DESCRIBED = re.compile(
 # In the names of an adapter's parameters.
 ADAPTER = ".adapter."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_DEPTHS = re.compile(r"(model\.)?mtp(_layers)?\.")
 # Buffers that older releases of transformers wrote; they follow from the configuration.
 _BUFFER = "rotary_emb.inv_freq"
 
@@ -418,8 +419,9 @@ def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
     if folder.names and name not in folder.names.values():
         return True
     found = _LAYER.match(name)
-    # Multi-token prediction has layers behind the last, which are not built.
-    return _BUFFER in name or (found is not None and int(found[1]) >= folder.config["num_hidden_layers"])
+    # Layers of multi-token prediction, behind the last or of another name, are not built.
+    is_deeper = found is not None and int(found[1]) >= folder.config["num_hidden_layers"]
+    return _BUFFER in name or is_deeper or _DEPTHS.match(name) is not None
 
 
 def _and_others(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore.models.bridge import make_provider, provided
 from mcore_prefix_tree.mcore.models.config_fields import (
     check_experts,
@@ -24,7 +25,8 @@ from mcore_prefix_tree.mcore.models.config_fields import (
 )
 from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, stack_spec
 from mcore_prefix_tree.mcore.models.lora import with_lora
-from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.seam.layer_specs import multi_token_spec, stock_block_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
@@ -90,6 +92,7 @@ def build_chunks(
     device: torch.device,
     scalar_head: bool = False,
     fused_head: bool = True,
+    trains_depths: bool = True,
     groups: ProcessGroupCollection | None = None,
 ) -> list[torch.nn.Module]:
     """Return this rank's model chunks, tree-capable, without gradient buffers: one, or one per virtual pipeline stage.
@@ -100,6 +103,7 @@ def build_chunks(
         config: configuration of the model; its parallel degrees are those of ``parallel_state``.
         padded_vocab_size: number of rows of the embedding; None means no padding.
         fused_head: whether the output layer can score a chunk of logits at a time.
+        trains_depths: whether layers of multi-token prediction are trained; else they are frozen.
         groups: process groups of the model's ranks, if they are not those of ``parallel_state``. With one pipeline
             stage in ``config`` a rank has all layers.
 
@@ -139,6 +143,7 @@ def build_chunks(
             with_scalar_head(chunk)
         else:
             with_vocab_size(chunk, vocab_size)
+            with_multi_token(chunk, trains=trains_depths)
             if fused_head:
                 with_edge_head(chunk)
         if model.lora is not None:
@@ -197,15 +202,24 @@ def _model_class(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
             "hybrid_stack_spec": stack_spec(on_gpu=not config.use_cpu_initialization),
             "hybrid_layer_pattern": model.hybrid_layer_pattern,
         }
+    block, depths = _specs(model, config, vp_stage)
     return GPTModel, {
-        "transformer_layer_spec": _block_spec(model, config, vp_stage),
+        "transformer_layer_spec": block,
+        "mtp_block_spec": depths,
         "rope_scaling": model.rope_scaling,
         "rope_scaling_factor": model.rope_scaling_factor,
     }
 
 
-def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> Any:
-    if model.transformer_impl == "local":
-        return local_layers(config, vp_stage)
-    check_transformer_engine()
-    return with_prefix_tree(stock_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage))
+def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> tuple[Any, Any]:
+    """Return the specs of a stage's block and of its depths of multi-token prediction, None without any."""
+    use_te = model.transformer_impl != "local"
+    if use_te:
+        check_transformer_engine()
+        block = with_prefix_tree(stock_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage))
+    else:
+        block = local_layers(config, vp_stage)
+    depths = multi_token_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage)
+    if depths is not None and config.use_cpu_initialization and not use_te:
+        depths = cpu_spec(depths, config, vp_stage)
+    return block, depths

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -27,7 +28,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
 
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import compat, multi_token_names
 from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
 from mcore_prefix_tree.mcore.seam.experts import TreeExpertLayerMixin, has_experts, with_tree_router
 from mcore_prefix_tree.mcore.seam.hybrid_layers import (
@@ -38,6 +39,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
     check_pattern,
 )
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
+from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 
 if HAS_HYBRID_MODEL:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
@@ -57,7 +59,7 @@ if HAS_DELTA_NET:
     _STATES[GatedDeltaNet] = TreeDeltaNetMixin
 _MIXERS: dict[Any, Any] = {MambaMixer: TreeMambaMixin} if HAS_HYBRID_MODEL else {}
 
-Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
+Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)
 
 
 def with_prefix_tree(spec: Spec) -> Spec:
@@ -66,24 +68,22 @@ def with_prefix_tree(spec: Spec) -> Spec:
     Args:
         spec: a ``ModuleSpec`` of a transformer layer or block, or ``TransformerBlockSubmodules``; local,
             TransformerEngine, MoE, multi-latent attention or heterogeneous; or the ``ModuleSpec`` of a
-            ``HybridStack``, ``hybrid_stack_spec``. It is not modified.
+            ``HybridStack``, ``hybrid_stack_spec``; or the ``mtp_block_spec`` of a model, which then goes through
+            :func:`with_multi_token`. It is not modified.
 
     Returns:
         A spec of the same kind. Models built from it have the state-dict keys of models built from ``spec``.
 
     Raises:
         NotImplementedError: a layer mixes tokens in ways other than self-attention, Gated DeltaNet and Mamba
-            (cross-attention, multi-token prediction); names the module. A hybrid stack refuses its layers when it is
-            built, by their letter: see :func:`check_pattern`.
+            (cross-attention); names the module. A hybrid stack refuses its layers when it is built, by their letter:
+            see :func:`check_pattern`.
         TypeError: ``spec`` is not such a spec.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         return dataclasses.replace(spec, layer_specs=[_layer(layer) for layer in spec.layer_specs])
     if isinstance(spec, MultiTokenPredictionBlockSubmodules):
-        raise NotImplementedError(
-            "prefix-tree training does not support multi-token prediction: it rolls labels along the flat layout, "
-            "which crosses branches; set mtp_num_layers=None"
-        )
+        return dataclasses.replace(spec, layer_specs=[_multi_token_layer(layer) for layer in spec.layer_specs])
     if not isinstance(spec, ModuleSpec):
         raise TypeError(f"with_prefix_tree takes a ModuleSpec or TransformerBlockSubmodules, not {type(spec).__name__}")
     if isinstance(spec.submodules, TransformerBlockSubmodules):
@@ -190,6 +190,15 @@ def _mixer(spec: Any) -> Any:
     )
 
 
+def _multi_token_layer(spec: ModuleSpec) -> ModuleSpec:
+    if not multi_token_names.are_there():
+        raise NotImplementedError(f"multi-token prediction on a tree needs {multi_token_names.NEEDED}")
+    submodules = dataclasses.replace(spec.submodules, mtp_model_layer=_layer(spec.submodules.mtp_model_layer))
+    return dataclasses.replace(
+        spec, module=tree_class(TreeMultiTokenLayerMixin, get_module(spec)), submodules=submodules
+    )
+
+
 def _self_attention(spec: Any) -> Any:
     module = get_module(spec)
     for known, mixin in (_ATTENTIONS | _STATES).items():
@@ -292,3 +301,13 @@ def stock_block_spec(
         # Where Apex can be imported upstream takes its final norm, which is LayerNorm and nothing else.
         block = dataclasses.replace(block, layer_norm=WrappedTorchNorm)
     return block
+
+
+def multi_token_spec(
+    config: Any, block: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the depths of multi-token prediction of a stage with this ``block``, tree-capable; None without any."""
+    if not config.mtp_num_layers:
+        return None
+    spec = get_gpt_mtp_block_spec(config, block, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
+    return None if spec is None else with_prefix_tree(spec)

@@ -11,7 +11,7 @@ import torch
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
-from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import LossRows
 from mcore_prefix_tree.utils.upload import moved, upload
@@ -65,6 +65,9 @@ class MicroBatch:
         attention's settings see :class:`TreePackedSeqParams`.
         """
         metadata = TreeMetadata.from_layout(layout)
+        params = TreePackedSeqParams.from_metadata(
+            metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
+        )
         on_host = cls(
             layout=layout,
             input_ids=upload(layout.input_ids, "cpu").long().unsqueeze(0),
@@ -72,9 +75,7 @@ class MicroBatch:
             loss_weight=upload(layout.edge_weight, "cpu"),
             edges=Edges.from_layout(layout, needed=needed),
             temperature=None if layout.temperature is None else upload(layout.temperature, "cpu"),
-            packed_seq_params=TreePackedSeqParams.from_metadata(
-                metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
-            ),
+            packed_seq_params=replace(params, depths=DepthPackedSeqParams.from_layout(layout, params)),
             head_chunk_rows=head_chunk_rows,
         )
         return on_host.on(device)
@@ -88,11 +89,8 @@ class MicroBatch:
         metadata = params.tree_metadata
         assert metadata is not None, "a folded micro-batch has it"
         others = (field.name for field in fields(self) if field.name != "packed_seq_params")
-        return replace(
-            self,
-            **{name: moved(getattr(self, name), device) for name in others},
-            packed_seq_params=replace(params, tree_metadata=metadata.with_plans_on(device)),
-        )
+        params = replace(params, tree_metadata=metadata.with_plans_on(device), depths=moved(params.depths, device))
+        return replace(self, **{name: moved(getattr(self, name), device) for name in others}, packed_seq_params=params)
 
     def without_routes(self) -> MicroBatch:
         """Return the micro-batch for a model that routes by itself; it shares the plans of its attention."""

@@ -135,7 +135,7 @@ def _head(
     """Return the other inputs of the logits for ``weight`` ``[V / tp, h]`` and ``temperature`` ``[P]``."""
     return Head(
         edges=edges,
-        multiplier=_multiplier(layer.config),
+        multiplier=output_multiplier(layer.config),
         temperature=temperature,
         vocab_start=layer.tp_group.rank() * len(weight),
         group=layer.tp_group if layer.tp_group.size() > 1 else None,
@@ -161,7 +161,7 @@ def output_weight(model: Any) -> torch.Tensor:
     return weight
 
 
-def _multiplier(config: Any) -> float:
+def output_multiplier(config: Any) -> float:
     """Return the factor of muP, which came with megatron-core 0.17."""
     return float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
 

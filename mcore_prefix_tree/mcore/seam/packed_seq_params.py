@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_prefix_tree.attention import check_backend
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.logprob import Edges
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.upload import upload
 
 # With the source patches of patches/megatron-lm the base class has the field too, and GPTModel reads it.
 CORE_KNOWS_TREES = find_spec("megatron.core.tree_metadata") is not None
@@ -36,11 +41,13 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`.
         deterministic_attention: whether attention has to give the same bits twice, as it also has to under
             ``deterministic_mode`` of the model's config.
+        depths: parameters of each depth of multi-token prediction; empty if the micro-batch does not train them.
     """
 
     tree_metadata: TreeMetadata | None = None
     attention_backend: str = "path"
     deterministic_attention: bool = False
+    depths: tuple[DepthPackedSeqParams, ...] = ()
 
     @classmethod
     def from_metadata(
@@ -61,6 +68,46 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
             attention_backend=attention_backend,
             deterministic_attention=deterministic_attention,
         )
+
+
+@dataclass(kw_only=True)
+class DepthPackedSeqParams(TreePackedSeqParams):
+    """Parameters of a depth of multi-token prediction, whose paths begin as many tokens later.
+
+    Row u has the hidden state of u's predecessor and the embedding of u, and predicts u's children.
+
+    Attributes:
+        parent: int64 ``[P]``, the predecessor of each token; a token without one has its own index.
+        edges: the scored edges of the depth.
+        weight: float64 ``[E]``, weights of their losses.
+    """
+
+    parent: torch.Tensor
+    edges: Edges
+    weight: torch.Tensor
+
+    @classmethod
+    def from_layout(cls, layout: FlatLayout, params: TreePackedSeqParams) -> tuple[DepthPackedSeqParams, ...]:
+        """Return the parameters of each depth of a layout, on the host; ``params`` are those of the micro-batch."""
+        assert params.tree_metadata is not None
+        parent = np.where(layout.predictor < 0, np.arange(layout.padded_size), layout.predictor).astype(np.int64)
+        found = []
+        for depth, weight in enumerate(layout.depth_weight, start=1):
+            # A kept set says how a token was drawn; multi-token prediction is of the whole vocabulary.
+            edges = Edges.from_layout(replace(layout, kept=None), needed=weight != 0)
+            assert edges.token is not None
+            of_tree = TreePackedSeqParams.from_metadata(
+                params.tree_metadata.without_first(depth),
+                attention_backend=params.attention_backend,
+                deterministic_attention=params.deterministic_attention,
+            )
+            own: dict[str, Any] = {
+                "parent": upload(parent, "cpu"),
+                "edges": edges,
+                "weight": upload(weight, "cpu")[edges.token],
+            }
+            found.append(cls(**vars(of_tree), **own))
+        return tuple(found)
 
 
 def _seated(metadata: TreeMetadata, attention_backend: str, deterministic: bool) -> TreeMetadata:

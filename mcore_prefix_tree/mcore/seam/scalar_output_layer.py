@@ -108,8 +108,14 @@ def with_scalar_head(model: Model) -> Model:
         The same model.
 
     Raises:
-        NotImplementedError: the model was built to share the output layer's weight with its embedding.
+        NotImplementedError: the model was built to share the output layer's weight with its embedding, or to predict
+            several tokens.
     """
+    depths = getattr(getattr(model, "config", None), "mtp_num_layers", None)
+    if depths:
+        raise NotImplementedError(
+            f"mtp_num_layers={depths}: a scalar head predicts no tokens; build the model with mtp_num_layers=None"
+        )
     if getattr(model, "share_embeddings_and_output_weights", False):
         raise NotImplementedError(
             "a scalar head has no weight to share with the embedding; build the model with "

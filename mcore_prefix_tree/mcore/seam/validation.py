@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from megatron.core.utils import get_model_config
 
+from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
 from mcore_prefix_tree.utils.randomness import random_part
 
@@ -50,11 +51,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             f"experimental_attention_variant={config.experimental_attention_variant!r}: its tokens mix in other ways "
             "than attention or a state along a path; set experimental_attention_variant='gated_delta_net' or None",
         ),
-        (
-            bool(config.mtp_num_layers),
-            f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction rolls labels along the flat layout, which "
-            "crosses branches; set mtp_num_layers=None",
-        ),
+        *(_multi_token_refusals(config) if config.mtp_num_layers else ()),
         (
             isinstance(config.window_size, tuple | list) and (config.window_size[0] < 0 or config.window_size[1] != 0),
             f"window_size={config.window_size}: a token of a tree sees a number of tokens before it and none after; "
@@ -77,6 +74,42 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         *((getattr(config, name, False), f"{name}=True: {why}; set {name}=False") for name, why in _FLAGS.items()),
         *(() if config.num_moe_experts is None else _expert_refusals(config)),
+    ]
+
+
+def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
+    """Return the refusals of :func:`_refusals` for the settings of multi-token prediction."""
+    depths = f"mtp_num_layers={config.mtp_num_layers}"
+    last_rows = "stock layers route the last tokens of a sample, which predict nothing, and balance them too"
+    balances = config.moe_router_load_balancing_type != "none"
+    return [
+        (
+            not multi_token_names.are_there(),
+            f"{depths}: multi-token prediction on a tree needs {multi_token_names.NEEDED}; set mtp_num_layers=None",
+        ),
+        (
+            getattr(config, "mtp_use_repeated_layer", False),
+            f"{depths} with mtp_use_repeated_layer=True: not proven exact under folding yet; set it to False",
+        ),
+        (
+            getattr(config, "mtp_standalone", False),
+            f"{depths} with a pipeline_model_parallel_layout that parts these layers from the loss: put both in one "
+            "stage",
+        ),
+        *(
+            (
+                config.num_moe_experts is not None and applies,
+                f"{depths} with {name}={getattr(config, name)}: {last_rows}; set {name}=0",
+            )
+            for name, applies in (
+                ("moe_aux_loss_coeff", balances and bool(np.any(config.moe_aux_loss_coeff))),
+                ("moe_z_loss_coeff", bool(config.moe_z_loss_coeff)),
+                (
+                    "moe_router_bias_update_rate",
+                    config.moe_router_enable_expert_bias and bool(config.moe_router_bias_update_rate),
+                ),
+            )
+        ),
     ]
 
 

@@ -1,0 +1,171 @@
+"""A model whose last stage scores the depths of multi-token prediction on a tree.
+
+Megatron's own losses of depths roll tokens along the flat layout, which would cross branches.
+
+Legend: P padded tokens, L of them on this rank, K depths, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+)
+
+from mcore_prefix_tree.logprob import Head, head_weighted_hits
+from mcore_prefix_tree.mcore.seam.core_attention import tree_class
+from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
+from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, output_multiplier, with_edge_head
+from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, get_tree_params
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+class TreeMultiTokenModelMixin:
+    """A model whose last stage adds the losses of its depths on a tree; without a tree it is the stock model."""
+
+    config: Any
+    mtp: Any
+    embedding: Any
+    output_layer: Any
+    post_process: bool
+    training: bool
+    share_embeddings_and_output_weights: bool
+    shared_embedding_or_output_weight: Any
+
+    def _postprocess(self, **call: Any) -> Any:
+        """Return the base class's output. Upstream's own losses of depths roll tokens, so it is given nothing to roll.
+
+        Raises:
+            ValueError: labels are given with a tree.
+        """
+        stock: Any = super()
+        tree = get_tree_params(call.get("packed_seq_params"))
+        if tree is None or not self.post_process:
+            return stock._postprocess(**call)
+        if call["labels"] is not None:
+            raise ValueError("labels must be None with a folded micro-batch: its edges have them")
+        hidden, depths = call["hidden_states"], 1 + self.config.mtp_num_layers
+        # Depths have no part in the answer, which upstream takes from the first of equal chunks.
+        chunks = (
+            self._scored(call, tree.depths) if tree.depths and torch.is_grad_enabled() else hidden.repeat(depths, 1, 1)
+        )
+        return stock._postprocess(**call | {"hidden_states": chunks, "mtp_in_postprocess": False, "input_ids": None})
+
+    def _scored(self, call: dict[str, Any], depths: tuple[DepthPackedSeqParams, ...]) -> torch.Tensor:
+        """Return the hidden states of the model and its depths, ``[(1 + K) L, 1, h]``, with the losses' gradients."""
+        passed = ("input_ids", "position_ids", "hidden_states", "attention_mask", "padding_mask", "sequence_len_offset")
+        rotary = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+        chunks: torch.Tensor = self.mtp(
+            **{name: call[name] for name in (*passed, *rotary)},
+            packed_seq_params=depths,
+            embedding=self.embedding,
+            **(call["extra_block_kwargs"] or {}),
+        )
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if self.config.mtp_detach_heads:
+            weight = (self.output_layer.weight if weight is None else weight).detach()
+        scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
+        scored = chunks
+        for number, (depth, hidden) in enumerate(zip(depths, chunks.chunk(1 + len(depths))[1:], strict=True)):
+            loss, hits = self._loss(depth, hidden, weight, call["runtime_gather_output"])
+            total = depth.weight.sum()
+            if self.training:
+                MTPLossLoggingHelper.save_metrics_to_tracker(
+                    loss=loss / total.clamp(min=1),
+                    correct=hits,
+                    total=total,
+                    layer_number=number,
+                    num_layers=len(depths),
+                    avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+                )
+            scored = MTPLossAutoScaler.apply(scored, scale * loss)
+        return scored
+
+    def _loss(
+        self,
+        depth: DepthPackedSeqParams,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        asked: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cross-entropy ``[]`` of a depth and the weight ``[]`` of its right guesses, from ``[L, 1, h]``."""
+
+        def answer(rows: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+            return torch.stack(head_weighted_hits(rows, weight, head, edge_weight=depth.weight))[:, None]
+
+        chunk_rows = asked.head_chunk_rows if isinstance(asked, HeadRequest) else None
+        request = HeadRequest(edges=depth.edges, temperature=None, head_chunk_rows=chunk_rows, answer=answer)
+        found, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=request)
+        loss, hits = (found.flatten() * output_multiplier(self.config)).unbind()
+        return -loss, hits.detach()
+
+
+def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_tree, *, trains: bool = True) -> Model:
+    """Let a model score the depths of multi-token prediction of folded micro-batches; without depths it stays the same.
+
+    Args:
+        model: a bare ``GPTModel``, or any of its pipeline stages, before DDP; changed in place, and so is its output
+            layer, as by :func:`with_edge_head`. Layers that do not follow a tree are built again, with their weights.
+        exchange: function that maps an ``mtp_block_spec`` to one that follows a tree.
+        trains: whether the weights of the depths are trained; else they are frozen.
+
+    Returns:
+        The same model, with the same state-dict keys.
+
+    Raises:
+        NotImplementedError: see :func:`with_edge_head`; or the model is no ``GPTModel``, or has tied embeddings in
+            several stages.
+        ValueError: the last stage has no layers of multi-token prediction.
+    """
+    bare = cast(Any, model)
+    if not bare.config.mtp_num_layers or isinstance(model, TreeMultiTokenModelMixin):
+        return model
+    if not isinstance(model, GPTModel):
+        raise NotImplementedError(
+            f"mtp_num_layers={bare.config.mtp_num_layers} of a {type(model).__name__}: only a GPTModel predicts "
+            "several tokens on a tree; set mtp_num_layers=None"
+        )
+    if bare.post_process and not hasattr(model, "mtp"):
+        raise ValueError(
+            f"mtp_num_layers={bare.config.mtp_num_layers}, but the model has no such layers: build it with "
+            "mtp_block_spec=get_gpt_mtp_block_spec(...)"
+        )
+    if bare.share_embeddings_and_output_weights and bare.config.pipeline_model_parallel_size > 1:
+        raise NotImplementedError(
+            f"mtp_num_layers={bare.config.mtp_num_layers} with tied embeddings and pipeline stages: Megatron-Core "
+            "cannot save such a model; set share_embeddings_and_output_weights=False, or use one stage"
+        )
+    if bare.mtp_process:
+        if not all(isinstance(layer, TreeMultiTokenLayerMixin) for layer in bare.mtp.layers):
+            bare.mtp = _built_again(bare, exchange(bare.mtp_block_spec))
+        if not trains:
+            bare.mtp.requires_grad_(False)
+    kind: Any = type(model)
+    model.__class__ = tree_class(TreeMultiTokenModelMixin, kind)
+    return with_edge_head(model)
+
+
+def take_logged_losses() -> list[float]:
+    """Return each depth's mean losses, added over the micro-batches since the last call, from Megatron's log."""
+    logged = MTPLossLoggingHelper.tracker.get("loss_values")
+    losses: list[float] = [] if logged is None else logged.tolist()
+    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    return losses
+
+
+def _built_again(model: Any, spec: Any) -> Any:
+    """Return a model's block of multi-token prediction from another spec, with the same parameters."""
+    block = MultiTokenPredictionBlock(
+        config=model.config, spec=spec, vp_stage=model.vp_stage, pg_collection=model.pg_collection
+    )
+    block.load_state_dict(model.mtp.state_dict(keep_vars=True), assign=True)
+    return block

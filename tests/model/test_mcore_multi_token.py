@@ -1,0 +1,218 @@
+"""Multi-token prediction on a tree: the losses of all depths against the stock model on each sample alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from harness.in_double import kept_double
+from harness.oracles import worst
+from harness.seam_models import branching_samples, build, deep_samples, local_spec, tiny_config
+from harness.seam_runs import FP32_INSIDE, LATENT, MOE, supervised, take_gradients
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.attention.api import supporting
+from mcore_prefix_tree.mcore import multi_token_names, with_prefix_tree
+from mcore_prefix_tree.mcore.engine.backend import attention_case
+from mcore_prefix_tree.mcore.outputs import WeightedSum
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
+
+pytestmark = [
+    pytest.mark.usefixtures("megatron_on_the_cpu"),
+    pytest.mark.filterwarnings("ignore:::megatron"),
+    pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}"),
+]
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# name: (fields of the config, arguments of GPTModel)
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one depth": ({"mtp_num_layers": 1}, {}),
+    "two depths": ({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}, {}),
+    "three depths, tied": ({"mtp_num_layers": 3}, {"share_embeddings_and_output_weights": True}),
+    "learned positions": ({"mtp_num_layers": 2}, {"position_embedding_type": "learned_absolute"}),
+    "full recompute": ({"mtp_num_layers": 2, **FULL}, {}),
+    "detached heads": ({"mtp_num_layers": 2, "mtp_detach_heads": True}, {}),
+    "detached heads, tied, full recompute": (
+        {"mtp_num_layers": 2, "mtp_detach_heads": True, **FULL},
+        {"share_embeddings_and_output_weights": True},
+    ),
+    "mup": ({"mtp_num_layers": 1, "use_mup": True, "mup_width_mult": 2.0}, {}),
+    "latent attention": ({"mtp_num_layers": 2, **LATENT}, {}),
+}
+
+
+def mtp_twins(config: Any, **model: Any) -> tuple[GPTModel, GPTModel]:
+    """A stock model with layers of multi-token prediction and a tree-capable one, with the same weights."""
+    spec = local_spec(config)
+    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    stock = build(config, spec, mtp_block_spec=block, **model)
+    tree = build(config, with_prefix_tree(spec), mtp_block_spec=with_prefix_tree(block), **model)
+    assert stock.state_dict().keys() == tree.state_dict().keys()
+    tree.load_state_dict(stock.state_dict(), strict=True)
+    return stock, with_multi_token(tree)
+
+
+def folded(samples: list[Sample], depths: int, *, padding: int = 3, backend: str = "path") -> MicroBatch:
+    padded = fold(samples).physical_tokens + padding
+    return MicroBatch.from_layout(fold(samples, padded_size=padded, depths=depths), attention_backend=backend)
+
+
+def alone(model: GPTModel, samples: list[Sample]) -> dict[str, Any]:
+    """Gradients by name, and the logged losses of each sample: the stock forward on one sample after the other."""
+    logged = []
+    for sample in samples:
+        ids = torch.tensor(sample.tokens.tolist()).unsqueeze(0)
+        mask = torch.tensor([*sample.loss_mask[1:].tolist(), 0.0], dtype=torch.float64).unsqueeze(0)
+        positions = torch.arange(len(sample)).unsqueeze(0)
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
+        losses = model(ids, positions, None, labels=ids.roll(-1, 1), loss_mask=mask)
+        (losses * mask).sum().backward()
+        logged.append(tracked())
+    return {"grads": take_gradients(model), "logged": logged}
+
+
+def tracked() -> dict[str, torch.Tensor]:
+    names = ("loss_values", "correct_values", "total_values")
+    return {name: MTPLossLoggingHelper.tracker[name].clone() for name in names}
+
+
+def assert_equal_gradients(tree: GPTModel, expected: dict[str, Any], limit: float) -> None:
+    found = take_gradients(tree)
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert wanted.abs().max() > 0, name
+        assert worst(found[name], wanted) < limit, f"{name}: {worst(found[name], wanted):.2e}"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_tracker():
+    MTPLossLoggingHelper.tracker.clear()
+    yield
+    MTPLossLoggingHelper.tracker.clear()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_depths_are_those_of_each_sample_alone(name):
+    settings, model_settings = VARIANTS[name]
+    stock, tree = mtp_twins(tiny_config(**settings), **model_settings)
+    samples = branching_samples()
+    with kept_double():
+        expected = alone(stock, samples)["grads"]
+        supervised(tree, folded(samples, settings["mtp_num_layers"]), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_forests(seed):
+    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2), max_sequence_length=512)
+    samples = deep_samples(seed)
+    random.Random(seed).shuffle(samples)
+    with kept_double():
+        expected = alone(stock, samples)["grads"]
+        supervised(tree, folded(samples, 2), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, 1e-12)
+
+
+@pytest.mark.parametrize("backend", supporting(attention_case(tiny_config(), device=torch.device("cpu"))))
+def test_every_backend(backend):
+    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
+    samples = branching_samples()
+    with kept_double():
+        expected = alone(stock, samples)["grads"]
+        supervised(tree, folded(samples, 2, backend=backend), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, 1e-12)
+
+
+def test_layers_of_experts_route_as_alone():
+    config = tiny_config(mtp_num_layers=2, **MOE)
+    stock, tree = mtp_twins(config)
+    samples = branching_samples()
+    with kept_double():
+        expected = alone(stock, samples)["grads"]
+        supervised(tree, folded(samples, 2), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, FP32_INSIDE)
+
+
+def test_model_with_stock_layers_gets_layers_of_a_tree():
+    config = tiny_config(mtp_num_layers=2)
+    stock, expected = mtp_twins(config)
+    block = get_gpt_mtp_block_spec(config, local_spec(config), use_transformer_engine=False)
+    tree = build(config, with_prefix_tree(local_spec(config)), mtp_block_spec=block)
+    tree.load_state_dict(stock.state_dict(), strict=True)
+    tree = with_multi_token(tree)
+    assert tree.state_dict().keys() == stock.state_dict().keys()
+    for model in (tree, expected):
+        supervised(model, folded(branching_samples(), 2), WeightedSum()).backward()
+    assert_equal_gradients(tree, take_gradients(expected), 1e-15)
+
+
+def test_each_sample_logs_what_upstream_logs():
+    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
+    samples = [sample for sample in branching_samples() if len(sample) > 4][:6]
+    # Upstream counts a token with half a weight once.
+    samples = [Sample(tokens=one.tokens, loss_mask=one.loss_mask > 0) for one in samples]
+    with kept_double():
+        expected = alone(stock, samples)["logged"]
+        for sample, wanted in zip(samples, expected, strict=True):
+            MTPLossLoggingHelper.clean_metrics_in_tracker()
+            supervised(tree, folded([sample], 2), WeightedSum())
+            found = tracked()
+            assert torch.allclose(found["loss_values"], wanted["loss_values"], rtol=1e-6)
+            rates = [one["correct_values"] / one["total_values"].clamp(min=1) for one in (found, wanted)]
+            assert torch.allclose(*rates, rtol=1e-6)
+
+
+def test_frozen_depths_change_nothing():
+    """A job that does not train the depths has a main model's gradients and none of theirs."""
+    _, tree = mtp_twins(tiny_config(mtp_num_layers=2))
+    _, plain = mtp_twins(tiny_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.0))
+    supervised(tree, folded(branching_samples(), 0), WeightedSum()).backward()
+    supervised(plain, folded(branching_samples(), 2), WeightedSum()).backward()
+    found, expected = take_gradients(tree), take_gradients(plain)
+    for name, wanted in expected.items():
+        if name.startswith("mtp."):
+            assert found[name] is None
+            assert not wanted.any()
+        else:
+            assert worst(found[name], wanted) < 1e-12, name
+
+
+def test_stock_batch_goes_through_the_stock_model():
+    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
+    samples = branching_samples()[:4]
+    expected, found = alone(stock, samples), alone(tree, samples)
+    for name, wanted in expected["grads"].items():
+        assert torch.equal(found["grads"][name], wanted), name
+
+
+def test_model_that_is_not_passed_through_is_refused():
+    config = tiny_config(mtp_num_layers=1)
+    spec = local_spec(config)
+    block = with_prefix_tree(get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False))
+    tree = build(config, with_prefix_tree(spec), mtp_block_spec=block)
+    with pytest.raises(NotImplementedError, match="with_multi_token"):
+        supervised(tree, folded(branching_samples(), 1), WeightedSum(fused=False))
+
+
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others"),
+    [
+        ("mtp_use_repeated_layer", True, {}),
+        ("moe_aux_loss_coeff", 0.1, MOE | {"moe_router_load_balancing_type": "aux_loss"}),
+        ("moe_z_loss_coeff", 0.1, MOE),
+        ("moe_router_bias_update_rate", 0.1, MOE | BIASED),
+    ],
+)
+def test_settings_that_do_not_go_with_depths_are_refused(name, value, others):
+    config = tiny_config(**others | {"mtp_num_layers": 1, name: value})
+    with pytest.raises(NotImplementedError, match=f"mtp_num_layers=1 with {name}={value}: "):
+        build(config, with_prefix_tree(local_spec(config)))

@@ -1,0 +1,53 @@
+"""Recipes of models that predict several tokens: trained, verified, scored, and refused where that is not exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness.train_jobs import FLOAT64, train, write_job
+
+from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+from mcore_prefix_tree.settings import load_recipe
+
+pytestmark = pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+
+DEPTHS = ("model.transformer.mtp_num_layers=2", "model.transformer.mtp_loss_scaling_factor=0.5")
+VERIFY = ("verify.enabled=true", "train_iters=2")
+
+
+def test_verify_compares_the_depths(tmp_path: Path) -> None:
+    notes = train(write_job(tmp_path), *DEPTHS, *FLOAT64, *VERIFY)
+    (report,) = notes.verifications
+    assert report.passed
+    assert max(error for error, _ in report.checks.values()) < 1e-6
+    for step in notes.reports:
+        # A model that knows nothing: the logarithm of the vocabulary.
+        assert {name for name in step.metrics if name.startswith("mtp")} == {"mtp_1 loss", "mtp_2 loss"}
+        assert step.metrics["mtp_2 loss"] == pytest.approx(4.16, abs=0.3)
+
+
+def test_depths_are_trained(tmp_path: Path) -> None:
+    losses = [step.metrics["mtp_1 loss"] for step in train(write_job(tmp_path), *DEPTHS, "train_iters=8").reports]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_objective_without_their_loss_leaves_the_depths(tmp_path: Path) -> None:
+    notes = train(write_job(tmp_path), *DEPTHS, *FLOAT64, *VERIFY, "objective.options.normalise=sample")
+    (report,) = notes.verifications
+    assert report.passed
+    assert max(error for error, _ in report.checks.values()) < 1e-6
+    assert not [name for step in notes.reports for name in step.metrics if name.startswith("mtp")]
+
+
+def test_checkpoint_with_depths_is_resumed_and_scored(tmp_path: Path) -> None:
+    whole = train(write_job(tmp_path), *DEPTHS, *FLOAT64, "train_iters=4").losses
+    saving = (*DEPTHS, *FLOAT64, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2")
+    job = write_job(tmp_path)
+    train(job, *saving, "train_iters=4", stop_after=3)
+    assert train(job, *saving, "train_iters=4", resume=True).losses == pytest.approx(whole[2:], rel=1e-12)
+    run_score(load_recipe(job, [*saving]), tmp_path / "scores.jsonl")
+    scored = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert len(scored) == 16

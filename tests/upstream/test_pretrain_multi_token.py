@@ -1,0 +1,46 @@
+"""Multi-token prediction in Megatron-LM's own loop: losses and weights are those of the stock run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from megatron_lm import (
+    CPU,
+    ENTRY,
+    LOSS,
+    MODEL,
+    STOCK,
+    TRAIN,
+    UNFOLDED,
+    Stock,
+    assert_same_tensors,
+    only_checkpoint,
+    require_checkout,
+    trained,
+)
+
+from mcore_prefix_tree.mcore import multi_token_names
+
+require_checkout()
+if not multi_token_names.are_there():
+    pytest.skip(f"needs {multi_token_names.NEEDED}", allow_module_level=True)
+
+DEPTHS = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+LAST = 3
+
+
+def test_depths_train_as_the_stock_run_trains_them(stock: Stock, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    unfolded = (CPU, MODEL, DEPTHS, TRAIN, UNFOLDED, stock.data, f"--save {alone}")
+    trained(STOCK, *unfolded, "--exit-interval 1")
+    start = only_checkpoint(alone, 1, tmp_path / "start")
+    losses = trained(STOCK, *unfolded, f"--load {alone} --exit-interval {LAST}").losses
+    *arguments, save = stock.args(tmp_path / "saved")
+    run = trained(ENTRY, *arguments, save, DEPTHS, f"--load {start} --exit-interval {LAST}")
+    assert sorted(run.losses) == list(range(2, LAST + 1))
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration
+    assert_same_tensors(tmp_path / "saved", alone, LAST)
+    assert len(re.findall(r"mtp_[12] loss: \d", run.output)) == 2 * len(run.losses)

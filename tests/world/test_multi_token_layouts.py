@@ -1,0 +1,37 @@
+"""Multi-token prediction of a folded step equals the stock model's on unfolded samples, in every parallel layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from harness.folded_jobs import Job
+from harness.folded_runs import FP32_INSIDE, FP64, LONGEST, MOE, check, folded, oracle
+from harness.worlds import Layout
+
+from mcore_prefix_tree.mcore import multi_token_names
+
+if not multi_token_names.are_there():
+    pytest.skip(f"needs {multi_token_names.NEEDED}", allow_module_level=True)
+
+DEPTHS = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
+RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+JOB = Job(config=DEPTHS, way="weighted sum", double=True, max_tokens=LONGEST + 10)
+TP2, TP2_SP, PP2 = Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, TP2, JOB, id="tp2"),
+        pytest.param(2, TP2_SP, replace(JOB, config=DEPTHS + RECOMPUTE), id="tp2-sp-recompute"),
+        pytest.param(2, PP2, JOB, id="pp2"),
+        pytest.param(2, Layout(pp=2, vpp=2), JOB, id="pp2-vpp2"),
+        pytest.param(2, Layout(), JOB, id="dp2"),
+        pytest.param(2, TP2_SP, replace(JOB, config=DEPTHS + MOE), id="experts-tp2-sp", marks=pytest.mark.ci),
+        pytest.param(2, Layout(ep=2), replace(JOB, config=DEPTHS + MOE), id="experts-ep2", marks=pytest.mark.ci),
+        pytest.param(4, Layout(tp=2, pp=2, sequence_parallel=True), JOB, id="tp2-sp-pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout(size: int, layout: Layout, job: Job) -> None:
+    check(folded(size, layout, job), oracle(job), FP32_INSIDE if MOE[0] in job.config else FP64)
