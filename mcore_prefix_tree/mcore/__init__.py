@@ -12,6 +12,7 @@ compat.check(compat.SEAM)
 from mcore_prefix_tree.mcore.packed import RoutedPackedSeqParams, RowLogprobs, fold_inside, folding_model  # noqa: E402
 from mcore_prefix_tree.mcore.seam import native_backends  # noqa: E402
 from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
+from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token  # noqa: E402
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "te_layer_spec",
     "tree_forward",
     "with_edge_head",
+    "with_multi_token",
     "with_prefix_tree",
     "with_scalar_head",
     "with_vocab_size",

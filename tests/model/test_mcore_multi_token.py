@@ -17,11 +17,11 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention.api import supporting
-from mcore_prefix_tree.mcore import multi_token_names, with_prefix_tree
+from mcore_prefix_tree.mcore import multi_token_names, with_multi_token, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.backend import attention_case
+from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_on_the_cpu"),
@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def mtp_twins(config: Any, **model: Any) -> tuple[GPTModel, GPTModel]:
+def mtp_twins(config: Any, *, trains: bool = True, **model: Any) -> tuple[GPTModel, GPTModel]:
     """A stock model with layers of multi-token prediction and a tree-capable one, with the same weights."""
     spec = local_spec(config)
     block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
@@ -55,7 +55,7 @@ def mtp_twins(config: Any, **model: Any) -> tuple[GPTModel, GPTModel]:
     tree = build(config, with_prefix_tree(spec), mtp_block_spec=with_prefix_tree(block), **model)
     assert stock.state_dict().keys() == tree.state_dict().keys()
     tree.load_state_dict(stock.state_dict(), strict=True)
-    return stock, with_multi_token(tree)
+    return stock, with_multi_token(tree, trains=trains)
 
 
 def folded(samples: list[Sample], depths: int, *, padding: int = 3, backend: str = "path") -> MicroBatch:
@@ -139,6 +139,16 @@ def test_layers_of_experts_route_as_alone():
     assert_equal_gradients(tree, expected, FP32_INSIDE)
 
 
+def test_depths_move_to_the_device():
+    batch = folded(branching_samples(), 2)
+    plan_attention(batch, "path", (attention_case(tiny_config(), device=torch.device("cpu")),))
+    for depth in batch.on("meta").packed_seq_params.depths:
+        assert depth.tree_metadata is not None
+        tensors = [depth.parent, depth.weight, depth.edges.row, depth.edges.token_id, depth.tree_metadata.subtree_end]
+        assert {one.device.type for one in tensors} == {"meta"}
+        assert depth.tree_metadata.cache.keys() == batch.packed_seq_params.tree_metadata.cache.keys()
+
+
 def test_model_with_stock_layers_gets_layers_of_a_tree():
     config = tiny_config(mtp_num_layers=2)
     stock, expected = mtp_twins(config)
@@ -170,7 +180,7 @@ def test_each_sample_logs_what_upstream_logs():
 
 def test_frozen_depths_change_nothing():
     """A job that does not train the depths has a main model's gradients and none of theirs."""
-    _, tree = mtp_twins(tiny_config(mtp_num_layers=2))
+    _, tree = mtp_twins(tiny_config(mtp_num_layers=2), trains=False)
     _, plain = mtp_twins(tiny_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.0))
     supervised(tree, folded(branching_samples(), 0), WeightedSum()).backward()
     supervised(plain, folded(branching_samples(), 2), WeightedSum()).backward()
@@ -189,6 +199,14 @@ def test_stock_batch_goes_through_the_stock_model():
     expected, found = alone(stock, samples), alone(tree, samples)
     for name, wanted in expected["grads"].items():
         assert torch.equal(found["grads"][name], wanted), name
+
+
+def test_layout_without_the_weights_of_trained_depths_is_refused():
+    _, tree = mtp_twins(tiny_config(mtp_num_layers=2))
+    with pytest.raises(ValueError, match="weights of 1 depths, but the model trains 2"):
+        supervised(tree, folded(branching_samples(), 1), WeightedSum())
+    with torch.no_grad():
+        supervised(tree, folded(branching_samples(), 0), WeightedSum())
 
 
 def test_model_that_is_not_passed_through_is_refused():

@@ -31,14 +31,19 @@ DEPTHS = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 LAST = 3
 
 
-def test_depths_train_as_the_stock_run_trains_them(stock: Stock, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, ""), pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.ci)],
+    ids=["single", "pp2"],
+)
+def test_depths_train_as_the_stock_run_trains_them(stock: Stock, tmp_path: Path, ranks: int, layout: str) -> None:
     alone = tmp_path / "alone"
     unfolded = (CPU, MODEL, DEPTHS, TRAIN, UNFOLDED, stock.data, f"--save {alone}")
     trained(STOCK, *unfolded, "--exit-interval 1")
     start = only_checkpoint(alone, 1, tmp_path / "start")
     losses = trained(STOCK, *unfolded, f"--load {alone} --exit-interval {LAST}").losses
     *arguments, save = stock.args(tmp_path / "saved")
-    run = trained(ENTRY, *arguments, save, DEPTHS, f"--load {start} --exit-interval {LAST}")
+    run = trained(ENTRY, *arguments, save, DEPTHS, layout, f"--load {start} --exit-interval {LAST}", ranks=ranks)
     assert sorted(run.losses) == list(range(2, LAST + 1))
     for iteration, loss in run.losses.items():
         assert loss == pytest.approx(losses[iteration], rel=LOSS), iteration

@@ -321,12 +321,12 @@ def _check_model(model: Any) -> None:
         kinds = " or ".join(kind.__name__ for kind in _MODELS)
         raise TypeError(f"fold_inside takes a {kinds} or a provider of a GPTModel, not a {type(model).__name__}")
     check_model(model)
-    check_attention(model)
     if model.config.mtp_num_layers:
         raise NotImplementedError(
-            f"mtp_num_layers={model.config.mtp_num_layers}: rows have no losses of further tokens inside a model yet; "
-            "set mtp_num_layers=None"
+            f"mtp_num_layers={model.config.mtp_num_layers}: folding inside the model does not compute the losses of "
+            "further tokens; set mtp_num_layers=None"
         )
+    check_attention(model)
     if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
         raise NotImplementedError(
             "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "

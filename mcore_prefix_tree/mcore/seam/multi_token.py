@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 
 from mcore_prefix_tree.logprob import Head, head_weighted_hits
+from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
@@ -45,7 +46,7 @@ class TreeMultiTokenModelMixin:
         """Return the base class's output. Upstream's own losses of depths roll tokens, so it is given nothing to roll.
 
         Raises:
-            ValueError: labels are given with a tree.
+            ValueError: labels are given with a tree, or its layout does not weigh the depths that are trained.
         """
         stock: Any = super()
         tree = get_tree_params(call.get("packed_seq_params"))
@@ -53,11 +54,17 @@ class TreeMultiTokenModelMixin:
             return stock._postprocess(**call)
         if call["labels"] is not None:
             raise ValueError("labels must be None with a folded micro-batch: its edges have them")
-        hidden, depths = call["hidden_states"], 1 + self.config.mtp_num_layers
-        # Depths have no part in the answer, which upstream takes from the first of equal chunks.
-        chunks = (
-            self._scored(call, tree.depths) if tree.depths and torch.is_grad_enabled() else hidden.repeat(depths, 1, 1)
-        )
+        depths = self.config.mtp_num_layers
+        if torch.is_grad_enabled() and next(self.mtp.parameters()).requires_grad:
+            if len(tree.depths) != depths:
+                raise ValueError(
+                    f"the layout has weights of {len(tree.depths)} depths, but the model trains {depths} "
+                    f"(mtp_num_layers): fold with depths={depths}, or freeze them by with_multi_token(trains=False)"
+                )
+            chunks = self._scored(call, tree.depths)
+        else:
+            # Depths have no part in the answer, which upstream takes from the first of equal chunks.
+            chunks = call["hidden_states"].repeat(1 + depths, 1, 1)
         return stock._postprocess(**call | {"hidden_states": chunks, "mtp_in_postprocess": False, "input_ids": None})
 
     def _scored(self, call: dict[str, Any], depths: tuple[DepthPackedSeqParams, ...]) -> torch.Tensor:
@@ -156,8 +163,9 @@ def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_
 
 def take_logged_losses() -> list[float]:
     """Return each depth's mean losses, added over the micro-batches since the last call, from Megatron's log."""
-    logged = MTPLossLoggingHelper.tracker.get("loss_values")
-    losses: list[float] = [] if logged is None else logged.tolist()
+    if not multi_token_names.are_there() or "loss_values" not in MTPLossLoggingHelper.tracker:
+        return []
+    losses: list[float] = MTPLossLoggingHelper.tracker["loss_values"].tolist()
     MTPLossLoggingHelper.clean_metrics_in_tracker()
     return losses
 
