@@ -10,17 +10,21 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
+from mcore_prefix_tree.mcore.engine.carried_trees import why_not_carried
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.settings import Recipe
+from mcore_prefix_tree.settings import Recipe, RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs."""
+    """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs.
+
+    ``can_carry`` is whether the door runs the first pass of trees above the budget.
+    """
 
     settings: Recipe
     device: torch.device
@@ -28,6 +32,7 @@ class Run:
     work: ModelWork
     micro_batch_multiple: int
     measured: tuple[Measured, ...] = ()
+    can_carry: bool = False
 
     def make_folding(self) -> Folding:
         """Return the folding, back-end open; raise RecipeError if length buckets do not fit the budget or layout."""
@@ -72,12 +77,25 @@ class Run:
             settings.attention_backend, config, first_step, device=device, deterministic=deterministic, say=say
         )
         cases = attention_cases_of_model(config, device=device, deterministic=deterministic)
+        folding = replace(folding, attention_backend=backend, attention_cases=cases, config=config)
         return Job(
             objective=objective,
-            folding=replace(folding, attention_backend=backend, attention_cases=cases, config=config),
+            folding=self._carrying(folding, objective, config),
             dp_rank=parallel_state.get_data_parallel_rank(),
             config=config,
             work=self.work,
             is_local=settings.model.transformer_impl == "local",
             fused_head=settings.fused_head,
         )
+
+    def _carrying(self, folding: Folding, objective: Objective, config: Any) -> Folding:
+        """Return the folding with its way of trees above the budget; raise RecipeError for one that is not possible."""
+        asked = self.settings.batch.over_budget
+        why: str | None = "batch.over_budget=repeat" if asked == "repeat" else None
+        if why is None:
+            why = why_not_carried(config, objective)
+        if why is not None and asked == "carry":
+            raise RecipeError(f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=repeat")
+        if why is not None or not self.can_carry:
+            return replace(folding, why_repeat="" if why is None else why)
+        return replace(folding, over_budget=asked)

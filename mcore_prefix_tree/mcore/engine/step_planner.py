@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.forward_step import with_rows
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Targets
-from mcore_prefix_tree.plan import Ahead
+from mcore_prefix_tree.plan import Ahead, Carrying
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.errors import naming_memory
 
@@ -25,6 +26,7 @@ class FoldedStep:
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
+        carried_tokens: tokens among them that the first pass computes in addition, forward only.
         metrics: metrics that the objective knows before the step runs, as (sum, weight); the same on every rank.
         seconds: time that this rank took to plan and to fold.
     """
@@ -33,6 +35,7 @@ class FoldedStep:
     sample_index: tuple[tuple[int, ...], ...]
     micro_batches: list[MicroBatch]
     physical_tokens: int
+    carried_tokens: int = 0
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -63,8 +66,9 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
         return FoldedStep(
             samples=samples,
             sample_index=mine,
-            micro_batches=fold_micro_batches(samples, mine, job, targets),
+            micro_batches=fold_micro_batches(samples, mine, job, targets, plan.carrying_of(job.dp_rank)),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
+            carried_tokens=plan.carried_tokens,
             metrics={} if targets is None else targets.metrics,
             seconds=time.perf_counter() - started,
         )
@@ -76,10 +80,17 @@ def make_targets(job: Job, samples: Sequence[Sample]) -> Targets | None:
 
 
 def fold_micro_batches(
-    samples: Sequence[Sample], cut: Sequence[Sequence[int]], job: Job, targets: Targets | None
+    samples: Sequence[Sample],
+    cut: Sequence[Sequence[int]],
+    job: Job,
+    targets: Targets | None,
+    carrying: Carrying | None = None,
 ) -> list[MicroBatch]:
     """Fold micro-batches, with the rows that the loss reads; ``cut`` has the indices of each one's samples."""
-    batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
+    if carrying is None:
+        batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
+    else:
+        batches = fold_carrying(samples, cut, carrying, job.folding, train=True)
     if targets is not None:
         batches = [
             with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)

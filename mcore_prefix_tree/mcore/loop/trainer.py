@@ -52,6 +52,7 @@ class StepReport:
         grad_norm: norm of the gradient before clipping; None if Megatron does not compute it.
         samples: number of logical samples.
         physical_tokens: number of tokens computed, over all ranks, without padding.
+        carried_tokens: number of tokens that ran forward once more, for chunks that read their keys and values.
         plan_seconds: seconds that the host took for planning and folding, while the step before computed.
         metrics: means that the objective reports, over the entire step.
     """
@@ -65,6 +66,7 @@ class StepReport:
     physical_tokens: int
     plan_seconds: float
     seconds: float
+    carried_tokens: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -374,6 +376,7 @@ class Trainer:
             samples=len(folded.samples),
             logical_tokens=folded.logical_tokens,
             physical_tokens=folded.physical_tokens,
+            carried_tokens=folded.carried_tokens,
             plan_seconds=folded.seconds,
             seconds=time.perf_counter() - started,
             metrics=metrics,

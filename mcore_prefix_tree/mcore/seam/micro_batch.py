@@ -33,6 +33,8 @@ class MicroBatch:
         rows: rows that the loss of the step's objective reads, unless it is a weighted sum of log-probabilities.
         hook_data: data that the job's step hook adds for itself and for its objective's readout, for example outputs of
             teachers; None without a hook.
+        before: micro-batches of carried tokens, on the host, that run forward before the step of this one, which is its
+            rank's first.
     """
 
     layout: FlatLayout
@@ -45,6 +47,7 @@ class MicroBatch:
     head_chunk_rows: int | None = None
     rows: LossRows | None = None
     hook_data: Any = None
+    before: tuple[MicroBatch, ...] = ()
 
     @classmethod
     def from_layout(
@@ -85,11 +88,16 @@ class MicroBatch:
         params = self.packed_seq_params
         metadata = params.tree_metadata
         assert metadata is not None, "a folded micro-batch has it"
-        others = (field.name for field in fields(self) if field.name != "packed_seq_params")
+        others = (field.name for field in fields(self) if field.name not in ("layout", "packed_seq_params", "before"))
         return replace(
             self,
             **{name: moved(getattr(self, name), device) for name in others},
-            packed_seq_params=replace(params, tree_metadata=metadata.with_plans_on(device)),
+            packed_seq_params=replace(
+                params,
+                tree_metadata=metadata.with_plans_on(device),
+                carry=None if params.carry is None else params.carry.on(device),
+            ),
+            before=(),
         )
 
     def without_routes(self) -> MicroBatch:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_prefix_tree.attention import check_backend
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # With the source patches of patches/megatron-lm the base class has the field too, and GPTModel reads it.
@@ -36,11 +37,13 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
         attention_backend: a name of :data:`mcore_prefix_tree.attention.BACKENDS`.
         deterministic_attention: whether attention has to give the same bits twice, as it also has to under
             ``deterministic_mode`` of the model's config.
+        carry: keys and values of other micro-batches, for a chunk of a tree above the budget; None for whole samples.
     """
 
     tree_metadata: TreeMetadata | None = None
     attention_backend: str = "path"
     deterministic_attention: bool = False
+    carry: Carry | None = None
 
     @classmethod
     def from_metadata(
