@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mcore_prefix_tree.plan.cost import CostModel
+from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.cuts import Int64Array, least_repeating_runs
 
 FORWARD = 1 / 3  # of the cost of a token's forward and backward
@@ -65,7 +65,7 @@ class Carrying:
         return sum(chunk.carried for chunk in self.chunks if chunk is not None)
 
 
-def cut_tree(position: Int64Array, max_tokens: int) -> tuple[Chunk, ...]:
+def cut_tree(position: Int64Array, max_tokens: int, *, full: bool = False) -> tuple[Chunk, ...]:
     """Cut a tree into chunks of at most ``max_tokens``, where few tokens are carried.
 
     A chunk ends where the smallest part of it is carried, in its second half, so that no chunk but the last is less
@@ -73,12 +73,13 @@ def cut_tree(position: Int64Array, max_tokens: int) -> tuple[Chunk, ...]:
 
     Args:
         position: int64 ``[T]``, depth of each token on its path, in depth-first order.
+        full: whether to fill every chunk but the last, for the fewest.
     """
     borders = [0]
     while len(position) - borders[-1] > max_tokens:
         window = position[borders[-1] : borders[-1] + max_tokens + 1]
         carried = window - np.minimum.accumulate(window)
-        middle = (max_tokens + 1) // 2
+        middle = max_tokens if full else (max_tokens + 1) // 2
         part = carried[middle:] / np.arange(middle, max_tokens + 1)
         # Of equal parts the last one.
         borders.append(borders[-1] + max_tokens - int(np.argmin(part[::-1])))
@@ -109,21 +110,32 @@ def first_pass(chunks: Sequence[Chunk], max_tokens: int) -> Iterator[slice]:
 
 
 def carry_tree(
-    samples: tuple[int, ...], shared: Int64Array, lengths: Int64Array, max_tokens: int, cost_model: CostModel | None
+    samples: tuple[int, ...],
+    shared: Int64Array,
+    lengths: Int64Array,
+    max_tokens: int,
+    cost_model: CostModel | None,
+    *,
+    full: bool = False,
 ) -> CarriedTree:
     """Return a tree's chunks and cost; ``shared`` and ``lengths``, int64 ``[S]``, are of its samples in order."""
     position = np.concatenate(
         [np.arange(start, end) for start, end in zip(shared.tolist(), lengths.tolist(), strict=True)]
     )
-    chunks = cut_tree(position, max_tokens)
+    chunks = cut_tree(position, max_tokens, full=full)
     # Carried tokens of a chunk are the last ones on the path to its end.
     ends = np.array([position[chunk.end] if chunk.carried else 0 for chunk in chunks], dtype=np.int64)
     carried = np.array([chunk.carried for chunk in chunks], dtype=np.int64)
     first = units_of_path(ends, cost_model) - units_of_path(ends - carried, cost_model)
     fresh = units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)
+    # Most back-ends attend for the tokens of a stack again, though nobody reads that.
+    stack = np.array([position[chunk.start] for chunk in chunks], dtype=np.int64)
+    again = units_of_path(stack, cost_model) - (stack if cost_model is None else stack * UNITS_PER_TOKEN)
     runs = len(chunks) + len(list(first_pass(chunks, max_tokens)))
     overhead = 0 if cost_model is None else runs * cost_model.units_of_micro_batch
-    return CarriedTree(samples=samples, chunks=chunks, units=int(fresh.sum() + FORWARD * first.sum()) + overhead)
+    return CarriedTree(
+        samples=samples, chunks=chunks, units=int(fresh.sum() + again.sum() + FORWARD * first.sum()) + overhead
+    )
 
 
 def repeat_units(shared: Int64Array, lengths: Int64Array, max_tokens: int, cost_model: CostModel | None) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -161,18 +162,22 @@ def plan_step(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
     if over_budget != "repeat" and together is None:
+        carrying = partial(
+            _carry_plan,
+            samples,
+            micro_batches=micro_batches,
+            max_tokens=max_tokens,
+            dp_size=dp_size,
+            micro_batch_multiple=micro_batch_multiple,
+            cost_model=cost_model,
+            sharing=sharing,
+        )
         trees = _carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget)
-        if trees:
-            return _carry_plan(
-                samples,
-                trees,
-                micro_batches=micro_batches,
-                max_tokens=max_tokens,
-                dp_size=dp_size,
-                micro_batch_multiple=micro_batch_multiple,
-                cost_model=cost_model,
-                sharing=sharing,
-            )
+        try:
+            if trees:
+                return carrying(trees)
+        except BudgetError:  # full chunks are fewer, and carry more
+            return carrying(_carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget, full=True))
     order, shared, lengths = _in_order(samples, max_tokens, sharing)
     fresh = lengths - shared
     if together is not None:
@@ -215,7 +220,7 @@ def fewest_micro_batches(
 ) -> int:
     """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
     if over_budget != "repeat" and together is None:
-        trees = _carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget)
+        trees = _carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget, full=True)
         if trees:
             plan = _carry_plan(
                 samples,
@@ -243,6 +248,8 @@ def _carried_trees(
     sharing: Sharing,
     cost_model: CostModel | None,
     over_budget: OverBudget,
+    *,
+    full: bool = False,
 ) -> list[CarriedTree]:
     """Return the trees above the budget that are cut into chunks.
 
@@ -258,7 +265,7 @@ def _carried_trees(
         own = slice(start, end)
         if int((lengths - shared)[own].sum()) <= max_tokens:
             continue
-        tree = carry_tree(tuple(order[own].tolist()), shared[own], lengths[own], max_tokens, cost_model)
+        tree = carry_tree(tuple(order[own].tolist()), shared[own], lengths[own], max_tokens, cost_model, full=full)
         repeated = repeat_units(shared[own], lengths[own], max_tokens, cost_model)
         if (
             over_budget == "carry"

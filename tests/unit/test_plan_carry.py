@@ -20,7 +20,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
     keep_tokens,
 )
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.plan import BudgetError, CostModel, plan_step
+from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.carry import cut_tree, first_pass, make_chunks
 
 
@@ -174,6 +174,18 @@ def test_auto_takes_what_costs_less() -> None:
     assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="carry").carrying is not None
     # Samples can be on two ranks, the chunks of a tree on one only.
     assert plan_step(answers, max_tokens=100, dp_size=2, over_budget="auto").carrying is None
+
+
+def test_few_micro_batches_get_full_chunks() -> None:
+    """A fixed number of micro-batches that cheap cuts exceed is met with full chunks, as in `fewest_micro_batches`."""
+    samples = [Sample(tokens=[0, *[at] * 5]) for at in range(1, 9)]
+    settings = {"max_tokens": 8, "over_budget": "carry"}
+    fewest = fewest_micro_batches(samples, **settings)
+    assert fewest == 6
+    assert plan_step(samples, **settings).num_micro_batches > fewest
+    assert plan_step(samples, micro_batches=fewest, **settings).num_micro_batches == fewest
+    with pytest.raises(BudgetError, match="5 micro-batches on each of 1 ranks cannot hold"):
+        plan_step(samples, micro_batches=5, **settings)
 
 
 def test_chunks_stay_on_one_rank_and_ranks_have_as_many_passes() -> None:

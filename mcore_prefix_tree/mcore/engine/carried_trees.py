@@ -25,7 +25,7 @@ from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import Carrying, Chunk
+from mcore_prefix_tree.plan import Carrying, Chunk, ForestPlan
 from mcore_prefix_tree.plan.carry import first_pass
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import build_trie
@@ -76,6 +76,16 @@ def why_not_carried(config: Any, objective: Objective | None) -> str | None:
         if balances or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias:
             return "the model's routers balance experts by whole samples"
     return None
+
+
+def count_carried_bytes(plan: ForestPlan, folding: Folding) -> int:
+    """Return the bytes of the keys and values that the first pass of a step keeps, of the rank with the most."""
+    if plan.carrying is None or not folding.attention_cases:
+        return 0
+    case, config = folding.attention_cases[0], folding.config
+    layers: int = -(-config.num_layers // config.pipeline_model_parallel_size)
+    of_token = layers * case.kv_heads * (case.head_dim + case.value_dim) * case.dtype.itemsize
+    return max(rank.carried_tokens for rank in plan.carrying) * of_token
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,11 +169,12 @@ class _Tree:
         assert params.tree_metadata is not None, "it is made of a layout"
         shelf = np.searchsorted(self.shelves, stack, side="right") - 1
         # Shelves of chunks without carried tokens are empty: their border is that of the next.
+        keys = TreeMetadata.from_nodes(
+            *find_key_nodes(layout.whole, layout.start, layout.start + layout.physical_tokens),
+            padded_size=len(stack) + layout.padded_size,
+        )
         carry = Carry(
-            keys=TreeMetadata.from_nodes(
-                *find_key_nodes(layout.whole, layout.start, layout.start + layout.physical_tokens),
-                padded_size=len(stack) + layout.padded_size,
-            ),
+            keys=replace(keys, unread=len(stack)),
             stack=tuple(
                 (number, upload(stack[shelf == number] - self.shelves[number], "cpu"))
                 for number in np.unique(shelf).tolist()

@@ -23,7 +23,7 @@ from mcore_prefix_tree.settings import Recipe, RecipeError
 class Run:
     """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs.
 
-    ``can_carry`` is whether the door runs the first pass of trees above the budget.
+    ``whole_samples`` is the reason why the door has micro-batches of whole samples only; None if it cuts them, too.
     """
 
     settings: Recipe
@@ -32,12 +32,15 @@ class Run:
     work: ModelWork
     micro_batch_multiple: int
     measured: tuple[Measured, ...] = ()
-    can_carry: bool = False
+    whole_samples: str | None = None
 
-    def make_folding(self) -> Folding:
-        """Return the folding, back-end open; raise RecipeError if length buckets do not fit the budget or layout."""
+    def make_folding(self, objective: Objective | None = None, config: Any = None) -> Folding:
+        """Return the folding, back-end open; without an objective its micro-batches hold whole samples.
+
+        Raises RecipeError if length buckets do not fit the budget or layout, or ``batch.over_budget`` is not possible.
+        """
         settings, cost_model = self.settings, CostModel.from_work(self.work)
-        return Folding(
+        folding = Folding(
             max_tokens=settings.batch.max_tokens,
             dp_size=self.dp_size,
             cost_model=cost_model.calibrated(self.measured) if self.measured else cost_model,
@@ -51,6 +54,7 @@ class Run:
             only_supervised=settings.fused_head,
             head_chunk_rows=settings.head_chunk_rows,
         )
+        return folding if objective is None else self._carrying(folding, objective, config)
 
     def make_job(
         self,
@@ -72,7 +76,7 @@ class Run:
             ValueError: the back-end does not support the run; the message names those that do.
         """
         settings, device = self.settings, self.device
-        folding, deterministic = self.make_folding(), settings.deterministic_attention
+        folding, deterministic = self.make_folding(objective, config), settings.deterministic_attention
         backend = resolve_backend(
             settings.attention_backend, config, first_step, device=device, deterministic=deterministic, say=say
         )
@@ -80,7 +84,7 @@ class Run:
         folding = replace(folding, attention_backend=backend, attention_cases=cases, config=config)
         return Job(
             objective=objective,
-            folding=self._carrying(folding, objective, config),
+            folding=folding,
             dp_rank=parallel_state.get_data_parallel_rank(),
             config=config,
             work=self.work,
@@ -91,11 +95,11 @@ class Run:
     def _carrying(self, folding: Folding, objective: Objective, config: Any) -> Folding:
         """Return the folding with its way of trees above the budget; raise RecipeError for one that is not possible."""
         asked = self.settings.batch.over_budget
-        why: str | None = "batch.over_budget=repeat" if asked == "repeat" else None
+        if asked == "repeat":
+            return folding.repeating("batch.over_budget=repeat")
+        why = self.whole_samples or why_not_carried(config, objective)
         if why is None:
-            why = why_not_carried(config, objective)
-        if why is not None and asked == "carry":
+            return replace(folding, over_budget=asked)
+        if asked == "carry":
             raise RecipeError(f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=repeat")
-        if why is not None or not self.can_carry:
-            return replace(folding, why_repeat="" if why is None else why)
-        return replace(folding, over_budget=asked)
+        return folding.repeating(why)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
-from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
+from mcore_prefix_tree.mcore.engine.carried_trees import count_carried_bytes, fold_carrying
 from mcore_prefix_tree.mcore.engine.forward_step import with_rows
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
@@ -26,7 +26,8 @@ class FoldedStep:
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
-        carried_tokens: tokens among them that the first pass computes in addition, forward only.
+        carried_tokens: tokens of all ranks that a first pass computes in addition, forward only.
+        carried_bytes: most memory that their keys and values take on a rank.
         metrics: metrics that the objective knows before the step runs, as (sum, weight); the same on every rank.
         seconds: time that this rank took to plan and to fold.
     """
@@ -36,6 +37,7 @@ class FoldedStep:
     micro_batches: list[MicroBatch]
     physical_tokens: int
     carried_tokens: int = 0
+    carried_bytes: int = 0
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -69,6 +71,7 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
             micro_batches=fold_micro_batches(samples, mine, job, targets, plan.carrying_of(job.dp_rank)),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             carried_tokens=plan.carried_tokens,
+            carried_bytes=count_carried_bytes(plan, job.folding),
             metrics={} if targets is None else targets.metrics,
             seconds=time.perf_counter() - started,
         )

@@ -232,7 +232,6 @@ def resolve(
         work=ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head),
         micro_batch_multiple=recipe.parallel.micro_batch_multiple,
         measured=session.measured,
-        can_carry=True,
     )
     job = run.make_job(
         objective,
