@@ -54,6 +54,7 @@ class TreeMetadata:
         sample_node: int32 NumPy ``[S]``, the node in which each sample ends; None if only the nodes are known.
         routes: integer tensor ``[P, layers, top-k]``, the experts of each token, -1 where the model routes; None if no
             sample has routes.
+        unread: leading tokens of which nobody reads the attention's output: a back-end may leave it undefined.
         cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step. Their
             tensors are on the device of the token tensors.
 
@@ -71,6 +72,7 @@ class TreeMetadata:
     max_path_len: int
     sample_node: Int32Array | None = None
     routes: torch.Tensor | None = None
+    unread: int = 0
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

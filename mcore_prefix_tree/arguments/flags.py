@@ -98,6 +98,7 @@ FILES = (
     Flag("data.on_error"),
     Flag("data.streaming", note="--num-workers processes of each rank read ahead."),
     Flag("batch.max_tokens", metavar="N"),
+    Flag("batch.over_budget", note="carry needs one pipeline stage."),
 )
 SCORING = (
     Flag(

@@ -46,10 +46,11 @@ class _Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PathPlan:
-    """Python integers for the loops: non-empty segments in pre-order, and the start of the padding."""
+    """Python integers for the loops: non-empty segments in pre-order, the start of the padding, and ``unread``."""
 
     segments: list[_Segment]
     num_tokens: int
+    unread: int
     max_path_len: int
 
 
@@ -60,7 +61,12 @@ def _build_plan(metadata: TreeMetadata) -> _PathPlan:
         for start, end, depth in zip(cu_lens[:-1], cu_lens[1:], metadata.segments.depth.tolist(), strict=True)
         if start < end <= metadata.num_tokens
     ]
-    return _PathPlan(segments=segments, num_tokens=metadata.num_tokens, max_path_len=metadata.max_path_len)
+    return _PathPlan(
+        segments=segments,
+        num_tokens=metadata.num_tokens,
+        unread=metadata.unread,
+        max_path_len=metadata.max_path_len,
+    )
 
 
 class _Block(NamedTuple):
@@ -72,13 +78,13 @@ class _Block(NamedTuple):
     is_whole: bool
 
 
-def _blocks(segment: _Segment, fused: _Fused) -> Iterator[_Block]:
-    if segment.depth == 0 and fused.roots:
+def _blocks(segment: _Segment, fused: _Fused, unread: int) -> Iterator[_Block]:
+    if segment.depth == 0 and fused.roots and segment.start >= unread:
         # Plain causal attention: SDPA has a kernel for it that needs neither bias nor blocks. Its matrix products need
         # them no less than elsewhere: a root's scores would be quadratic in its length.
         yield _Block(segment.start, segment.end, segment.end - segment.start, True)
         return
-    for start in range(segment.start, segment.end, QUERY_BLOCK):
+    for start in range(max(segment.start, unread), segment.end, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, segment.end)
         yield _Block(start, end, segment.depth + end - segment.start, False)
 
@@ -140,7 +146,7 @@ class _PathAttention(torch.autograd.Function):
             start, end, depth = segment
             path_key[depth : depth + end - start] = key[start:end]
             path_value[depth : depth + end - start] = value[start:end]
-            for block in _blocks(segment, fused):
+            for block in _blocks(segment, fused, plan.unread):
                 out[block.start : block.end] = _attend(
                     query[block.start : block.end],
                     path_key[: block.keys],
@@ -185,7 +191,7 @@ class _PathAttention(torch.autograd.Function):
             open_path.append(segment)
             path_key[depth : depth + end - start] = key[start:end]
             path_value[depth : depth + end - start] = value[start:end]
-            for block in _blocks(segment, ctx.fused):
+            for block in _blocks(segment, ctx.fused, plan.unread):
                 block_query, block_key, block_value = (
                     rows.detach().requires_grad_()
                     for rows in (query[block.start : block.end], path_key[: block.keys], path_value[: block.keys])

@@ -129,6 +129,21 @@ class FlatLayout:
         return np.append(self.kept.has_whole, np.ones(len(self.kept), dtype=np.bool_))
 
     @property
+    def edge_predictor(self) -> Int32Array:
+        """Return the predictor of the token at each place of a token's score, int32; -1 without one."""
+        return self.predictor
+
+    @property
+    def edge_token_id(self) -> Int32Array:
+        """Return the id of the token at each place of :attr:`edge_predictor`, int32."""
+        return self.input_ids
+
+    @property
+    def counts_samples(self) -> bool:
+        """Return whether the samples count in the step's divisor here; of several chunks they do in one."""
+        return True
+
+    @property
     def edge_weight(self) -> npt.NDArray[np.float64]:
         """Return the loss masks of all samples with a score at each place, summed, float64 ``[P + M]``."""
         return self.loss_weight if self.kept is None else np.append(self.kept.whole_weight, self.kept.loss_weight)

@@ -56,7 +56,7 @@ class Edges:
         settled_by: int64 tensor ``[R]``, the last row that is scored together with this one: once its log-probabilities
             are known, so are all others that a loss of samples reads with this row's.
         padded_size: P.
-        num_places: P + M for a layout with M kept edges, else P: the number of scores.
+        num_places: the number of scores: P, and P + M for a layout with M kept edges.
         kept: the other edges, whose tokens were drawn from kept sets; None without any.
     """
 
@@ -83,16 +83,17 @@ class Edges:
         edge: their log-probability is 0.
         """
         needed = layout.has_edge if needed is None else needed
-        token = np.flatnonzero((layout.predictor >= 0) & needed[: layout.padded_size])
-        token = token[np.argsort(layout.predictor[token], kind="stable")]
-        predictor = layout.predictor[token].astype(np.int64)
+        of_token = layout.edge_predictor
+        token = np.flatnonzero((of_token >= 0) & needed[: len(of_token)])
+        token = token[np.argsort(of_token[token], kind="stable")]
+        predictor = of_token[token].astype(np.int64)
         row, first, row_of_edge = np.unique(predictor, return_index=True, return_inverse=True)
         # The samples through a token end in its subtree, which is an interval.
         settled_by = np.searchsorted(row, layout.subtree_end[row]) - 1
         return cls(
             predictor=upload(predictor, device),
             token=upload(token, device),
-            token_id=upload(layout.input_ids[token], device).long(),
+            token_id=upload(layout.edge_token_id[token], device).long(),
             row=upload(row, device),
             row_of_edge=upload(row_of_edge, device),
             host_row=row,
@@ -101,7 +102,7 @@ class Edges:
             host_settled_by=settled_by,
             padded_size=layout.padded_size,
             num_places=layout.num_places,
-            kept=KeptRows.from_layout(layout, needed[layout.padded_size :], device=device),
+            kept=KeptRows.from_layout(layout, needed[len(of_token) :], device=device),
         )
 
     @classmethod

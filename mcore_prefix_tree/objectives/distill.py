@@ -102,6 +102,11 @@ class Distillation(TokenObjective):
         return SecondModels(asked=True, same_vocabulary=True) if self.teacher == "full" else None
 
     @property
+    def sums_edges(self) -> bool:
+        """Return whether each answer of the teacher is in the samples; its model runs on whole ones."""
+        return self.teacher == "top_k"
+
+    @property
     def grouped_by(self) -> Unit | None:
         return counted_as_one(self.normalise)
 
@@ -134,11 +139,10 @@ class Distillation(TokenObjective):
         """Return the part of one micro-batch; arguments as in :meth:`Targets.rows`."""
         from mcore_prefix_tree.logprob import Edges
 
-        entries, local, token = targets.located(layout, indices)
-        of_token = layout.predictor[token].astype(np.int64)
+        entries, local, of_token = targets.located(layout, indices)
         token_ids, logprobs = np.empty((len(entries), 0), dtype=np.int32), np.empty((len(entries), 0), dtype=np.float32)
         if self.teacher == "top_k" and len(entries):
-            token_ids, logprobs = _answers(targets.scored, indices)
+            token_ids, logprobs = _answers(targets.scored, indices, entries)
         first, inverse = _unique_rows(of_token, token_ids, logprobs)
         predictor, token_ids, logprobs = of_token[first], token_ids[first], logprobs[first]
         weight = np.bincount(inverse, weights=targets.weight[entries], minlength=len(predictor))
@@ -149,7 +153,7 @@ class Distillation(TokenObjective):
             first_sample=upload(local[first], device),
             logprobs=upload(logprobs, device),
             edges=Edges.of_candidates(predictor, token_ids, padded_size=layout.padded_size, device=device),
-            count=int(targets.count[np.asarray(indices, dtype=np.int64)].sum()),
+            count=targets.count_in(layout, indices),
         )
 
     def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: TeacherRows) -> LossOutput:
@@ -195,16 +199,19 @@ class Distillation(TokenObjective):
         )
 
 
-def _answers(scored: ScoredTokens, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the teacher's tokens and their log-probabilities at a micro-batch's scored tokens, ``[K', k]`` each."""
+def _answers(scored: ScoredTokens, indices: Sequence[int], entries: Int64Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the teacher's tokens and their log-probabilities at a micro-batch's scored tokens, ``[K', k]`` each.
+
+    ``entries``, int64 ``[K']``, are scored tokens of the samples at ``indices``, in their order.
+    """
+    lens = np.bincount(scored.sample[entries], minlength=len(scored.samples))[np.asarray(indices)].tolist()
+    owned = [slice(end - size, end) for size, end in zip(lens, np.cumsum(lens).tolist(), strict=True)]
     fields = []
     for name in ("token_ids", "logprobs"):
         parts = [
-            getattr(scored.samples[index].signals.teacher, name)[
-                scored.position[scored.cu_lens[index] : scored.cu_lens[index + 1]]
-            ]
-            for index in indices
-            if scored.lens[index]
+            getattr(scored.samples[index].signals.teacher, name)[scored.position[entries[own]]]
+            for index, own in zip(indices, owned, strict=True)
+            if own.stop > own.start
         ]
         fields.append(np.concatenate(parts))
     return fields[0], fields[1]

@@ -64,6 +64,14 @@ class Objective(Protocol):
         return "row"
 
     @property
+    def sums_edges(self) -> bool:
+        """Return whether the loss is a sum over scored tokens that read nothing else of their samples.
+
+        Parts of a sample can then be in different micro-batches.
+        """
+        return False
+
+    @property
     def grouped_by(self) -> GroupedBy | None:
         """Return which samples have to be in one step."""
         return None

@@ -193,6 +193,11 @@ class PolicyGradient(TokenObjective):
         return "group" if "group" in units else "rollout" if "rollout" in units else None
 
     @property
+    def sums_edges(self) -> bool:
+        """Return whether no ratio and no weight is of a whole sequence."""
+        return self.terms == "row" and (self.tis_cap is None or self.tis_level == "token")
+
+    @property
     def terms(self) -> Terms:
         of_sequence = (
             "sequence" in (self.ratio_level, self.kl_importance)

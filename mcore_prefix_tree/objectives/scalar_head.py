@@ -64,6 +64,10 @@ class Critic(TokenObjective):
         refuse_unused(self, [(name, has_rewards, "returns=gae") for name in settings])
 
     @property
+    def sums_edges(self) -> bool:
+        return True
+
+    @property
     def grouped_by(self) -> Unit | None:
         return counted_as_one(self.normalise)
 

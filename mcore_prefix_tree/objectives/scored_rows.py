@@ -130,8 +130,8 @@ class Targets:
         """
         entries, local, logical = self._logical(layout, indices)
         chosen = np.asarray(indices, dtype=np.int64)
-        token, flat = layout.places[logical].astype(np.int64), layout.sample_map[logical]
-        predictor = np.where(token < layout.padded_size, layout.predictor[flat], token)
+        token = layout.places[logical].astype(np.int64)
+        predictor = _predictors(layout)[token].astype(np.int64)
         pairs = self._local_pairs(chosen)
         on_device = partial(upload, device=device)
         return Rows(
@@ -144,24 +144,30 @@ class Targets:
             columns={name: on_device(values[entries]) for name, values in self.columns.items()},
             sample_columns={name: on_device(values[chosen]) for name, values in self.sample_columns.items()},
             pairs=on_device(pairs),
-            count=int(self.count[chosen].sum()),
+            count=self.count_in(layout, indices),
             read_by_pairs=(predictor, _pair_of_sample(pairs, len(chosen))[local]) if len(pairs) else None,
         )
 
+    def count_in(self, layout: FlatLayout, indices: Sequence[int]) -> int:
+        """Return a micro-batch's part of the divisor; for arguments see :meth:`rows`."""
+        return int(self.count[np.asarray(indices, dtype=np.int64)].sum()) if layout.counts_samples else 0
+
     def located(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return step index, sample here and flat index, int64 ``[K']`` each, of a micro-batch's scored tokens."""
+        """Return step index, sample here and predictor, int64 ``[K']`` each, of a micro-batch's scored tokens."""
         entries, local, logical = self._logical(layout, indices)
-        return entries, local, layout.sample_map[logical].astype(np.int64)
+        return entries, local, _predictors(layout)[layout.places[logical]].astype(np.int64)
 
     def _logical(self, layout: FlatLayout, indices: Sequence[int]) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return :meth:`located`, but with each token's index among the layout's logical tokens."""
+        """Return :meth:`located`, but with each token's index among the layout's logical tokens for its predictor."""
         assert layout.num_samples == len(indices)
         chosen = np.asarray(indices, dtype=np.int64)
         lens = self.scored.lens[chosen]
         local = np.repeat(np.arange(len(chosen)), lens)
         within = np.arange(len(local)) - (np.cumsum(lens) - lens)[local]
         entries = self.scored.cu_lens[chosen][local] + within
-        return entries, local, layout.cu_sample_lens[local] + self.scored.position[entries]
+        logical = layout.cu_sample_lens[local] + self.scored.position[entries]
+        here = layout.places[logical] >= 0  # all of them, but for a chunk of a layout
+        return entries[here], local[here], logical[here]
 
     def _local_pairs(self, chosen: Int64Array) -> Int64Array:
         """Return int64 ``[Q, 2]``, pairs by their places among the samples ``chosen``, int64 ``[S]``."""
@@ -176,6 +182,12 @@ class Targets:
                 "step with plan_step(together=...)"
             )
         return here[here[:, 0] >= 0]
+
+
+def _predictors(layout: FlatLayout) -> Int64Array:
+    """Return the place of the prediction at each place, int64 ``[P + M]``: a kept edge's is its own."""
+    of_token = layout.edge_predictor
+    return np.append(of_token, np.arange(len(of_token), layout.num_places))
 
 
 def _pair_of_sample(pairs: Int64Array, samples: int) -> Int64Array:

@@ -50,6 +50,10 @@ class SupervisedFineTuning(TokenObjective):
         return counted_as_one(self.normalise)
 
     @property
+    def sums_edges(self) -> bool:
+        return True
+
+    @property
     def output(self) -> Output:
         """Return ``weighted_sum`` for :func:`sft_loss`, whose weights the layouts have."""
         return "weighted_sum" if self.normalise == "token" else "logprobs"

@@ -1,6 +1,7 @@
 """Assignment of a step's samples to micro-batches on ranks."""
 
 from mcore_prefix_tree.plan.bound import Bound, Parts, work_ratios
+from mcore_prefix_tree.plan.carry import Carrying, Chunk
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
 from mcore_prefix_tree.plan.deal import Dealt, deal
 from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
@@ -15,6 +16,8 @@ __all__ = [
     "Ahead",
     "Bound",
     "BudgetError",
+    "Carrying",
+    "Chunk",
     "CostModel",
     "Counts",
     "Dealt",

@@ -2,7 +2,8 @@
 
 In depth-first order the samples of a subtree are neighbours, so micro-batches are made of runs of that order. If a cut
 divides a tree, both sides compute the shared ancestors; every sample still belongs to exactly one micro-batch, so the
-step's gradient does not depend on the cuts. The plan is a function of the samples' content: every rank computes the
+step's gradient does not depend on the cuts. Or a tree is cut anywhere, into chunks that read each other's keys and
+values (:mod:`mcore_prefix_tree.plan.carry`). The plan is a function of the samples' content: every rank computes the
 same one.
 
 Legend: S samples, D data-parallel ranks, K micro-batches per rank.
@@ -12,16 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.plan.balance import RankBins, balance
+from mcore_prefix_tree.plan.carry import (
+    CarriedTree,
+    Carrying,
+    Chunk,
+    carry_tree,
+    first_pass,
+    repeat_units,
+    units_of_path,
+)
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, smallest_budget
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
+from mcore_prefix_tree.utils.choices import OverBudget
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -79,11 +91,22 @@ class ForestPlan:
         micro_batches: indices of the samples of each micro-batch, by data-parallel rank, then by micro-batch; an empty
             tuple is a micro-batch of padding. All ranks have the same number.
         physical_tokens: unique tokens of each micro-batch, before padding; counts an ancestor once per micro-batch that
-            needs it.
+            computes it, but for the first pass over carried tokens.
+        carrying: each rank's chunks of trees above the budget; the micro-batch of a chunk names all samples of its
+            tree. None without any.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     physical_tokens: tuple[tuple[int, ...], ...]
+    carrying: tuple[Carrying, ...] | None = None
+
+    def carrying_of(self, rank: int) -> Carrying | None:
+        return None if self.carrying is None else self.carrying[rank]
+
+    @property
+    def carried_tokens(self) -> int:
+        """Tokens that the first passes of all ranks compute in addition, forward only."""
+        return sum(rank.carried_tokens for rank in self.carrying or ())
 
     @property
     def num_micro_batches(self) -> int:
@@ -106,6 +129,7 @@ def plan_step(
     bubble: float = 0.0,
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
+    over_budget: OverBudget = "repeat",
 ) -> ForestPlan:
     """Plan one step, in as few micro-batches per rank as the budget allows.
 
@@ -126,6 +150,7 @@ def plan_step(
         together: key of each sample; samples with the same key share a micro-batch, None leaves a sample free. The
             micro-batches are then runs of neighbours as even in tokens as can be found, and a cost model only decides
             their distribution over the ranks.
+        over_budget: way to cut a tree above ``max_tokens``; samples that stay together are not carried.
 
     Raises:
         BudgetError: a sample, or samples that stay together, have more than ``max_tokens`` unique tokens, or
@@ -136,6 +161,23 @@ def plan_step(
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
+    if over_budget != "repeat" and together is None:
+        carrying = partial(
+            _carry_plan,
+            samples,
+            micro_batches=micro_batches,
+            max_tokens=max_tokens,
+            dp_size=dp_size,
+            micro_batch_multiple=micro_batch_multiple,
+            cost_model=cost_model,
+            sharing=sharing,
+        )
+        trees = _carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget)
+        try:
+            if trees:
+                return carrying(trees)
+        except BudgetError:  # full chunks are fewer, and carry more
+            return carrying(_carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget, full=True))
     order, shared, lengths = _in_order(samples, max_tokens, sharing)
     fresh = lengths - shared
     if together is not None:
@@ -171,10 +213,25 @@ def fewest_micro_batches(
     max_tokens: int,
     dp_size: int = 1,
     micro_batch_multiple: int = 1,
+    cost_model: CostModel | None = None,
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
+    over_budget: OverBudget = "repeat",
 ) -> int:
     """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
+    if over_budget != "repeat" and together is None:
+        trees = _carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget, full=True)
+        if trees:
+            plan = _carry_plan(
+                samples,
+                trees,
+                max_tokens=max_tokens,
+                dp_size=dp_size,
+                micro_batch_multiple=micro_batch_multiple,
+                cost_model=cost_model,
+                sharing=sharing,
+            )
+            return plan.num_micro_batches
     order, shared, lengths = _in_order(samples, max_tokens, sharing)
     if together is None:
         return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
@@ -182,6 +239,89 @@ def fewest_micro_batches(
     clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
     _check_clusters(clusters, samples, order, max_tokens)
     return _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
+
+
+def _carried_trees(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    dp_size: int,
+    sharing: Sharing,
+    cost_model: CostModel | None,
+    over_budget: OverBudget,
+    *,
+    full: bool = False,
+) -> list[CarriedTree]:
+    """Return the trees above the budget that are cut into chunks.
+
+    With ``auto`` these are the trees with a sample above the budget, and those that cost less in chunks without being
+    more than a rank's share of the step: samples can be on all ranks, chunks of a tree on one.
+    """
+    order, shared = sort_samples(samples, sharing)
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    roots = np.flatnonzero(shared == 0)
+    share = int((units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)).sum()) / dp_size
+    trees = []
+    for start, end in zip(roots.tolist(), [*roots[1:].tolist(), len(order)], strict=True):
+        own = slice(start, end)
+        if int((lengths - shared)[own].sum()) <= max_tokens:
+            continue
+        tree = carry_tree(tuple(order[own].tolist()), shared[own], lengths[own], max_tokens, cost_model, full=full)
+        repeated = repeat_units(shared[own], lengths[own], max_tokens, cost_model)
+        if (
+            over_budget == "carry"
+            or repeated is None
+            or (tree.units < repeated and (dp_size == 1 or tree.units <= share))
+        ):
+            trees.append(tree)
+    return trees
+
+
+def _carry_plan(
+    samples: Sequence[Sample],
+    trees: Sequence[CarriedTree],
+    *,
+    max_tokens: int,
+    dp_size: int,
+    micro_batch_multiple: int,
+    cost_model: CostModel | None,
+    sharing: Sharing,
+    micro_batches: int | None = None,
+) -> ForestPlan:
+    """Plan a step with trees in chunks: the dearest tree to the lightest rank; the other samples as without them."""
+    carried = {index for tree in trees for index in tree.samples}
+    rest = [index for index in range(len(samples)) if index not in carried]
+    ranks: list[list[CarriedTree]] = [[] for _ in range(dp_size)]
+    for tree in sorted(trees, key=lambda tree: -tree.units):
+        min(ranks, key=lambda rank: sum(one.units for one in rank)).append(tree)
+    others = plan_step(
+        [samples[index] for index in rest],
+        max_tokens=max_tokens,
+        dp_size=dp_size,
+        cost_model=cost_model,
+        sharing=sharing,
+    )
+    # The most other tokens to the rank with the fewest chunks.
+    by_tokens = sorted(range(dp_size), key=lambda rank: -sum(others.physical_tokens[rank]))
+    by_chunks = sorted(range(dp_size), key=lambda rank: sum(len(tree.chunks) for tree in ranks[rank]))
+    rows: list[list[tuple[tuple[int, ...], int, Chunk | None]]] = [[] for _ in range(dp_size)]
+    for rank, other in zip(by_chunks, by_tokens, strict=True):
+        for tree in ranks[rank]:
+            rows[rank] += [(tree.samples, chunk.end - chunk.start, chunk) for chunk in tree.chunks[::-1]]
+        whole = zip(others.micro_batches[other], others.physical_tokens[other], strict=True)
+        rows[rank] += [(tuple(rest[index] for index in own), tokens, None) for own, tokens in whole if own]
+    fewest = max(1, -(-max(map(len, rows)) // micro_batch_multiple)) * micro_batch_multiple
+    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
+    rows = [row + [((), 0, None)] * (per_rank - len(row)) for row in rows]
+    passes = max(sum(len(list(first_pass(tree.chunks, max_tokens))) for tree in rank) for rank in ranks)
+    passes = -(-passes // micro_batch_multiple) * micro_batch_multiple
+    return ForestPlan(
+        micro_batches=tuple(tuple(own for own, _, _ in row) for row in rows),
+        physical_tokens=tuple(tuple(tokens for _, tokens, _ in row) for row in rows),
+        carrying=tuple(
+            Carrying(chunks=tuple(chunk for _, _, chunk in row), first_pass=passes, max_tokens=max_tokens)
+            for row in rows
+        ),
+    )
 
 
 def _in_order(

@@ -20,6 +20,7 @@ def make_source(
     names: FieldNames | None = None,
     limits: Mapping[str, int] | None = None,
     options: LineOptions | None = None,
+    whole_samples: bool = True,
 ) -> Source:
     """Return the source of a recipe's samples.
 
@@ -30,6 +31,7 @@ def make_source(
         limits: further limits of a sample's tokens, by the name of their setting.
         options: settings that the samples of a line depend on, if they are known already; by default the tokenizer is
             loaded for them.
+        whole_samples: whether a micro-batch holds whole samples, so that one above ``batch.max_tokens`` is refused.
 
     Raises:
         RecipeError: the vocabulary is too small for the tokenizer.
@@ -43,7 +45,7 @@ def make_source(
             recipe.model,
             () if objective is None else objective.renderings,
             names or FieldNames(given=data.fields),
-            {"batch.max_tokens": batch.max_tokens, **(limits or {})},
+            ({"batch.max_tokens": batch.max_tokens} if whole_samples else {}) | dict(limits or {}),
         )
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,

@@ -30,7 +30,7 @@ from mcore_prefix_tree.settings.value_types import (
     local,
 )
 from mcore_prefix_tree.trie import Sharing
-from mcore_prefix_tree.utils.choices import OnError, Order, Share
+from mcore_prefix_tree.utils.choices import OnError, Order, OverBudget, Share
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.objectives import Objective
@@ -136,6 +136,10 @@ class BatchConfig(Section):
             ``global_batch_size``, over all ranks, of any sizes. Rollouts that become one sample per turn
             (``data.expand_turns``) usually need it.
         max_tokens: number of physical tokens that a micro-batch may hold, before padding.
+        over_budget: way to cut a tree above ``max_tokens``. ``repeat`` cuts between samples, and each side computes
+            their common tokens. ``carry`` cuts anywhere, within a sample too: a side reads keys and values of the
+            others, and tokens that others read run forward once more. ``auto`` takes the cheaper way, and ``carry`` for
+            a sample above ``max_tokens``.
         share: ``all`` shares every common prefix; ``prompt`` only tokens before the first scored one, so that each
             completion is computed separately. Either is exact.
         min_shared_tokens: number of tokens below which a common prefix is not shared.
@@ -148,6 +152,7 @@ class BatchConfig(Section):
     """
 
     max_tokens: PositiveInt
+    over_budget: OverBudget = "auto"
     global_batch_size: PositiveInt | None = None
     groups_per_step: PositiveInt | None = None
     share: Share = "all"

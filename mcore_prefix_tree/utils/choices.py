@@ -10,6 +10,8 @@ OnError = Literal["raise", "skip"]
 Order = Literal["shuffled", "folded", "file"]
 # Which common prefixes samples share.
 Share = Literal["all", "prompt"]
+# How a tree above ``batch.max_tokens`` is cut: each side computes common tokens again, or reads their keys and values.
+OverBudget = Literal["repeat", "carry", "auto"]
 # How the texts of two tokenizers are aligned.
 Aligner = Literal["bytes", "dynamic"]
 # Input of a teacher with another tokenizer.

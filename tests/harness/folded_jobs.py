@@ -63,6 +63,7 @@ class Job:
     config: tuple[tuple[str, Any], ...] = ()
     pattern: str | None = None  # of a HybridModel
     vocab_size: int = VOCAB
+    over_budget: str = "repeat"
     double: bool = False  # compute in fp64 what upstream takes to fp32
 
 
@@ -79,8 +80,12 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
 
     from harness.models import Trainer, tiny_gpt_config
     from harness.weights import local_parts
+    from mcore_prefix_tree.layout import Padding
     from mcore_prefix_tree.mcore import with_edge_head
+    from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
+    from mcore_prefix_tree.mcore.engine.folding import Folding
     from mcore_prefix_tree.mcore.engine.forward_step import forward_step
+    from mcore_prefix_tree.mcore.engine.pipeline import run_before
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
     from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 
@@ -89,19 +94,38 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     if job.way != "logits":
         chunks = [with_multi_token(with_edge_head(chunk)) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
+    rank = parallel_state.get_data_parallel_rank()
     plan = plan_step(
         samples,
         max_tokens=job.max_tokens,
         dp_size=parallel_state.get_data_parallel_world_size(),
         micro_batch_multiple=layout.pp if layout.vpp else 1,
+        over_budget=job.over_budget,  # type: ignore[arg-type]
     )
+    if plan.carrying is not None:
+        folding = Folding(
+            max_tokens=job.max_tokens,
+            dp_size=1,
+            cost_model=None,
+            device=torch.device("cpu"),
+            padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+            attention_backend=job.backend,
+            only_supervised=job.way != "logits",
+        )
+        batches = fold_carrying(samples, plan.micro_batches[rank], plan.carrying[rank], folding, train=True)
+        run_before(trainer.chunks, batches)
+        with in_precision_of(job):
+            reported = trainer.backward(
+                functools.partial(forward_step, readout=supervised(job.way)), batches, seq_length=1
+            )
+        return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), len(batches)
     layouts = [
         fold(
             [samples[i] for i in indices],
             pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1,
             depths=config.mtp_num_layers or 0,
         )
-        for indices in plan.micro_batches[parallel_state.get_data_parallel_rank()]
+        for indices in plan.micro_batches[rank]
     ]
     batches = [
         MicroBatch.from_layout(

@@ -14,6 +14,7 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, make_targets
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
+from mcore_prefix_tree.plan import Carrying
 from mcore_prefix_tree.sample import Sample
 
 
@@ -65,14 +66,15 @@ class HeldOut:
         self._samples = list(chain.from_iterable(groups))
         self._targets = make_targets(job, self._samples)
         self._totals = Totals(job)
-        # Of each part this rank's micro-batches, as indices into all samples.
-        self._parts = []
+        # Of each part this rank's micro-batches, as indices into all samples, and its chunks of trees.
+        self._parts: list[tuple[list[tuple[int, ...]], Carrying | None]] = []
         self._physical_tokens = 0
         for part in _parts(groups, per_step, by_group=by_group):
             own = self._samples[part.start : part.stop]
             plan = job.folding.plan(own, together=job.objective.together(own))
             mine = plan.micro_batches[job.dp_rank]
-            self._parts.append([tuple(part.start + index for index in indices) for indices in mine])
+            cut = [tuple(part.start + index for index in indices) for indices in mine]
+            self._parts.append((cut, plan.carrying_of(job.dp_rank)))
             self._physical_tokens += sum(map(sum, plan.physical_tokens))
 
     def evaluate(self, chunks: Sequence[torch.nn.Module], iteration: int) -> Evaluation:
@@ -84,13 +86,12 @@ class HeldOut:
         """
         started = time.perf_counter()
         reported = []
-        for cut in self._parts:
-            folded = self._job.hook.before_step(
-                fold_micro_batches(self._samples, cut, self._job, self._targets), self._job.forward(chunks)
-            )
+        for cut, carrying in self._parts:
+            batches = fold_micro_batches(self._samples, cut, self._job, self._targets, carrying)
+            folded = self._job.hook.before_step(batches, self._job.forward(chunks))
             with torch.no_grad():
                 reported += run_schedule(chunks, folded, self._job.forward_step, forward_only=True)
-        check_finite(reported, list(chain.from_iterable(self._parts)), self._samples, self._job)
+        check_finite(reported, [own for cut, _ in self._parts for own in cut], self._samples, self._job)
         loss, metrics = self._totals.of(reported, {} if self._targets is None else self._targets.metrics)
         return Evaluation(
             iteration=iteration,

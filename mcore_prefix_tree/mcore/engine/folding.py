@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.attention import Case
@@ -13,9 +16,10 @@ from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
-from mcore_prefix_tree.plan import CostModel, ForestPlan, fewest_micro_batches, plan_step
+from mcore_prefix_tree.plan import BudgetError, CostModel, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie, sort_samples
+from mcore_prefix_tree.utils.choices import OverBudget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class Folding:
         config: megatron-core's ``TransformerConfig`` of the model, which routes of samples have to fit; None leaves
             them to the model.
         depths: number of depths of multi-token prediction that the job trains.
+        over_budget: way to cut trees above ``max_tokens``; see :func:`mcore_prefix_tree.plan.plan_step`.
+        why_repeat: reason why it is ``repeat``, for the message about a sample above ``max_tokens``.
 
     Raises:
         ValueError: no length bucket holds ``max_tokens``; raised on construction.
@@ -55,6 +61,8 @@ class Folding:
     head_chunk_rows: int | None = None
     config: Any = None
     depths: int = 0
+    over_budget: OverBudget = "repeat"
+    why_repeat: str = ""
 
     def __post_init__(self) -> None:
         self.padding.check_holds(self.max_tokens)
@@ -73,6 +81,12 @@ class Folding:
         if self.config is not None:
             for sample in samples:
                 check_sample_routes(self.config, sample)
+        with self._explained(samples):
+            return self._planned(samples, micro_batches, together)
+
+    def _planned(
+        self, samples: Sequence[Sample], micro_batches: int | None, together: Sequence[Hashable] | None
+    ) -> ForestPlan:
         return plan_step(
             samples,
             max_tokens=self.max_tokens,
@@ -83,18 +97,41 @@ class Folding:
             bubble=self.bubble,
             sharing=self.sharing,
             together=together,
+            over_budget=self._over_budget(samples),
         )
+
+    def _over_budget(self, samples: Sequence[Sample]) -> OverBudget:
+        """Return the way to cut these samples: those with sampling masks stay whole."""
+        return "repeat" if _are_masked(samples) else self.over_budget
+
+    @contextmanager
+    def _explained(self, samples: Sequence[Sample]) -> Iterator[None]:
+        """Add to a BudgetError why keys and values are not carried."""
+        try:
+            yield
+        except BudgetError as error:
+            why = "field 'sampling_mask' needs whole samples" if _are_masked(samples) else self.why_repeat
+            if not why:
+                raise
+            raise BudgetError(f"{error} (batch.over_budget=carry is not possible: {why})") from None
 
     def fewest_micro_batches(self, samples: Sequence[Sample], *, together: Sequence[Hashable] | None = None) -> int:
         """Return the number of micro-batches each rank needs for a step; for arguments and errors see :meth:`plan`."""
-        return fewest_micro_batches(
-            samples,
-            max_tokens=self.max_tokens,
-            dp_size=self.dp_size,
-            micro_batch_multiple=self.micro_batch_multiple,
-            sharing=self.sharing,
-            together=together,
-        )
+        with self._explained(samples):
+            return fewest_micro_batches(
+                samples,
+                max_tokens=self.max_tokens,
+                dp_size=self.dp_size,
+                micro_batch_multiple=self.micro_batch_multiple,
+                cost_model=self.cost_model,
+                sharing=self.sharing,
+                together=together,
+                over_budget=self._over_budget(samples),
+            )
+
+    def repeating(self, why: str) -> Folding:
+        """Return the folding for a use that needs whole samples; ``why`` completes a message about a long one."""
+        return replace(self, over_budget="repeat", why_repeat=why)
 
     def physical_tokens(self, samples: Sequence[Sample]) -> int:
         """Count the unique tokens of a micro-batch of these samples, before padding."""
@@ -115,20 +152,30 @@ class Folding:
     def micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
         """Fold a micro-batch of a planned step on the host, without a call to the device: any thread may run it."""
         layout = self.layout(samples)
+        batch = self.with_settings(layout, needed=layout.edge_weight != 0 if self.only_supervised else None)
+        plan_attention(batch, self.attention_backend, self.attention_cases)
+        return batch
+
+    def with_settings(self, layout: FlatLayout, *, needed: npt.NDArray[np.bool_] | None) -> MicroBatch:
+        """Return the micro-batch of a layout, without plans of attention; ``needed`` as in :class:`MicroBatch`."""
         batch = MicroBatch.from_layout(
             layout,
             attention_backend=self.attention_backend,
             deterministic_attention=self.deterministic_attention,
-            needed=layout.edge_weight != 0 if self.only_supervised else None,
+            needed=needed,
             head_chunk_rows=self.head_chunk_rows,
         )
-        plan_attention(batch, self.attention_backend, self.attention_cases)
         return replace(batch, routes_fit=self.config is not None)
+
+
+def _are_masked(samples: Sequence[Sample]) -> bool:
+    return any(sample.signals.sampling_mask is not None for sample in samples)
 
 
 def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:
     """Make a back-end's plans of a micro-batch's tree for calls of these cases, and keep them with the tree."""
     for params in (batch.packed_seq_params, *batch.packed_seq_params.depths):
-        assert params.tree_metadata is not None, "a folded micro-batch has it"
+        metadata = params.tree_metadata if params.carry is None else params.carry.keys
+        assert metadata is not None, "a folded micro-batch has it"
         for case in cases:
-            load_backend(backend).plan(params.tree_metadata, case)
+            load_backend(backend).plan(metadata, case)

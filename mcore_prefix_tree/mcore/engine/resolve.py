@@ -10,17 +10,21 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
+from mcore_prefix_tree.mcore.engine.carried_trees import why_not_carried
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.settings import Recipe
+from mcore_prefix_tree.settings import Recipe, RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs."""
+    """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs.
+
+    ``whole_samples`` is the reason why the door has micro-batches of whole samples only; None if it cuts them, too.
+    """
 
     settings: Recipe
     device: torch.device
@@ -28,11 +32,15 @@ class Run:
     work: ModelWork
     micro_batch_multiple: int
     measured: tuple[Measured, ...] = ()
+    whole_samples: str | None = None
 
-    def make_folding(self) -> Folding:
-        """Return the folding, back-end open; raise RecipeError if length buckets do not fit the budget or layout."""
+    def make_folding(self, objective: Objective | None = None, config: Any = None) -> Folding:
+        """Return the folding, back-end open; without an objective its micro-batches hold whole samples.
+
+        Raises RecipeError if length buckets do not fit the budget or layout, or ``batch.over_budget`` is not possible.
+        """
         settings, cost_model = self.settings, CostModel.from_work(self.work)
-        return Folding(
+        folding = Folding(
             max_tokens=settings.batch.max_tokens,
             dp_size=self.dp_size,
             cost_model=cost_model.calibrated(self.measured) if self.measured else cost_model,
@@ -46,6 +54,7 @@ class Run:
             only_supervised=settings.fused_head,
             head_chunk_rows=settings.head_chunk_rows,
         )
+        return folding if objective is None else self._carrying(folding, objective, config)
 
     def make_job(
         self,
@@ -67,24 +76,37 @@ class Run:
             ValueError: the back-end does not support the run; the message names those that do.
         """
         settings, device = self.settings, self.device
-        folding, deterministic = self.make_folding(), settings.deterministic_attention
+        folding, deterministic = self.make_folding(objective, config), settings.deterministic_attention
         backend = resolve_backend(
             settings.attention_backend, config, first_step, device=device, deterministic=deterministic, say=say
         )
         cases = attention_cases_of_model(config, device=device, deterministic=deterministic)
+        folding = replace(
+            folding,
+            attention_backend=backend,
+            attention_cases=cases,
+            config=config,
+            # Their losses are scaled to a sum over tokens.
+            depths=(config.mtp_num_layers or 0) if objective.is_weighted_sum else 0,
+        )
         return Job(
             objective=objective,
-            folding=replace(
-                folding,
-                attention_backend=backend,
-                attention_cases=cases,
-                config=config,
-                # Their losses are scaled to a sum over tokens.
-                depths=(config.mtp_num_layers or 0) if objective.is_weighted_sum else 0,
-            ),
+            folding=folding,
             dp_rank=parallel_state.get_data_parallel_rank(),
             config=config,
             work=self.work,
             is_local=settings.model.transformer_impl == "local",
             fused_head=settings.fused_head,
         )
+
+    def _carrying(self, folding: Folding, objective: Objective, config: Any) -> Folding:
+        """Return the folding with its way of trees above the budget; raise RecipeError for one that is not possible."""
+        asked = self.settings.batch.over_budget
+        if asked == "repeat":
+            return folding.repeating("batch.over_budget=repeat")
+        why = self.whole_samples or why_not_carried(config, objective)
+        if why is None:
+            return replace(folding, over_budget=asked)
+        if asked == "carry":
+            raise RecipeError(f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=repeat")
+        return folding.repeating(why)

@@ -113,6 +113,8 @@ def write_scores(
         SampleError, OSError: see :func:`rows_file`.
     """
     main = next(iter(readouts))
+    if record_routes or not all(isinstance(readout, Logprobs | Values) for readout in readouts.values()):
+        folding = folding.repeating("top tokens and experts are written of whole samples")
     with rows_file(output) if is_main_rank() else nullcontext() as writer:
         for samples in batches(order, per_step):
             step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)

@@ -7,8 +7,9 @@ on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +18,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.pipeline import forward_only
 from mcore_prefix_tree.mcore.outputs import ExportedRows, Readout, SampleScores, TopLogprobs, Values
@@ -72,12 +76,16 @@ class ScoringStep:
     ) -> ScoringStep:
         """Plan and fold samples, the same on every rank; in a training step's order they are planned as that step."""
         folding = replace(folding, only_supervised=not all_tokens)
-        plan = folding.plan(samples)
-        mine = plan.micro_batches[parallel_state.get_data_parallel_rank()]
+        plan, rank = folding.plan(samples), parallel_state.get_data_parallel_rank()
+        mine, carrying = plan.micro_batches[rank], plan.carrying_of(rank)
+        if carrying is None:
+            batches = [folding.micro_batch([samples[index] for index in indices]) for indices in mine]
+        else:
+            batches = fold_carrying(samples, mine, carrying, folding, train=False)
         return cls(
             samples=samples,
             sample_index=mine,
-            micro_batches=[folding.micro_batch([samples[index] for index in indices]) for indices in mine],
+            micro_batches=batches,
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             all_tokens=all_tokens,
             for_main_rank=for_main_rank,
@@ -99,9 +107,11 @@ class ScoringStep:
             refuse_routes(self.samples, "a critic or reward model")
         own: dict[int, S] = {}
         found = forward_only(chunks, self.micro_batches, readout, readout.flat)
-        for number, flat in enumerate(found):
-            layout = self.micro_batches[number].layout
-            for place, index in enumerate(self.sample_index[number]):
+        for batch in self.micro_batches:
+            if batch.packed_seq_params.carry is not None:
+                batch.packed_seq_params.carry.store.clear()
+        for layout, flat, indices in self._joined(found, readout):
+            for place, index in enumerate(indices):
                 tokens = layout.sample_tokens(place)
                 scored = layout.predictor[tokens] >= 0
                 if not self.all_tokens:
@@ -119,6 +129,17 @@ class ScoringStep:
             return []
         together: dict[int, S] = {index: one for part in of_all for index, one in part.items()}
         return [together[index] for index in range(len(self.samples))]
+
+    def _joined(self, flats: Sequence[Any], readout: Any) -> Iterator[tuple[FlatLayout, Any, tuple[int, ...]]]:
+        """Yield layout, output and samples of each micro-batch, or of all chunks of a tree together."""
+        found = zip((batch.layout for batch in self.micro_batches), flats, self.sample_index, strict=False)
+        for _, group in groupby(found, key=lambda one: id(getattr(one[0], "whole", one[0]))):
+            parts = list(group)
+            layout, flat, indices = parts[0]
+            if isinstance(layout, ChunkLayout):
+                flat = readout.joined([one for one, _, _ in parts], [one for _, one, _ in parts])
+                layout = layout.whole
+            yield layout, flat, indices
 
 
 def on_main_rank_only(value: T) -> list[T] | None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from mcore_prefix_tree.data.batches import SampleOrder, SampleStream
+from mcore_prefix_tree.mcore.engine.carried_trees import count_carried_bytes, fold_carrying
 from mcore_prefix_tree.mcore.engine.forward_step import with_rows
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Targets
-from mcore_prefix_tree.plan import Ahead
+from mcore_prefix_tree.plan import Ahead, Carrying
 from mcore_prefix_tree.plan.step_ratios import tokens_without_routes
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.errors import naming_memory
@@ -26,6 +27,8 @@ class FoldedStep:
         sample_index: indices of the samples of each of this rank's micro-batches.
         micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
+        carried_tokens: tokens of all ranks that a first pass computes in addition, forward only.
+        carried_bytes: most memory that their keys and values take on a rank.
         metrics: metrics that are known before the step runs, as (sum, weight), the same on every rank: the objective's,
             and what the fold ratio would be without routes.
         seconds: time that this rank took to plan and to fold.
@@ -35,6 +38,8 @@ class FoldedStep:
     sample_index: tuple[tuple[int, ...], ...]
     micro_batches: list[MicroBatch]
     physical_tokens: int
+    carried_tokens: int = 0
+    carried_bytes: int = 0
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -63,15 +68,18 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
         plan = job.folding.plan(samples, micro_batches=micro_batches, together=job.objective.together(samples))
         mine = plan.micro_batches[job.dp_rank]
         metrics = {} if targets is None else dict(targets.metrics)
-        cuts = ([samples[index] for index in cut] for rank in plan.micro_batches for cut in rank)
+        # All chunks of a tree above the budget name the same samples.
+        cuts = ([samples[index] for index in cut] for rank in plan.micro_batches for cut in dict.fromkeys(rank))
         unrouted = tokens_without_routes(cuts, job.folding.sharing)
         if unrouted is not None:
             metrics["fold_ratio_without_routes"] = (sum(map(len, samples)), unrouted)
         return FoldedStep(
             samples=samples,
             sample_index=mine,
-            micro_batches=fold_micro_batches(samples, mine, job, targets),
+            micro_batches=fold_micro_batches(samples, mine, job, targets, plan.carrying_of(job.dp_rank)),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
+            carried_tokens=plan.carried_tokens,
+            carried_bytes=count_carried_bytes(plan, job.folding),
             metrics=metrics,
             seconds=time.perf_counter() - started,
         )
@@ -83,10 +91,17 @@ def make_targets(job: Job, samples: Sequence[Sample]) -> Targets | None:
 
 
 def fold_micro_batches(
-    samples: Sequence[Sample], cut: Sequence[Sequence[int]], job: Job, targets: Targets | None
+    samples: Sequence[Sample],
+    cut: Sequence[Sequence[int]],
+    job: Job,
+    targets: Targets | None,
+    carrying: Carrying | None = None,
 ) -> list[MicroBatch]:
     """Fold micro-batches, with the rows that the loss reads; ``cut`` has the indices of each one's samples."""
-    batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
+    if carrying is None:
+        batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
+    else:
+        batches = fold_carrying(samples, cut, carrying, job.folding, train=True)
     if targets is not None:
         batches = [
             with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)

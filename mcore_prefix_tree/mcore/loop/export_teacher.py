@@ -83,7 +83,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
             device=joined.device,
             say=logger.info,
         )
-        folding = _folding(joined, model, recipe.batch.sharing)
+        folding = _folding(joined, model, recipe.batch.sharing).repeating("rows of a teacher are of whole samples")
         readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=tokens))
         names = FieldNames(given=recipe.data.fields)
         report = ScoreReport(

@@ -16,6 +16,7 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
+from mcore_prefix_tree.mcore.engine.carried_trees import why_not_carried
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.resolve import Run
 from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
@@ -31,6 +32,7 @@ from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.settings import Recipe, RecipeError
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 from mcore_prefix_tree.settings.sample_source import make_source
+from mcore_prefix_tree.settings.sections import BatchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,11 @@ class Data:
     skipped: Skipped
 
 
+def cuts_samples(batch: BatchConfig, config: Any, objective: Objective | None) -> bool:
+    """Return whether samples above ``batch.max_tokens`` are cut; without an objective they are only scored."""
+    return batch.over_budget != "repeat" and why_not_carried(config, objective) is None
+
+
 def read_data(
     session: Session,
     objective: Objective | None,
@@ -52,6 +59,7 @@ def read_data(
     keeps_others: bool = False,
     checked: bool = False,
     is_scored: bool = True,
+    whole_samples: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Data:
     """Read a recipe's samples; all ranks together.
@@ -62,6 +70,7 @@ def read_data(
         keeps_others: whether samples carry the fields that are not read.
         checked: whether to check before the first step that no sample lacks a field that the objective reads.
         is_scored: whether at least one token has to be scored.
+        whole_samples: see :func:`make_source`; None follows from model and objective.
         progress: function that receives the bytes read and their total, for streamed samples.
 
     Raises:
@@ -72,7 +81,16 @@ def read_data(
     """
     recipe = session.recipe
     names = FieldNames(given=recipe.data.fields, keeps_others=keeps_others)
-    source = make_source(recipe, objective, ranks=all_ranks(), every_sample=every_sample, names=names)
+    if whole_samples is None:
+        whole_samples = objective is None or not cuts_samples(recipe.batch, session.config, objective)
+    source = make_source(
+        recipe,
+        objective,
+        ranks=all_ranks(),
+        every_sample=every_sample,
+        names=names,
+        whole_samples=whole_samples,
+    )
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
         order, skipped = source.read(check=check, progress=progress, is_scored=is_scored)

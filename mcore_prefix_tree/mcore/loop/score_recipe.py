@@ -10,7 +10,7 @@ import torch
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, make_readouts, write_scores
-from mcore_prefix_tree.mcore.loop.resolve_recipe import read_data, resolve
+from mcore_prefix_tree.mcore.loop.resolve_recipe import cuts_samples, read_data, resolve
 from mcore_prefix_tree.mcore.loop.session import session
 from mcore_prefix_tree.mcore.models.bridge import load_folder
 from mcore_prefix_tree.mcore.models.lora import load_start
@@ -83,8 +83,17 @@ def run_score(
         objective = make_bound_objective(recipe)
         # The objective's fields are not checked: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
-        data = read_data(joined, grouping, every_sample=True, keeps_others=True, is_scored=options.reads_mask(kind))
+        cut = not record_routes and teacher_top_k is None and cuts_samples(recipe.batch, joined.config, None)
+        data = read_data(
+            joined,
+            grouping,
+            every_sample=True,
+            keeps_others=True,
+            is_scored=options.reads_mask(kind),
+            whole_samples=not cut,
+        )
         run = resolve(joined, objective, data)
+        over_budget = recipe.batch.over_budget if cut else "repeat"
         models = {column: run.new_model() for column in weights}
         for column, one in weights.items():
             one.fill(models[column], names[column], run.recipe.model)
@@ -100,7 +109,7 @@ def run_score(
             make_readouts(options, kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
             report,
             per_step=recipe.batch.per_step,
-            folding=run.job.folding,
+            folding=replace(run.job.folding, over_budget=over_budget),
             names=FieldNames(given=recipe.data.fields),
             all_tokens=all_tokens,
             record_routes=record_routes,

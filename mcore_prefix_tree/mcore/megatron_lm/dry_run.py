@@ -44,7 +44,8 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         ArgumentError: a step does not fit its micro-batches.
         SampleError: the data is bad.
     """
-    folding, objective = make_folding_from_args(args, device=torch.device("cpu")), make_objective_from_args(args)
+    objective = make_objective_from_args(args)
+    folding = make_folding_from_args(args, objective, device=torch.device("cpu"))
     order = training_order(args, objective)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
@@ -85,6 +86,11 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         f"  data-parallel rank {rank}: {_dealt(batches, sizes)}"
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
+    if plan.carrying is not None:
+        lines.append(
+            f"first step: {plan.carried_tokens} tokens run forward once more, in {plan.carrying[0].first_pass} "
+            "micro-batches on each rank, and chunks of trees above the budget read their keys and values"
+        )
     lines += _idle(plan)
     lines.append(f"first step: {_filled(plan, folding.max_tokens)}")
     if largest > args.micro_batch_size:
@@ -149,7 +155,8 @@ def _expected(
     args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
 ) -> ExpectedSpeedup:
     """Return the speed-up to expect of a step of all ranks, by FLOPs."""
-    cuts = [batch for rank in plan.micro_batches for batch in rank]
+    # Once per tree, however many chunks it has.
+    cuts = dict.fromkeys(batch for rank in plan.micro_batches for batch in rank)
     return count_model_work(args).expected_speedup(
         [folding.layout([samples[index] for index in batch]) for batch in cuts]
     )

@@ -31,9 +31,12 @@ def make_job_from_args(
     return run.make_job(objective, core_transformer_config_from_args(args), first_step, say=print_rank_0)
 
 
-def make_folding_from_args(args: argparse.Namespace, *, device: torch.device) -> Folding:
+def make_folding_from_args(
+    args: argparse.Namespace, objective: Objective | None = None, *, device: torch.device
+) -> Folding:
     """Return the folding that validated arguments describe; see :meth:`Run.make_folding`."""
-    return describe_run(args, device=device).make_folding()
+    config = None if objective is None else core_transformer_config_from_args(args)
+    return describe_run(args, device=device).make_folding(objective, config)
 
 
 def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
@@ -47,7 +50,15 @@ def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
         dp_size=args.data_parallel_size,
         work=count_model_work(args),
         micro_batch_multiple=stages if in_stages else 1,
+        whole_samples=_why_whole_samples(args),
     )
+
+
+def _why_whole_samples(args: argparse.Namespace) -> str | None:
+    """Return why a job's micro-batches hold whole samples only, None if trees above the budget may be cut."""
+    if args.pipeline_model_parallel_size > 1:
+        return "Megatron-LM's loop has one schedule a step, and pipeline stages need another for the first pass"
+    return None if hybrid_pattern(args) is None else "layers of the model carry a state along the path"
 
 
 def count_model_work(args: argparse.Namespace) -> ModelWork:

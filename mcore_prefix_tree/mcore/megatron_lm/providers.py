@@ -57,7 +57,8 @@ def read_order(
     """
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
     check = None if objective.is_weighted_sum else partial(check_samples, objective)
-    source = make_source_from_args(args, paths, order, objective, names=names)
+    whole = make_folding_from_args(args, objective, device=device_of_this_rank()).over_budget == "repeat"
+    source = make_source_from_args(args, paths, order, objective, names=names, whole_samples=whole)
     with spelled({"data.path": "validation.path"} if validates else {}):
         samples, skipped = source.read(check=check, progress=ReadingProgress())
     if skipped:
@@ -66,7 +67,13 @@ def read_order(
 
 
 def make_source_from_args(
-    args: argparse.Namespace, paths: Sequence[str], order: Order, objective: Objective | None, *, names: FieldNames
+    args: argparse.Namespace,
+    paths: Sequence[str],
+    order: Order,
+    objective: Objective | None,
+    *,
+    names: FieldNames,
+    whole_samples: bool = True,
 ) -> Source:
     """Return the source of the files' samples; without an objective it reads no group, rollout or pair."""
     recipe = read_recipe(args)
@@ -76,7 +83,9 @@ def make_source_from_args(
         model=replace(recipe.model, vocab_size=vocab_size_without_padding(args)),
     )
     limits = {"--seq-length": args.seq_length}
-    return source_of_recipe(recipe, objective, ranks=all_ranks(), names=names, limits=limits)
+    return source_of_recipe(
+        recipe, objective, ranks=all_ranks(), names=names, limits=limits, whole_samples=whole_samples
+    )
 
 
 def training_order(args: argparse.Namespace, objective: Objective) -> SampleOrder:
@@ -138,8 +147,8 @@ class TreeDatasetsProvider:
         config_in_provider(args)
         device = device_of_this_rank()
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        folding = make_folding_from_args(args, device=device)
         objective = self._objective = self._objective or make_objective_from_args(args)
+        folding = make_folding_from_args(args, objective, device=device)
         train = None
         if not args.skip_train:
             if self._training is None:

@@ -5,6 +5,7 @@ Legend: P padded tokens, M kept edges, R rows, D distributions over kept sets, n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.tree_chunks import join_scores
 from mcore_prefix_tree.logprob import Head, edge_logprobs, head_logprobs
 from mcore_prefix_tree.mcore.outputs.readout import FloatArray, SampleScores, VocabularyReadout, split_logits
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
@@ -67,10 +70,19 @@ class Logprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor | None]]):
         """Read both onto the host, ``[P + M]`` each; the entropies also stand at the predicted tokens."""
         logprob, entropy = self.read(output, batch)
         if entropy is not None:
-            at_kept = entropy[batch.layout.padded_size :]
+            behind = len(batch.layout.edge_predictor)
+            at_kept = entropy[behind:]
             entropy = batch.edges.at_tokens(entropy[batch.edges.predictor])
-            entropy[batch.layout.padded_size :] = at_kept
+            entropy[behind:] = at_kept
         return logprob.cpu().numpy(), None if entropy is None else entropy.cpu().numpy()
+
+    def joined(
+        self, layouts: Sequence[FlatLayout], flats: Sequence[tuple[FloatArray, FloatArray | None]]
+    ) -> tuple[FloatArray, FloatArray | None]:
+        """Return :meth:`flat` of a tree, ``[P]`` each, from those of its chunks."""
+        entropies = [entropy for _, entropy in flats if entropy is not None]
+        logprob = join_scores(layouts, [logprob for logprob, _ in flats])
+        return logprob, join_scores(layouts, entropies) if entropies else None
 
     def sample_scores(
         self, flat: tuple[FloatArray, FloatArray | None], tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]

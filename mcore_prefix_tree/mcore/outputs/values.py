@@ -5,6 +5,7 @@ Legend: P padded tokens, M kept edges, n tokens of a sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.tree_chunks import join_scores
 from mcore_prefix_tree.mcore.outputs.readout import FloatArray, Readout, SampleScores, T_co
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
@@ -65,6 +68,10 @@ class Values(_OfScalarHead[torch.Tensor]):
         values: FloatArray = self.read(output, batch).cpu().numpy()
         kept = batch.layout.kept
         return values if kept is None else np.append(values, values[kept.token])
+
+    def joined(self, layouts: Sequence[FlatLayout], flats: Sequence[FloatArray]) -> FloatArray:
+        """Return :meth:`flat` of a tree, ``[P]``, from those of its chunks."""
+        return join_scores(layouts, flats, of_edges=False)
 
     def sample_scores(
         self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]

@@ -136,6 +136,7 @@ class TreeCoreAttentionMixin:
             value,
             attention_mask,
             attention_bias,
+            layer=self,
             softmax_scale=self.tree_softmax_scale,
             window=self.tree_window,
             sinks=read_sinks(self),
@@ -178,6 +179,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     attention_bias: torch.Tensor | None,
     *,
+    layer: object,
     softmax_scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
@@ -191,6 +193,7 @@ def attend(
         value: ``[P, 1, K, W]``.
         attention_mask: must be None.
         attention_bias: must be None.
+        layer: the layer's core attention, under which a carry keeps its keys and values.
         softmax_scale: factor on the scores before the softmax.
         window: see :func:`layer_window`.
         sinks: see :func:`read_sinks`.
@@ -208,18 +211,26 @@ def attend(
     if query.ndim == 4:
         check_batch_size(query.shape[1])
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-    assert tree.tree_metadata is not None
+    metadata, carry = tree.tree_metadata, tree.carry
+    assert metadata is not None
+    if carry is not None:
+        metadata = carry.keys
+        key, value = carry.with_stack((layer, "key"), key), carry.with_stack((layer, "value"), value)
+        # Queries that nobody reads, so that each back-end attends as ever.
+        query = torch.cat([query.new_zeros(carry.size, *query.shape[1:]), query])
     folded = tree_attention(
         query,
         key,
         value,
-        tree.tree_metadata,
+        metadata,
         softmax_scale=softmax_scale,
         backend=tree.attention_backend,
         window=window,
         sinks=sinks,
         deterministic=deterministic,
     )
+    if carry is not None:
+        folded = folded[carry.size :]
     return folded.reshape(folded.shape[0], 1, -1)
 
 

@@ -34,6 +34,8 @@ class MicroBatch:
         routes_fit: whether its routes were checked against the model when its step was planned.
         hook_data: data that the job's step hook adds for itself and for its objective's readout, for example outputs of
             teachers; None without a hook.
+        before: micro-batches of carried tokens, on the host, that run forward before the step of this one, which is its
+            rank's first.
     """
 
     layout: FlatLayout
@@ -47,6 +49,7 @@ class MicroBatch:
     rows: LossRows | None = None
     routes_fit: bool = False
     hook_data: Any = None
+    before: tuple[MicroBatch, ...] = ()
 
     @classmethod
     def from_layout(
@@ -88,9 +91,18 @@ class MicroBatch:
         params = self.packed_seq_params
         metadata = params.tree_metadata
         assert metadata is not None, "a folded micro-batch has it"
-        others = (field.name for field in fields(self) if field.name != "packed_seq_params")
-        params = replace(params, tree_metadata=metadata.with_plans_on(device), depths=moved(params.depths, device))
-        return replace(self, **{name: moved(getattr(self, name), device) for name in others}, packed_seq_params=params)
+        others = (field.name for field in fields(self) if field.name not in ("layout", "packed_seq_params", "before"))
+        return replace(
+            self,
+            **{name: moved(getattr(self, name), device) for name in others},
+            packed_seq_params=replace(
+                params,
+                tree_metadata=metadata.with_plans_on(device),
+                depths=moved(params.depths, device),
+                carry=None if params.carry is None else params.carry.on(device),
+            ),
+            before=(),
+        )
 
     def without_routes(self) -> MicroBatch:
         """Return the micro-batch for a model that routes by itself; it shares the plans of its attention."""

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from mcore_prefix_tree.attention import check_backend
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import upload
 
@@ -42,12 +43,14 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
         deterministic_attention: whether attention has to give the same bits twice, as it also has to under
             ``deterministic_mode`` of the model's config.
         depths: parameters of each depth of multi-token prediction; empty if the micro-batch does not train them.
+        carry: keys and values of other micro-batches, for a chunk of a tree above the budget; None for whole samples.
     """
 
     tree_metadata: TreeMetadata | None = None
     attention_backend: str = "path"
     deterministic_attention: bool = False
     depths: tuple[DepthPackedSeqParams, ...] = ()
+    carry: Carry | None = None
 
     @classmethod
     def from_metadata(

@@ -1,0 +1,221 @@
+"""Chunks of a layout that is too large for one micro-batch: ranges of its tokens, which read others before them.
+
+What a chunk ``start:end`` reads of the tokens before it is its *stack*: ``{j < start: subtree_end[j] > start}``, the
+path to token ``start``. With ``[stack; own tokens]`` as keys, the rule of :class:`FlatLayout` still decides who sees
+whom. The *carried* tokens are those of all stacks: with a token its ancestors, so they are a layout by themselves.
+
+Legend: T tokens of a chunk, P its padded size, X tokens of later chunks that a token here predicts, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_prefix_tree.layout.flat import FlatLayout, Int32Array, Int64Array
+from mcore_prefix_tree.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkLayout(FlatLayout):
+    """The tokens ``start:start + T`` of a layout of whole samples.
+
+    Arrays of tokens and nodes are cut and shifted; those of samples are the whole layout's. A token is scored with its
+    predictor: the score of the x-th token of a later chunk stands at place P + x, and a token that an earlier chunk
+    predicts has no place here.
+
+    Attributes:
+        whole: the layout of all chunks.
+        start: index of the first token in ``whole``.
+        later: int64 ``[X]``, indices in ``whole`` of the tokens of later chunks that are scored here.
+    """
+
+    whole: FlatLayout
+    start: int
+    later: Int64Array
+
+    @property
+    def num_places(self) -> int:
+        """P + X, the number of scores."""
+        return self.padded_size + len(self.later)
+
+    @property
+    def edge_predictor(self) -> Int32Array:
+        of_later = self.whole.predictor[self.later] - np.int32(self.start)
+        return np.concatenate([self.predictor, of_later], dtype=np.int32)
+
+    @property
+    def edge_token_id(self) -> Int32Array:
+        return np.concatenate([self.input_ids, self.whole.input_ids[self.later]], dtype=np.int32)
+
+    @property
+    def edge_weight(self) -> npt.NDArray[np.float64]:
+        return np.append(self.loss_weight, self.whole.loss_weight[self.later])
+
+    @property
+    def has_edge(self) -> npt.NDArray[np.bool_]:
+        return self.edge_predictor >= 0
+
+    @property
+    def counts_samples(self) -> bool:
+        return self.start == 0
+
+    @cached_property
+    def sample_map(self) -> Int32Array:
+        """Index here of each logical token of the samples, int32 ``[L]``; -1 for tokens of other chunks."""
+        own: Int32Array = self.whole.sample_map - np.int32(self.start)
+        own[(own < 0) | (own >= self.physical_tokens)] = -1
+        return own
+
+    @cached_property
+    def places(self) -> Int32Array:
+        """Place of each logical token's score, int32 ``[L]``; -1 for tokens that other chunks score."""
+        place = np.full(self.whole.padded_size, -1, dtype=np.int32)
+        scored = np.flatnonzero(self.predictor >= 0)
+        place[self.start + scored] = scored
+        place[self.later] = self.padded_size + np.arange(len(self.later))
+        of_samples: Int32Array = place[self.whole.sample_map]
+        return of_samples
+
+
+def join_scores(
+    layouts: Sequence[FlatLayout], values: Sequence[npt.NDArray[np.floating]], *, of_edges: bool = True
+) -> npt.NDArray[np.floating]:
+    """Return the values of a tree from those of its chunks, ``[P + X]`` each; without ``of_edges`` of tokens, ``[P]``.
+
+    The result is ``[P]`` of the whole layout; 0 where no chunk has a value.
+    """
+    chunks = [layout for layout in layouts if isinstance(layout, ChunkLayout)]
+    joined = np.zeros(chunks[0].whole.padded_size, dtype=values[0].dtype)
+    for chunk, own in zip(chunks, values, strict=True):
+        if of_edges:
+            scored = np.flatnonzero(chunk.predictor >= 0)
+            joined[chunk.start + scored], joined[chunk.later] = own[scored], own[chunk.padded_size :]
+        else:
+            joined[chunk.start : chunk.start + chunk.physical_tokens] = own[: chunk.physical_tokens]
+    return joined
+
+
+def cut(whole: FlatLayout, start: int, end: int, *, padded_size: int, num_supervised: int = 0) -> ChunkLayout:
+    """Return the chunk ``start:end`` of a layout without sampling masks; its ``num_supervised`` is the caller's."""
+    assert whole.kept is None, "a plan does not cut samples with sampling masks"
+    own, padding = slice(start, end), padded_size - (end - start)
+    nodes = _nodes(whole, start, end)
+    predictor = whole.predictor[own] - np.int32(start)
+    predictor[predictor < 0] = -1
+    behind = whole.predictor[end : whole.physical_tokens]
+    parent, routes = whole.node_parent[nodes] - np.int32(nodes.start), None
+    if whole.routes is not None:
+        routes = np.full((padded_size, *whole.routes.shape[1:]), -1, dtype=whole.routes.dtype)
+        routes[: end - start] = whole.routes[own]
+    depth = whole.node_depth[nodes].copy()
+    if len(depth):
+        depth[0] += start - whole.cu_node_lens[nodes.start]
+    return ChunkLayout(
+        input_ids=np.pad(whole.input_ids[own], (0, padding)),
+        position_ids=np.pad(whole.position_ids[own], (0, padding)),
+        subtree_end=np.append(
+            np.minimum(whole.subtree_end[own], end) - np.int32(start),
+            np.arange(end - start, padded_size, dtype=np.int32) + np.int32(1),
+        ),
+        predictor=np.pad(predictor, (0, padding), constant_values=-1),
+        loss_weight=np.pad(np.where(predictor >= 0, whole.loss_weight[own], 0.0), (0, padding)),
+        cu_node_lens=whole.cu_node_lens[nodes.start : nodes.stop + 1].clip(start, end) - np.int32(start),
+        node_parent=np.maximum(parent, -1),
+        node_depth=depth,
+        cu_sample_lens=whole.cu_sample_lens,
+        sample_node=whole.sample_node,
+        sample_order=whole.sample_order,
+        sample_shared=whole.sample_shared,
+        num_supervised=num_supervised,
+        temperature=None
+        if whole.temperature is None
+        else np.pad(whole.temperature[own], (0, padding), constant_values=1.0),
+        routes=routes,
+        whole=whole,
+        start=start,
+        later=end + np.flatnonzero((behind >= start) & (behind < end)),
+    )
+
+
+def find_stack(layout: FlatLayout, start: int) -> Int64Array:
+    """Return the tokens before ``start`` that a chunk from there reads, int64 ``[n]``, ascending: the path to it."""
+    return np.flatnonzero(layout.subtree_end[:start] > start)
+
+
+def find_carried(layout: FlatLayout, borders: Sequence[int]) -> Int64Array:
+    """Return the tokens that a later chunk reads, int64 ``[n]``, ascending; chunks are from border to border."""
+    stacks = [find_stack(layout, start) for start in borders[1:-1]]
+    return np.unique(np.concatenate(stacks)) if stacks else np.empty(0, dtype=np.int64)
+
+
+def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
+    """Return the layout of some tokens, int64 ``[n]`` ascending, with all their ancestors; no sample is in it."""
+    none = np.empty(0, dtype=np.int64)
+    predictor = layout.predictor[tokens].astype(np.int64)
+    return replace(
+        layout,
+        input_ids=layout.input_ids[tokens],
+        position_ids=layout.position_ids[tokens],
+        subtree_end=np.searchsorted(tokens, layout.subtree_end[tokens]).astype(np.int32),
+        predictor=np.where(predictor < 0, -1, np.searchsorted(tokens, predictor)).astype(np.int32),
+        loss_weight=np.zeros(len(tokens)),
+        cu_node_lens=np.searchsorted(tokens, layout.cu_node_lens).astype(np.int32),
+        cu_sample_lens=np.zeros(1, dtype=np.int64),
+        sample_node=none.astype(np.int32),
+        sample_order=none,
+        sample_shared=none,
+        num_supervised=0,
+        temperature=None if layout.temperature is None else layout.temperature[tokens],
+        routes=None if layout.routes is None else layout.routes[tokens],
+    )
+
+
+def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array, Int64Array]:
+    """Return the forest that the chunk ``start:end`` attends to: its stack, then its own tokens.
+
+    Returns:
+        int64 ``[N + 1]`` and ``[N]``, the arguments of ``TreeMetadata.from_nodes``.
+    """
+    nodes = _nodes(layout, start, end)
+    borders = layout.cu_node_lens.astype(np.int64)
+    path: list[int] = []  # the nodes of the stack, deepest first
+    node = nodes.start if borders[nodes.start] < start else int(layout.node_parent[nodes.start])
+    while node >= 0:
+        path.append(node)
+        node = int(layout.node_parent[node])
+    above = np.array(path[::-1], dtype=np.int64)
+    lens = np.concatenate(
+        [
+            np.minimum(borders[above + 1], start) - borders[above],
+            np.diff(borders[nodes.start : nodes.stop + 1].clip(start, end)),
+        ]
+    )
+    parent = layout.node_parent[nodes].astype(np.int64)
+    outside = parent < nodes.start
+    on_path = np.where(parent < 0, -1, np.searchsorted(above, parent))
+    parent = np.where(outside, on_path, parent - nodes.start + len(above))
+    parent[0] = len(above) - 1
+    return np.append(0, np.cumsum(lens)), np.concatenate([np.arange(len(above)) - 1, parent])
+
+
+def count_supervised(samples: Sequence[Sample], layout: FlatLayout) -> Int64Array:
+    """Return int64 ``[P]``: how many tokens of samples with a loss mask each token predicts."""
+    scored = [np.flatnonzero(sample.loss_mask[1:]) + start for sample, start in _starts(samples, layout)]
+    # The predictor of a token is the token before it in its sample.
+    predictor = layout.sample_map[np.concatenate(scored)] if scored else np.empty(0, dtype=np.int64)
+    return np.bincount(predictor, minlength=layout.padded_size)
+
+
+def _starts(samples: Sequence[Sample], layout: FlatLayout) -> list[tuple[Sample, int]]:
+    return list(zip(samples, layout.cu_sample_lens[:-1].tolist(), strict=True))
+
+
+def _nodes(layout: FlatLayout, start: int, end: int) -> slice:
+    """Return the nodes with tokens in ``start:end``; the first may begin before."""
+    first = int(np.searchsorted(layout.cu_node_lens[:-1], start, side="right")) - 1
+    return slice(first, int(np.searchsorted(layout.cu_node_lens[:-1], end, side="left")))

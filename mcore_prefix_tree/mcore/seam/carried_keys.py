@@ -1,0 +1,130 @@
+"""Keys and values that one micro-batch leaves for others of its step, and their gradients on the way back.
+
+The first pass of a step keeps the keys and values of carried tokens. In the second, a chunk reads those of its stack
+and adds their gradient to the store, and a chunk's own carried tokens take what their descendants have left: these ran
+before, because Megatron's schedules run backwards in the order of forwards, on every stage. Recomputation runs the same
+functions again.
+
+Legend: P tokens of a micro-batch, S tokens of its stack, K key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.upload import moved
+
+# Names what is kept: the module that attends, and whether it is its keys.
+Tensors = tuple[object, str]
+
+
+class CarryStore:
+    """Keys and values of the carried tokens of a rank's step, by shelf: a chunk's own carried tokens have one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Tensors, int], torch.Tensor] = {}
+        self._gradients: dict[tuple[Tensors, int], torch.Tensor] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._kept and not self._gradients
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self._gradients.clear()
+
+    def keep(self, which: Tensors, shelf: int, values: torch.Tensor) -> None:
+        """Keep ``values`` ``[n, K, D]`` of a shelf."""
+        self._kept[which, shelf] = values
+
+    def read(self, which: Tensors, shelf: int) -> torch.Tensor:
+        """Return the values of a shelf, ``[n, K, D]``."""
+        return self._kept[which, shelf]
+
+    def add_gradient(self, which: Tensors, shelf: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add ``gradient`` ``[m, K, D]`` to that of ``rows``, int64 ``[m]``, of a shelf, in fp32 or better."""
+        if (which, shelf) not in self._gradients:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._gradients[which, shelf] = torch.zeros_like(self._kept[which, shelf], dtype=wide)
+        total = self._gradients[which, shelf]
+        total.index_add_(0, rows, gradient.to(total.dtype))
+
+    def release(self, which: Tensors, shelf: int) -> torch.Tensor | None:
+        """Return a shelf's gradient ``[n, K, D]``, if anything read it, and forget the shelf."""
+        self._kept.pop((which, shelf), None)
+        return self._gradients.pop((which, shelf), None)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Carry:
+    """Keys and values that a micro-batch of one chunk reads from others, and those that it leaves to them.
+
+    Attributes:
+        keys: the tree of stack and chunk, ``[S + P]``, which attention follows.
+        stack: shelf, and in it the rows int64 ``[n]``, of the stack's tokens, in order; S together.
+        own: shelf, and the places int64 ``[n]`` in this micro-batch, of the tokens that others read.
+        store: the store of the rank's step.
+        keeps: whether this is the first pass, which fills the store.
+    """
+
+    keys: TreeMetadata
+    stack: tuple[tuple[int, torch.Tensor], ...]
+    own: tuple[tuple[int, torch.Tensor], ...]
+    store: CarryStore
+    keeps: bool
+
+    @property
+    def size(self) -> int:
+        """S."""
+        return sum(len(rows) for _, rows in self.stack)
+
+    def on(self, device: torch.device | str) -> Carry:
+        """Return a copy on the device, with the same store."""
+        return replace(
+            self, keys=self.keys.with_plans_on(device), stack=moved(self.stack, device), own=moved(self.own, device)
+        )
+
+    def with_stack(self, which: Tensors, values: torch.Tensor) -> torch.Tensor:
+        """Return ``[S + P, K, D]``: keys, or values, of the stack, then a micro-batch's own ``[P, K, D]``."""
+        if self.keeps:
+            for shelf, places in self.own:
+                self.store.keep(which, shelf, values.detach()[places])
+        if not self.stack and not self.own:
+            return values
+        out: torch.Tensor = _WithStack.apply(values, self, which)  # type: ignore[no-untyped-call]
+        return out
+
+    def parts(self) -> Iterator[tuple[int, torch.Tensor, slice]]:
+        """Yield shelf and rows of each part of the stack, and its place among the S."""
+        start = 0
+        for shelf, rows in self.stack:
+            yield shelf, rows, slice(start, start + len(rows))
+            start += len(rows)
+
+
+class _WithStack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, carry: Carry, which: Tensors) -> torch.Tensor:
+        """Return ``[S + P, K, D]`` for ``values`` ``[P, K, D]``."""
+        ctx.carry, ctx.which = carry, which
+        stack = [carry.store.read(which, shelf)[rows] for shelf, rows in carry.stack]
+        return torch.cat([*stack, values])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = grad_outputs
+        carry: Carry = ctx.carry
+        for shelf, rows, part in carry.parts():
+            carry.store.add_gradient(ctx.which, shelf, rows, gradient[part])
+        own = gradient[carry.size :]
+        for shelf, places in carry.own:
+            left = carry.store.release(ctx.which, shelf)
+            if left is not None:
+                own = own.index_put((places,), (own[places] + left).to(own.dtype))
+        return own, None, None

@@ -1,0 +1,185 @@
+"""A tree in chunks that read each other's keys and values trains as the stock model on separate samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness.oracles import worst
+from harness.seam_models import VOCAB, tiny_config, twins
+from harness.seam_runs import (
+    FP32_INSIDE,
+    LATENT,
+    MOE,
+    VARIANTS,
+    WINDOWS_AND_SINKS,
+    assert_same_gradients,
+    score_alone,
+    sft_step,
+    take_gradients,
+)
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
+from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.outputs import Nothing
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.plan import Carrying
+from mcore_prefix_tree.plan.carry import first_pass, make_chunks
+
+pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
+FP64 = 1e-12
+
+
+def deep_samples(seed: int) -> list[Sample]:
+    """Return the samples of one tree that branches at five levels, with a strict prefix and a duplicate."""
+    rng = random.Random(seed)
+    samples: list[Sample] = []
+
+    def grow(path: list[int], level: int) -> None:
+        path = path + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 3))]
+        if level == 0 or rng.random() < 0.2:
+            mask = [rng.choice([0.0, 0.5, 1.0]) for _ in path]
+            samples.append(Sample(tokens=path, loss_mask=mask, source=f"sample {len(samples)}"))
+        for _ in range(rng.choice([1, 2]) if level else 0):
+            grow(path, level - 1)
+
+    grow([rng.randrange(VOCAB)], 5)
+    samples += [samples[0], Sample(tokens=samples[-1].tokens[:4])]
+    return samples
+
+
+def carried(
+    samples: Sequence[Sample], cuts: Sequence[int], *, multiple: int = 1, backend: str = "path"
+) -> list[MicroBatch]:
+    """Fold one tree cut at ``cuts``, as a step of training does."""
+    layout = fold(samples)
+    chunks = make_chunks(layout.position_ids.astype(np.int64), [0, *sorted(cuts), layout.physical_tokens])
+    largest = max(max(chunk.end - chunk.start for chunk in chunks), 1)
+    folding = Folding(
+        max_tokens=largest,
+        dp_size=1,
+        cost_model=None,
+        device=torch.device("cpu"),
+        padding=Padding(multiple=multiple),
+        attention_backend=backend,
+    )
+    passes = len(list(first_pass(chunks, largest)))
+    carrying = Carrying(chunks=chunks[::-1], first_pass=passes, max_tokens=largest)
+    order = tuple(range(len(samples)))
+    return fold_carrying(samples, [order] * len(chunks), carrying, folding, train=True)
+
+
+def train(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    with torch.no_grad():
+        for batch in batches[0].before:
+            tree_forward(model, batch, Nothing())
+    steps = [sft_step(model, batch) for batch in batches]
+    store = batches[0].packed_seq_params.carry.store
+    assert store.is_empty, "keys, values and gradients of every chunk are released after its backward"
+    return {
+        "loss": sum(loss for loss, _, _ in steps),
+        "count": sum(int(tokens) for _, tokens, _ in steps),
+        "grads": take_gradients(model),
+    }
+
+
+def unfolded(model: torch.nn.Module, samples: Sequence[Sample]) -> dict[str, Any]:
+    loss = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        logprob, _ = score_alone(model, sample)
+        loss = loss - (logprob * torch.tensor(sample.loss_mask[1:].tolist())).sum()
+    loss.backward()
+    count = sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples)
+    return {"loss": loss.detach(), "count": count, "grads": take_gradients(model)}
+
+
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any], limit: float) -> None:
+    assert worst(actual["loss"], expected["loss"]) < limit
+    assert actual["count"] == expected["count"]
+    assert_same_gradients(actual["grads"], expected["grads"], limit)
+
+
+def test_every_place_of_a_cut() -> None:
+    samples = deep_samples(1)
+    stock, tree = twins(tiny_config())
+    expected = unfolded(stock, samples)
+    size = fold(samples).physical_tokens
+    assert size > 40
+    for cut in range(1, size):
+        assert_equal(train(tree, carried(samples, [cut])), expected, FP64)
+
+
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_random_cuts_of_random_trees(seed: int) -> None:
+    samples, rng = deep_samples(seed), random.Random(seed)
+    stock, tree = twins(tiny_config())
+    expected = unfolded(stock, samples)
+    places = range(1, fold(samples).physical_tokens)
+    for _ in range(4):
+        cuts = rng.sample(places, rng.randint(2, min(9, len(places))))
+        assert_equal(train(tree, carried(samples, cuts, multiple=rng.randint(1, 4))), expected, FP64)
+    assert_equal(train(tree, carried(samples, places)), expected, FP64)
+
+
+VARIED = {name: VARIANTS[name] for name in ("yarn", "learned_absolute", "no positions", "GPT-2", "full recompute")}
+VARIED |= {name: VARIANTS[name] for name in ("selective recompute", "latent attention", "heterogeneous")}
+VARIED |= {"latent attention, full recompute": VARIANTS["latent attention, full recompute"], "experts": (MOE, {})}
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_kinds_of_models(name: str) -> None:
+    changes, model = VARIED[name]
+    samples = deep_samples(3)
+    stock, tree = twins(tiny_config(**changes), **model)
+    size = fold(samples).physical_tokens
+    limit = FP32_INSIDE if changes in (MOE, LATENT) else FP64
+    assert_equal(train(tree, carried(samples, [size // 3, size // 2])), unfolded(stock, samples), limit)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cascade"])
+def test_back_ends(backend: str) -> None:
+    samples = deep_samples(4)
+    stock, tree = twins(tiny_config())
+    size = fold(samples).physical_tokens
+    batches = carried(samples, [size // 4, size // 2, size - 3], backend=backend)
+    assert_equal(train(tree, batches), unfolded(stock, samples), FP64)
+
+
+def test_windows_and_sinks() -> None:
+    samples = deep_samples(5)
+    changes = WINDOWS_AND_SINKS["windows, learnable sinks, query-key layer scaling"]
+    stock, tree = twins(tiny_config(**changes))
+    size = fold(samples).physical_tokens
+    batches = carried(samples, [size // 4, size // 2], backend="reference")
+    assert_equal(train(tree, batches), unfolded(stock, samples), FP32_INSIDE)
+
+
+def test_frozen_keys_leave_no_gradient() -> None:
+    """Of a first layer whose weights are frozen nothing is asked, and its keys still reach later chunks."""
+    samples = deep_samples(6)
+    stock, tree = twins(tiny_config())
+    for model in (stock, tree):
+        model.embedding.requires_grad_(False)
+        model.decoder.layers[0].self_attention.requires_grad_(False)
+    expected = unfolded(stock, samples)
+    batches = carried(samples, [fold(samples).physical_tokens // 2])
+    with torch.no_grad():
+        for batch in batches[0].before:
+            tree_forward(tree, batch, Nothing())
+    for batch in batches:
+        sft_step(tree, batch)
+    actual = take_gradients(tree)
+    assert [name for name, grad in actual.items() if grad is None] == [
+        name for name, grad in expected["grads"].items() if grad is None
+    ]
+    of_both = [
+        {name: grad for name, grad in grads.items() if grad is not None} for grads in (actual, expected["grads"])
+    ]
+    assert_same_gradients(*of_both, FP64)

@@ -1,0 +1,98 @@
+"""Recipes with trees and samples above ``batch.max_tokens``: train, evaluate, verify and score as without a budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness.commands import write_rows
+from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
+
+from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+from mcore_prefix_tree.settings import RecipeError, load_recipe
+
+WIDE = "batch.max_tokens=4096"
+
+
+def narrow(content: list[dict[str, Any]]) -> str:
+    """Return a budget that the longest sample is above."""
+    return f"batch.max_tokens={max(len(row['tokens']) for row in content) // 2}"
+
+
+def close(actual: Any, expected: Any) -> bool:
+    pair = (np.asarray(values, dtype=float) for values in (actual, expected))
+    return bool(np.allclose(*pair, rtol=1e-11, equal_nan=True))
+
+
+def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows(seed=1))
+    options = [*FLOAT64, f"validation.path={held_out}", "train_iters=3"]
+    wide, cut = (train(load_recipe(job, [*options, budget])) for budget in (WIDE, narrow(rows())))
+    assert close(cut.losses, wide.losses)
+    assert close([one.loss for one in cut.evaluations], [one.loss for one in wide.evaluations])
+    assert sum(step.carried_tokens for step in wide.reports) == 0
+    assert sum(step.carried_tokens for step in cut.reports) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("grpo", {"kl_coef": 0.1, "normalise": "sample"}), ("sft", {"normalise": "sample"})],
+)
+def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    path, settings = objective_job(tmp_path, name, options)
+    budget = narrow([json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()])
+    wide, cut = (train(path, *settings, *FLOAT64, "train_iters=2", size) for size in (WIDE, budget))
+    assert close(cut.losses, wide.losses)
+    for one, other in zip(cut.reports, wide.reports, strict=True):
+        assert one.metrics.keys() == other.metrics.keys()
+        assert close(list(one.metrics.values()), list(other.metrics.values()))
+    assert sum(step.carried_tokens for step in cut.reports) > 0
+
+
+def test_verify_passes(tmp_path: Path) -> None:
+    options = [*FLOAT64, narrow(rows()), "train_iters=2", "verify.enabled=true"]
+    (report,) = train(load_recipe(write_job(tmp_path), options)).verifications
+    assert report.passed, report.checks
+
+
+@pytest.mark.parametrize("options", [{"entropy": True}, {"all_tokens": True}])
+def test_scores_do_not_see_the_budget(tmp_path: Path, options: dict[str, bool]) -> None:
+    job = write_job(tmp_path)
+    saving = ["checkpoint.save=" + str(tmp_path / "runs"), "train_iters=2", *FLOAT64]
+    train(load_recipe(job, saving))
+    found = []
+    for budget in (WIDE, narrow(rows())):
+        output = tmp_path / f"{budget}.jsonl"
+        run_score(load_recipe(job, [*saving, budget]), output, **options)
+        found.append([json.loads(line) for line in output.read_text().splitlines()])
+    for wide, cut in zip(*found, strict=True):
+        assert wide.keys() == cut.keys()
+        assert close(cut["old_logprobs"], wide["old_logprobs"])
+        if "entropy" in wide:
+            assert close(cut["entropy"], wide["entropy"])
+
+
+def test_whole_sample_losses_are_refused_by_name(tmp_path: Path) -> None:
+    path, settings = objective_job(tmp_path, "gspo")
+    with pytest.raises(SampleError, match=r"batch\.max_tokens is 5"):
+        train(path, *settings, "batch.max_tokens=5")
+    with pytest.raises(RecipeError, match=r"the objective's loss reads whole samples; set batch\.over_budget=repeat"):
+        train(path, *settings, "batch.over_budget=carry")
+
+
+def test_whole_samples_repeat_their_prompt(tmp_path: Path) -> None:
+    path, settings = objective_job(tmp_path, "gspo")
+    lines = [json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()]
+    longest = max(len(row["tokens"]) for row in lines)
+    notes = train(path, *settings, f"batch.max_tokens={longest}", "train_iters=2")
+    assert sum(report.carried_tokens for report in notes.reports) == 0
+
+
+def test_repeat_keeps_the_error_of_a_long_sample(tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match=r"batch\.max_tokens is 8"):
+        train(load_recipe(write_job(tmp_path), [*FLOAT64, narrow(rows()), "batch.over_budget=repeat"]))

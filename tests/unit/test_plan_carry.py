@@ -1,0 +1,207 @@
+"""Chunks of trees above the budget, against stacks and carried tokens found token by token."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.tree_chunks import (
+    count_supervised,
+    cut,
+    find_carried,
+    find_key_nodes,
+    find_stack,
+    keep_tokens,
+)
+from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step
+from mcore_prefix_tree.plan.carry import cut_tree, first_pass, make_chunks
+
+
+def make_samples(rows: list[list[int]]) -> list[Sample]:
+    return [Sample(tokens=row, loss_mask=[(at + len(row)) % 3 for at in range(len(row))]) for row in rows]
+
+
+forests = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=7).map(make_samples)
+
+
+def ancestors(layout: FlatLayout, token: int) -> list[int]:
+    """Return the path above a token, by its predictors."""
+    path = []
+    while (token := int(layout.predictor[token])) >= 0:
+        path.append(token)
+    return path[::-1]
+
+
+def borders_of(layout: FlatLayout, budget: int) -> list[int]:
+    chunks = cut_tree(layout.position_ids[: layout.physical_tokens].astype(np.int64), budget)
+    return [0, *(chunk.end for chunk in chunks)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(forests, st.integers(1, 12))
+def test_chunks_cover_the_tree_under_the_budget(samples: list[Sample], budget: int) -> None:
+    layout = fold(samples)
+    borders = borders_of(layout, budget)
+    sizes = np.diff(borders)
+    assert borders[-1] == layout.physical_tokens
+    assert (sizes > 0).all()
+    assert (sizes <= budget).all()
+    assert (2 * sizes[:-1] >= budget).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(forests, st.data())
+def test_carried_tokens_are_all_stacks(samples: list[Sample], data: st.DataObject) -> None:
+    layout = fold(samples)
+    size = layout.physical_tokens
+    cuts = data.draw(st.sets(st.integers(1, max(1, size - 1)), max_size=5)) if size > 1 else set()
+    borders = [0, *sorted(cuts), size]
+    carried = find_carried(layout, borders)
+    stacks = [ancestors(layout, start) for start in borders[1:-1]]
+    assert [find_stack(layout, start).tolist() for start in borders[1:-1]] == stacks
+    assert carried.tolist() == sorted(set(itertools.chain.from_iterable(stacks)))
+    # The plan counts them by depths alone.
+    chunks = make_chunks(layout.position_ids.astype(np.int64), borders)
+    own = [int(((carried >= start) & (carried < end)).sum()) for start, end, _ in chunks]
+    assert [chunk.carried for chunk in chunks] == own
+    budget = max(own, default=1) or 1
+    groups = [chunks[group] for group in first_pass(chunks, budget)]
+    assert sum(chunk.carried for group in groups for chunk in group) == len(carried)
+    assert all(0 < sum(chunk.carried for chunk in group) <= budget for group in groups)
+
+
+@settings(max_examples=200, deadline=None)
+@given(forests, st.integers(0, 3), st.data())
+def test_a_chunk_sees_its_stack_and_itself(samples: list[Sample], padding: int, data: st.DataObject) -> None:
+    layout = fold(samples)
+    start = data.draw(st.integers(0, layout.physical_tokens - 1))
+    end = data.draw(st.integers(start + 1, layout.physical_tokens))
+    stack = find_stack(layout, start)
+    keys = TreeMetadata.from_nodes(*find_key_nodes(layout, start, end), padded_size=len(stack) + end - start + padding)
+    index = np.append(stack, np.arange(start, end))
+    query = np.arange(start, end)
+    wanted = (index[None] <= query[:, None]) & (query[:, None] < layout.subtree_end[index][None])
+    here = np.arange(len(stack), keys.num_tokens)
+    seen = (np.arange(keys.num_tokens)[None] <= here[:, None]) & (
+        here[:, None] < keys.host_subtree_end[: keys.num_tokens][None]
+    )
+    np.testing.assert_array_equal(seen, wanted)
+    np.testing.assert_array_equal(keys.host_position_ids[: keys.num_tokens], layout.position_ids[index])
+
+    chunk = cut(layout, start, end, padded_size=end - start + padding)
+    np.testing.assert_array_equal(chunk.position_ids[: end - start], layout.position_ids[start:end])
+    np.testing.assert_array_equal(np.diff(chunk.cu_node_lens).sum(), end - start)
+    lens = np.diff(chunk.cu_node_lens)
+    first = chunk.cu_node_lens[:-1][lens > 0]
+    np.testing.assert_array_equal(chunk.node_depth[lens > 0], chunk.position_ids[first])
+
+
+@settings(max_examples=200, deadline=None)
+@given(forests, st.data())
+def test_every_edge_is_scored_in_one_chunk(samples: list[Sample], data: st.DataObject) -> None:
+    layout = fold(samples)
+    cuts = data.draw(st.sets(st.integers(1, max(1, layout.physical_tokens - 1)), max_size=4))
+    borders = [0, *sorted(cuts - {layout.physical_tokens}), layout.physical_tokens]
+    predicted = count_supervised(samples, layout)
+    assert int(predicted.sum()) == layout.num_supervised
+    weight, scored = np.zeros(layout.physical_tokens), np.zeros(layout.physical_tokens, dtype=np.int64)
+    times = np.zeros(layout.logical_tokens, dtype=np.int64)
+    for start, end in itertools.pairwise(borders):
+        chunk = cut(layout, start, end, padded_size=end - start + 2)
+        flat = np.concatenate([np.arange(start, end), [-1, -1], chunk.later])
+        edges = np.flatnonzero(chunk.has_edge)
+        weight[flat[edges]] += chunk.edge_weight[edges]
+        scored[flat[edges]] += 1
+        np.testing.assert_array_equal(chunk.edge_token_id[edges], layout.input_ids[flat[edges]])
+        np.testing.assert_array_equal(chunk.edge_predictor[edges] + start, layout.predictor[flat[edges]])
+        times += chunk.places >= 0
+        here = chunk.places >= 0
+        np.testing.assert_array_equal(flat[chunk.places[here]], layout.sample_map[here])
+    np.testing.assert_array_equal(scored, layout.predictor >= 0)
+    np.testing.assert_array_equal(weight, layout.loss_weight)
+    np.testing.assert_array_equal(times, layout.predictor[layout.sample_map] >= 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(forests, st.integers(1, 6))
+def test_carried_tokens_are_a_layout(samples: list[Sample], budget: int) -> None:
+    layout = fold(samples)
+    carried = find_carried(layout, borders_of(layout, budget))
+    kept = keep_tokens(layout, carried)
+    for place, token in enumerate(carried.tolist()):
+        assert carried[ancestors(kept, place)].tolist() == ancestors(layout, token)
+    if len(carried):
+        nodes = TreeMetadata.from_nodes(*find_key_nodes(kept, 0, len(carried)))
+        np.testing.assert_array_equal(nodes.host_subtree_end, kept.subtree_end)
+
+
+CHAIN = Sample(tokens=list(range(20)), source="chain")
+PAIR = [Sample(tokens=[at, *range(6)]) for at in (60, 61)]
+
+
+def test_a_sample_above_the_budget_is_carried() -> None:
+    with pytest.raises(BudgetError, match=r"chain: 20 tokens do not fit a micro-batch of batch\.max_tokens=8"):
+        plan_step([CHAIN], max_tokens=8)
+    plan = plan_step([CHAIN, *PAIR], max_tokens=8, over_budget="auto")
+    assert plan.micro_batches == (((0,), (0,), (0,), (1,), (2,)),)
+    assert plan.physical_tokens == ((4, 8, 8, 7, 7),)
+    (rank,) = plan.carrying or ()
+    assert [None if chunk is None else tuple(chunk) for chunk in rank.chunks] == [
+        (16, 20, 0),
+        (8, 16, 8),
+        (0, 8, 8),
+        None,
+        None,
+    ]
+    assert (rank.first_pass, plan.carried_tokens) == (2, 16)
+
+
+def test_auto_takes_what_costs_less() -> None:
+    """Of one long prompt with many short answers, a repeated prompt costs more than a second forward of it."""
+    answers = [Sample(tokens=[*range(90), 100 + at, 200 + at]) for at in range(30)]
+    assert plan_step(answers, max_tokens=100, over_budget="auto").carrying is not None
+    # Two halves that share a token are cheaper apart: a first pass is one more micro-batch.
+    halves = [Sample(tokens=[0, *([1 + at] * 60)]) for at in range(2)]
+    model = CostModel(micro_batch=5.0)
+    assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="auto").carrying is None
+    assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="carry").carrying is not None
+    # Samples can be on two ranks, the chunks of a tree on one only.
+    assert plan_step(answers, max_tokens=100, dp_size=2, over_budget="auto").carrying is None
+
+
+def test_few_micro_batches_get_full_chunks() -> None:
+    """A fixed number of micro-batches that cheap cuts exceed is met with full chunks, as in `fewest_micro_batches`."""
+    samples = [Sample(tokens=[0, *[at] * 5]) for at in range(1, 9)]
+    settings = {"max_tokens": 8, "over_budget": "carry"}
+    fewest = fewest_micro_batches(samples, **settings)
+    assert fewest == 6
+    assert plan_step(samples, **settings).num_micro_batches > fewest
+    assert plan_step(samples, micro_batches=fewest, **settings).num_micro_batches == fewest
+    with pytest.raises(BudgetError, match="5 micro-batches on each of 1 ranks cannot hold"):
+        plan_step(samples, micro_batches=5, **settings)
+
+
+def test_chunks_stay_on_one_rank_and_ranks_have_as_many_passes() -> None:
+    samples = [CHAIN, *PAIR, Sample(tokens=[99, 98])]
+    plan = plan_step(
+        samples, max_tokens=8, dp_size=2, over_budget="auto", cost_model=CostModel(), micro_batch_multiple=2
+    )
+    assert {len(rank) for rank in plan.micro_batches} == {4}, plan
+    assert plan.carrying is not None
+    assert {rank.first_pass for rank in plan.carrying} == {2}
+    owners = {rank for rank, own in enumerate(plan.micro_batches) if (0,) in own}
+    assert len(owners) == 1
+    seen = sorted(index for rank in plan.micro_batches for own in set(rank) for index in own)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_samples_that_stay_together_are_not_carried() -> None:
+    with pytest.raises(BudgetError):
+        plan_step([CHAIN], max_tokens=8, over_budget="auto", together=["a"])

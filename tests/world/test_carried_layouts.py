@@ -1,0 +1,39 @@
+"""Trees in chunks under every parallel layout: the step is that of the stock model on separate samples."""
+
+from __future__ import annotations
+
+import pytest
+from harness.folded_jobs import Job
+from harness.folded_runs import FP32_INSIDE, FP64, MOE, SAMPLES, check, folded, oracle
+from harness.layouts import LAYOUTS
+
+from mcore_prefix_tree.plan import plan_step
+
+FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+BUDGET = 20
+
+
+def test_trees_and_samples_are_above_the_budget() -> None:
+    plan = plan_step(SAMPLES, max_tokens=BUDGET, dp_size=2, over_budget="carry")
+    assert plan.carrying is not None
+    assert max(map(len, SAMPLES)) > BUDGET
+    passes = [rank.carried_tokens for rank in plan.carrying]
+    assert min(passes) != max(passes), "ranks carry unlike amounts"
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "settings"),
+    [
+        ("pp2", "weighted sum", ()),
+        ("tp2-sp", "logprobs", FULL),
+        pytest.param("dp2", "logits", (), marks=pytest.mark.ci),
+        pytest.param("ep2", "logits", MOE, marks=pytest.mark.ci),
+        pytest.param("pp2-vpp2", "logits", (), marks=pytest.mark.ci),
+        pytest.param("tp2-pp2", "weighted sum", FULL, marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_train_as_separate_samples(name: str, way: str, settings: tuple[tuple[str, object], ...]) -> None:
+    size, layout = LAYOUTS[name]
+    job = Job(max_tokens=BUDGET, over_budget="carry", way=way, config=settings)
+    expected = oracle(Job(config=MOE if settings == MOE else ()))
+    check(folded(size, layout, job), expected, FP32_INSIDE if settings == MOE else FP64)
