@@ -173,7 +173,7 @@ HYBRID = (
     Uses(
         f"{_SSM}.mamba_context_parallel:MambaContextParallel",
         attributes="d_inner_local_tpcp get_A_log get_D get_conv1d_bias get_conv1d_weight get_dt_bias "
-        "ngroups_local_tpcp nheads_local_tpcp",
+        "D_has_hdim ngroups_local_tpcp nheads_local_tpcp",
     ),
     Uses("megatron.core.transformer.transformer_config:TransformerConfig", keywords="use_mamba_mem_eff_path"),
     # The other latent attention of Megatron-Bridge's specs, which need a version that has hybrid models.

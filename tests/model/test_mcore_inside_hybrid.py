@@ -44,6 +44,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("*E*-", MODELS["experts"], {}),
     "latent attention": ("+-", MODELS["latent"], {}),
     "recomputed": ("*-*-", MODELS["recomputed"], {}),
+    "state spaces": (
+        "M-M*",
+        {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 4},
+        {},
+    ),
 }
 
 
@@ -55,10 +60,10 @@ def inside(name: str, **settings: Any) -> tuple[Any, Any]:
     return fold_inside(tree, **settings), stock
 
 
-@pytest.mark.parametrize("name", quick("attention and MLPs", "experts", of=VARIANTS))
+@pytest.mark.parametrize("name", quick("attention and MLPs", "experts", "state spaces", of=VARIANTS))
 def test_logits_and_losses(name: str) -> None:
-    # Upstream's scores of experts are in fp32 for any dtype of the model.
-    limit = 1e-6 if name == "experts" else FP64
+    # Upstream's scores of experts are in fp32 for any dtype of the model, and so are decays and step biases of Mamba.
+    limit = 1e-6 if name in ("experts", "state spaces") else FP64
     model, stock = inside(name, check_first=True)
     check_logits(model, stock, packed(ROWS, gap=1, tail=2), limit)
     check_losses(model, stock, packed(ROWS), limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,30 @@ def test_folded_is_unfolded(name: str) -> None:
         pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19")
     limit = FP32_INSIDE if "E" in pattern else 1e-12
     assert_folded_is_unfolded(*make_twins(pattern, chunk=chunk, **settings), deep_samples(seed), limit=limit)
+
+
+def with_mixer(**changes: Any) -> Any:
+    """The layers for a CPU with another mixer in the Mamba layer."""
+    layer = hybrid_stack.submodules.mamba_layer
+    mixer = dataclasses.replace(layer.submodules.mixer, **changes)
+    layer = dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mixer=mixer))
+    return dataclasses.replace(hybrid_stack, submodules=dataclasses.replace(hybrid_stack.submodules, mamba_layer=layer))
+
+
+def test_mixers_without_a_norm_and_with_a_weight_of_every_channel() -> None:
+    spec = with_mixer(params={"rmsnorm": False, "D_has_hdim": True})
+    stock, tree = (
+        hybrid(tiny_config(**MAMBA | {"num_layers": 2}), "MM", one) for one in (spec, with_prefix_tree(spec))
+    )
+    tree.load_state_dict(stock.state_dict())
+    assert_folded_is_unfolded(stock, tree, deep_samples(13))
+
+
+def test_other_mixers_are_refused() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"does not support Linear as the mixer of a Mamba layer: use MambaMixer"
+    ):
+        with_prefix_tree(with_mixer(module=torch.nn.Linear))
 
 
 def test_samples_that_share_nothing() -> None:

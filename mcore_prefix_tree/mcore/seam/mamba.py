@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer
 
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
-from mcore_prefix_tree.mcore.seam.levels import BranchPoints, Levels, convolve_paths
+from mcore_prefix_tree.mcore.seam.levels import BranchPoints, Levels, Padded, convolve_paths
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -122,7 +122,7 @@ class TreeMambaMixin:
             decay,
             *(one.unsqueeze(0) for one in (b, c)),
             self.chunk_size,
-            D=self.cp.get_D(),
+            D=self.cp.get_D().view(x.shape[1], -1) if self.cp.D_has_hdim else self.cp.get_D(),
             seq_idx=points.segment.unsqueeze(0),
             **state_dtype,
         )[0].to(dt.dtype)
@@ -151,10 +151,10 @@ def _states(
     whole = decayed.index_select(0, points.last)
     own = []
     for batch, point in zip(points.own.batches, points.own.points, strict=True):
-        left = whole[point].unsqueeze(1) - decayed[batch.tokens].unflatten(0, batch.is_token.shape)
-        weight = (left.exp() * dt[batch.tokens].view_as(left)).masked_fill(~batch.is_token.unsqueeze(-1), 0)
-        written = x[batch.tokens].unflatten(0, batch.is_token.shape) * weight.unsqueeze(-1)
-        keys = b[batch.tokens].unflatten(0, batch.is_token.shape).to(written.dtype)
+        left = whole.index_select(0, point).unsqueeze(1) - _rows(decayed, batch)
+        weight = (left.exp() * _rows(dt, batch)).masked_fill(~batch.is_token.unsqueeze(-1), 0)
+        written = _rows(x, batch) * weight.unsqueeze(-1)
+        keys = _rows(b, batch).to(written.dtype)
         own.append(torch.einsum("mlgq,mlgn->mgqn", written.flatten(2).unflatten(2, (keys.shape[2], -1)), keys))
     made = torch.cat(own).index_select(0, points.row)
     kept = [count for count, _ in levels]
@@ -166,10 +166,16 @@ def _states(
     return torch.cat(states)
 
 
+def _rows(x: torch.Tensor, batch: Padded) -> torch.Tensor:
+    """Return the rows of a batch, ``[m, L, ...]``."""
+    rows: torch.Tensor = x.index_select(0, batch.tokens).unflatten(0, batch.is_token.shape)
+    return rows
+
+
 def _read(c: torch.Tensor, states: torch.Tensor, points: BranchPoints) -> torch.Tensor:
     """Return the product of C with the state of the branch point above, of each token that is in no root."""
     out = []
     for batch, point in zip(points.below.batches, points.below.points, strict=True):
-        queries = c[batch.tokens].unflatten(0, batch.is_token.shape).to(states.dtype)
+        queries = _rows(c, batch).to(states.dtype)
         out.append(torch.einsum("mlgn,mgqn->mlgq", queries, states.index_select(0, point)).flatten(0, 1))
     return torch.cat(out).index_select(0, points.slot)
