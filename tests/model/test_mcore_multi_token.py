@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention.api import supporting
-from mcore_prefix_tree.mcore import multi_token_names, with_multi_token, with_prefix_tree
+from mcore_prefix_tree.mcore import multi_token_names, with_multi_token, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.outputs import WeightedSum
@@ -216,6 +216,29 @@ def test_model_that_is_not_passed_through_is_refused():
     tree = build(config, with_prefix_tree(spec), mtp_block_spec=block)
     with pytest.raises(NotImplementedError, match="with_multi_token"):
         supervised(tree, folded(branching_samples(), 1), WeightedSum(fused=False))
+
+
+def test_models_whose_depths_cannot_be_trained_are_refused():
+    config = tiny_config(mtp_num_layers=1)
+    spec = local_spec(config)
+    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    with pytest.raises(ValueError, match=r"mtp_block_spec=get_gpt_mtp_block_spec"):
+        with_multi_token(build(config, spec))
+    with pytest.raises(NotImplementedError, match="a scalar head predicts no tokens"):
+        with_scalar_head(build(config, spec, mtp_block_spec=block))
+    tied = build(config, spec, mtp_block_spec=block, share_embeddings_and_output_weights=True)
+    tied.config.pipeline_model_parallel_size = 2
+    with pytest.raises(NotImplementedError, match="tied embeddings and pipeline stages"):
+        with_multi_token(tied)
+
+
+def test_labels_are_refused_with_a_tree():
+    _, tree = mtp_twins(tiny_config(mtp_num_layers=1))
+    batch = folded(branching_samples(), 1)
+    with pytest.raises(ValueError, match="labels must be None"):
+        tree(
+            batch.input_ids, batch.position_ids, None, labels=batch.input_ids, packed_seq_params=batch.packed_seq_params
+        )
 
 
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
