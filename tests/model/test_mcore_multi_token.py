@@ -10,7 +10,7 @@ import torch
 from harness.in_double import kept_double
 from harness.oracles import worst
 from harness.seam_models import branching_samples, build, deep_samples, local_spec, tiny_config
-from harness.seam_runs import FP32_INSIDE, LATENT, MOE, supervised, take_gradients
+from harness.seam_runs import FP32_INSIDE, LATENT, MOE, WINDOWS_AND_SINKS, supervised, take_gradients
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -137,6 +137,17 @@ def test_layers_of_experts_route_as_alone():
         expected = alone(stock, samples)["grads"]
         supervised(tree, folded(samples, 2), WeightedSum()).backward()
     assert_equal_gradients(tree, expected, FP32_INSIDE)
+
+
+@pytest.mark.parametrize("name", ["windows in two layers", "learnable sinks"])
+def test_windows_and_sinks(name):
+    """A depth's window follows the depth's number, as upstream's does."""
+    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2, **WINDOWS_AND_SINKS[name]))
+    samples = branching_samples()
+    with kept_double():
+        expected = alone(stock, samples)["grads"]
+        supervised(tree, folded(samples, 2, backend="reference"), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, 1e-12)
 
 
 def test_depths_move_to_the_device():
