@@ -10,14 +10,14 @@ import torch
 from harness.in_double import kept_double
 from harness.oracles import worst
 from harness.seam_models import branching_samples, build, deep_samples, local_spec, tiny_config
-from harness.seam_runs import FP32_INSIDE, LATENT, MOE, supervised, take_gradients
+from harness.seam_runs import FP32_INSIDE, LATENT, MOE, WINDOWS_AND_SINKS, supervised, take_gradients
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.attention.api import supporting
-from mcore_prefix_tree.mcore import multi_token_names, with_multi_token, with_prefix_tree
+from mcore_prefix_tree.mcore import multi_token_names, with_multi_token, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.outputs import WeightedSum
@@ -139,6 +139,17 @@ def test_layers_of_experts_route_as_alone():
     assert_equal_gradients(tree, expected, FP32_INSIDE)
 
 
+@pytest.mark.parametrize("name", ["windows in two layers", "learnable sinks"])
+def test_windows_and_sinks(name):
+    """A depth's window follows the depth's number, as upstream's does."""
+    stock, tree = mtp_twins(tiny_config(mtp_num_layers=2, **WINDOWS_AND_SINKS[name]))
+    samples = branching_samples()
+    with kept_double():
+        expected = alone(stock, samples)["grads"]
+        supervised(tree, folded(samples, 2, backend="reference"), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, 1e-12)
+
+
 def test_depths_move_to_the_device():
     batch = folded(branching_samples(), 2)
     plan_attention(batch, "path", (attention_case(tiny_config(), device=torch.device("cpu")),))
@@ -216,6 +227,29 @@ def test_model_that_is_not_passed_through_is_refused():
     tree = build(config, with_prefix_tree(spec), mtp_block_spec=block)
     with pytest.raises(NotImplementedError, match="with_multi_token"):
         supervised(tree, folded(branching_samples(), 1), WeightedSum(fused=False))
+
+
+def test_models_whose_depths_cannot_be_trained_are_refused():
+    config = tiny_config(mtp_num_layers=1)
+    spec = local_spec(config)
+    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    with pytest.raises(ValueError, match=r"mtp_block_spec=get_gpt_mtp_block_spec"):
+        with_multi_token(build(config, spec))
+    with pytest.raises(NotImplementedError, match="a scalar head predicts no tokens"):
+        with_scalar_head(build(config, spec, mtp_block_spec=block))
+    tied = build(config, spec, mtp_block_spec=block, share_embeddings_and_output_weights=True)
+    tied.config.pipeline_model_parallel_size = 2
+    with pytest.raises(NotImplementedError, match="tied embeddings and pipeline stages"):
+        with_multi_token(tied)
+
+
+def test_labels_are_refused_with_a_tree():
+    _, tree = mtp_twins(tiny_config(mtp_num_layers=1))
+    batch = folded(branching_samples(), 1)
+    with pytest.raises(ValueError, match="labels must be None"):
+        tree(
+            batch.input_ids, batch.position_ids, None, labels=batch.input_ids, packed_seq_params=batch.packed_seq_params
+        )
 
 
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}

@@ -30,8 +30,10 @@ def test_verify_compares_the_depths(tmp_path: Path) -> None:
 
 
 def test_depths_are_trained(tmp_path: Path) -> None:
-    losses = [step.metrics["mtp_1 loss"] for step in train(write_job(tmp_path), *DEPTHS, "train_iters=8").reports]
+    notes = train(write_job(tmp_path), *DEPTHS, "train_iters=8", "compare=true")
+    losses = [step.metrics["mtp_1 loss"] for step in notes.reports]
     assert losses[-1] < losses[0] - 0.05
+    assert len(notes.comparisons) == 1
 
 
 def test_objective_without_their_loss_leaves_the_depths(tmp_path: Path) -> None:

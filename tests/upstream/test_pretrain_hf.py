@@ -101,6 +101,7 @@ def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
     ("settings", "arguments", "says"),
     [
         ({}, "--num-layers 4", "--num-layers=4, but --prefix-tree-hf "),
+        ({}, "--mtp-num-layers 1", "--prefix-tree-hf with --mtp-num-layers: "),
         ({}, "--use-checkpoint-args", "both decide the model; give only one of them"),
         ({"architectures": ["UnheardOfForCausalLM"]}, "", "Megatron-Bridge cannot build UnheardOfForCausalLM"),
         ({"model_type": "ernie4_5_moe"}, "", "whose results were never compared with transformers'"),
