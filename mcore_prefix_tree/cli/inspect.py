@@ -53,7 +53,7 @@ def inspect(
         cut = None
         if recipe is not None:
             limit = recipe.batch.max_tokens
-            cut = partial(plan_step, max_tokens=limit, sharing=options.sharing)
+            cut = partial(plan_step, max_tokens=limit, sharing=options.sharing, over_budget=options.over_budget)
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
     better, causes = alternatives(samples, steps), find_causes_in_samples(samples)

@@ -80,7 +80,8 @@ def plan(
         if recipe is None:
             raise ValueError("--max-tokens is missing: give the most tokens of a micro-batch, or --model RECIPE")
         max_tokens = recipe.batch.max_tokens
-    samples = options.read({"batch.max_tokens": max_tokens})
+    over_budget = options.over_budget
+    samples = options.read({"batch.max_tokens": max_tokens} if over_budget == "repeat" else {})
     if recipe is not None:
         calibration = calibration or recipe.batch.calibration
     cost_model, unit = _make_cost_model(samples.work, calibration)
@@ -94,6 +95,7 @@ def plan(
         cost_model=cost_model,
         bubble=bubble,
         sharing=options.sharing,
+        over_budget=over_budget,
     )
     objective = samples.objective
 
@@ -180,6 +182,7 @@ def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit
         ("logical tokens", numbers.count(report.logical_tokens), ""),
         ("unique tokens", numbers.count(report.unique_tokens), ""),
         ("repeated context", numbers.count(report.repeated_tokens), repeated),
+        *_carried_rows(report.carried_tokens),
         ("fold ratio, as planned", numbers.ratio(report.logical_tokens / computed), "all samples in one step"),
         *steps_rows(steps, samples.order),
         ("padding", numbers.count(report.padding), f"{numbers.share(report.padding / computed)} of the computed ones"),
@@ -225,6 +228,11 @@ def _some(sizes: Iterable[str]) -> str:
         return shown
     fit = shown[: _SIZES_WIDTH - len(" … 99,999 more")].rsplit(" ", 1)[0]
     return f"{fit} … {len(listed) - fit.count(' ') - 1:,} more"
+
+
+def _carried_rows(tokens: int) -> list[tuple[str, str, str]]:
+    """Return a row about trees above the budget that are cut into chunks, if there are any."""
+    return [("carried tokens", numbers.count(tokens), "run forward once more")] if tokens else []
 
 
 def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:

@@ -12,7 +12,7 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS, local, local_data
-from mcore_prefix_tree.utils.choices import OnError, Order, Share
+from mcore_prefix_tree.utils.choices import OnError, Order, OverBudget, Share
 from mcore_prefix_tree.utils.errors import naming_memory, spell
 from mcore_prefix_tree.utils.inputs import MOST, parse_json
 
@@ -250,6 +250,16 @@ class SampleOptions:
         from mcore_prefix_tree.trie import Sharing
 
         return Sharing(share=self.share or "all", min_shared_tokens=self.min_shared_tokens or 0)
+
+    @property
+    def over_budget(self) -> OverBudget:
+        """Return the way to cut trees above the budget in training, as far as the objective decides it."""
+        if self.recipe is None:
+            return "repeat"
+        from mcore_prefix_tree.settings.bind_objective import make_bound_objective
+
+        objective = make_bound_objective(self.recipe)
+        return self.recipe.batch.over_budget if objective.sums_edges else "repeat"
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files; report skipped samples on standard error.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
+from mcore_prefix_tree.plan.carry import FORWARD, Chunk
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
 from mcore_prefix_tree.plan.makespan import least_makespan
@@ -18,7 +19,10 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_o
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchReport:
-    """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one."""
+    """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one.
+
+    A chunk of a tree has the samples that end in it, and of the tree's scored tokens as many as of its others.
+    """
 
     samples: int
     tokens: int
@@ -37,6 +41,7 @@ class PlanReport:
         logical_tokens: sum of the sample lengths.
         unique_tokens: unique tokens of the step; a single micro-batch without a budget would compute as many.
         repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
+        carried_tokens: tokens that run forward once more, for the chunks of trees above the budget.
         slowest, mean: cost of the most expensive rank and of the average one.
         lower_bound: lower bound of the slowest rank's cost, over all plans.
         bubble: pipeline bubble that the ranks' costs count, see :func:`plan_step`.
@@ -51,6 +56,7 @@ class PlanReport:
     mean: float
     lower_bound: float
     bubble: float = 0.0
+    carried_tokens: int = 0
 
     @property
     def imbalance(self) -> float:
@@ -64,12 +70,12 @@ class PlanReport:
 
     @property
     def idle_ranks(self) -> int:
-        return sum(not any(batch.samples for batch in rank) for rank in self.ranks)
+        return sum(not any(batch.tokens for batch in rank) for rank in self.ranks)
 
     @property
     def empty_micro_batches(self) -> int:
         """Number of micro-batches without samples, those of idle ranks included."""
-        return sum(not batch.samples for rank in self.ranks for batch in rank)
+        return sum(not batch.tokens for rank in self.ranks for batch in rank)
 
     @property
     def rank_costs(self) -> list[float]:
@@ -111,14 +117,40 @@ def report_plan(
             cost=cost_model.of_micro_batch(own.tokens, own.pairs, own_scored),
         )
 
-    ranks = tuple(tuple(count(indices) for indices in rank) for rank in plan.micro_batches)
+    def count_chunk(indices: Sequence[int], chunk: Chunk) -> MicroBatchReport:
+        own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
+        depths = [np.arange(*ends) for ends in zip(own.context.tolist(), own.length.tolist(), strict=True)]
+        position, ends = np.concatenate(depths), np.cumsum(own.length - own.context)
+        tokens, pairs = chunk.end - chunk.start, int((position[chunk.start : chunk.end] + 1).sum())
+        own_scored = int(own.scored.sum()) * tokens // own.tokens
+        first = position[chunk.end] if chunk.carried else 0  # the depth of the stack behind it
+        above = first - chunk.carried
+        carried_pairs = (int(first) * (int(first) + 1) - int(above) * (int(above) + 1)) // 2
+        return MicroBatchReport(
+            samples=int(((ends > chunk.start) & (ends <= chunk.end)).sum()),
+            tokens=tokens,
+            padding=padding.size(tokens) - tokens,
+            pairs=pairs,
+            scored=own_scored,
+            cost=cost_model.of_micro_batch(tokens, pairs, own_scored)
+            + FORWARD * (cost_model.token * chunk.carried + cost_model.pair * carried_pairs),
+        )
+
+    chunks = [rank.chunks for rank in plan.carrying or ()] or [(None,) * len(rank) for rank in plan.micro_batches]
+    ranks = tuple(
+        tuple(
+            count(indices) if chunk is None else count_chunk(indices, chunk)
+            for indices, chunk in zip(rank, own, strict=True)
+        )
+        for rank, own in zip(plan.micro_batches, chunks, strict=True)
+    )
     costs = [_rank_seconds(rank, bubble) for rank in ranks]
     least = least_makespan(
         trie_from_order(np.arange(len(samples)), shared, lengths),
         cost_model,
         dp_size=len(ranks),
         micro_batches=plan.num_micro_batches,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens if plan.carrying is None else None,
         scored=scored,
     )
     return PlanReport(
@@ -132,4 +164,5 @@ def report_plan(
         # The largest micro-batch costs no less than the average one.
         lower_bound=least * cost_model.token / UNITS_PER_TOKEN * (1 + bubble / plan.num_micro_batches),
         bubble=bubble,
+        carried_tokens=plan.carried_tokens,
     )

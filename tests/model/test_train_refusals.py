@@ -125,7 +125,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "data.tokenizer=mistral-v7",
             "model.vocab_size=64 is smaller than the tokenizer's 32768; raise it or",
         ),
-        ("batch.max_tokens=14", "data.jsonl:1: the sample has 15 tokens, but batch.max_tokens is 14; raise batch.max_"),
+        (
+            "batch.max_tokens=14 batch.over_budget=repeat",
+            "data.jsonl:1: the sample has 15 tokens, but batch.max_tokens is 14; raise batch.max_",
+        ),
         ("attention_backend=nope", "attention backend 'nope' does not exist; choose one of "),
         ("train_iters=zero", "recipe.yaml: train_iters: input should be a valid integer"),
         ("train_iters", "'train_iters' is not an override; write key=value"),

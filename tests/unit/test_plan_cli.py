@@ -344,7 +344,8 @@ def test_a_recipe_keeps_pairs_together(tmp_path):
 
 def test_on_error_option_overrides_the_recipe(rows, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("unused.jsonl}", "unused.jsonl, on_error: skip}"))
+    skipping = RECIPE.replace("unused.jsonl}", "unused.jsonl, on_error: skip}")
+    recipe.write_text(skipping.replace("max_tokens: 64}", "max_tokens: 64, over_budget: repeat}"))
     model = ("--max-tokens", "11", "--model", str(recipe), "--json")
     result = plan(rows, *model)
     assert result.exit_code == 0, result.output
@@ -418,3 +419,17 @@ def test_plan_rejects_unsupported_settings(rows, tmp_path, without_megatron):
     done = without_megatron("plan", rows, "--model", recipe)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: model.transformer: cannot count FLOPs with these settings")
+
+
+def test_a_recipe_carries_samples_above_the_budget(rows, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    report = json.loads(plan(rows, "--max-tokens", "8", "--model", str(recipe), "--json").stdout)
+    batches = report["ranks"][0]
+    assert report["repeated_tokens"] == 0
+    assert sum(batch["tokens"] for batch in batches) == report["unique_tokens"]
+    assert max(batch["tokens"] for batch in batches) <= 8
+    assert sum(batch["samples"] for batch in batches) == report["samples"]
+    assert report["carried_tokens"] > 0
+    assert report["slowest"] >= report["lower_bound"]
+    assert "carried tokens" in plan(rows, "--max-tokens", "8", "--model", str(recipe)).stdout
