@@ -1,4 +1,4 @@
-"""Multi-token prediction on a tree: the losses of all depths against the stock model on each sample alone."""
+"""Multi-token prediction on a tree: the losses of all depths against the stock model on each separate sample."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def folded(samples: list[Sample], depths: int, *, padding: int = 3, backend: str
     return MicroBatch.from_layout(fold(samples, padded_size=padded, depths=depths), attention_backend=backend)
 
 
-def alone(model: GPTModel, samples: list[Sample]) -> dict[str, Any]:
+def run_separately(model: GPTModel, samples: list[Sample]) -> dict[str, Any]:
     """Gradients by name, and the logged losses of each sample: the stock forward on one sample after the other."""
     logged = []
     for sample in samples:
@@ -98,12 +98,12 @@ def _fresh_tracker():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_depths_are_those_of_each_sample_alone(name):
+def test_depths_are_those_of_separate_samples(name):
     settings, model_settings = VARIANTS[name]
     stock, tree = mtp_twins(tiny_config(**settings), **model_settings)
     samples = branching_samples()
     with kept_double():
-        expected = alone(stock, samples)["grads"]
+        expected = run_separately(stock, samples)["grads"]
         supervised(tree, folded(samples, settings["mtp_num_layers"]), WeightedSum()).backward()
     assert_equal_gradients(tree, expected, 1e-12)
 
@@ -114,7 +114,7 @@ def test_random_forests(seed):
     samples = deep_samples(seed)
     random.Random(seed).shuffle(samples)
     with kept_double():
-        expected = alone(stock, samples)["grads"]
+        expected = run_separately(stock, samples)["grads"]
         supervised(tree, folded(samples, 2), WeightedSum()).backward()
     assert_equal_gradients(tree, expected, 1e-12)
 
@@ -124,17 +124,17 @@ def test_every_backend(backend):
     stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
     samples = branching_samples()
     with kept_double():
-        expected = alone(stock, samples)["grads"]
+        expected = run_separately(stock, samples)["grads"]
         supervised(tree, folded(samples, 2, backend=backend), WeightedSum()).backward()
     assert_equal_gradients(tree, expected, 1e-12)
 
 
-def test_layers_of_experts_route_as_alone():
+def test_layers_of_experts_route_as_in_separate_samples():
     config = tiny_config(mtp_num_layers=2, **MOE)
     stock, tree = mtp_twins(config)
     samples = branching_samples()
     with kept_double():
-        expected = alone(stock, samples)["grads"]
+        expected = run_separately(stock, samples)["grads"]
         supervised(tree, folded(samples, 2), WeightedSum()).backward()
     assert_equal_gradients(tree, expected, FP32_INSIDE)
 
@@ -145,7 +145,7 @@ def test_windows_and_sinks(name):
     stock, tree = mtp_twins(tiny_config(mtp_num_layers=2, **WINDOWS_AND_SINKS[name]))
     samples = branching_samples()
     with kept_double():
-        expected = alone(stock, samples)["grads"]
+        expected = run_separately(stock, samples)["grads"]
         supervised(tree, folded(samples, 2, backend="reference"), WeightedSum()).backward()
     assert_equal_gradients(tree, expected, 1e-12)
 
@@ -179,7 +179,7 @@ def test_each_sample_logs_what_upstream_logs():
     # Upstream counts a token with half a weight once.
     samples = [Sample(tokens=one.tokens, loss_mask=one.loss_mask > 0) for one in samples]
     with kept_double():
-        expected = alone(stock, samples)["logged"]
+        expected = run_separately(stock, samples)["logged"]
         for sample, wanted in zip(samples, expected, strict=True):
             MTPLossLoggingHelper.clean_metrics_in_tracker()
             supervised(tree, folded([sample], 2), WeightedSum())
@@ -207,7 +207,7 @@ def test_frozen_depths_change_nothing():
 def test_stock_batch_goes_through_the_stock_model():
     stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
     samples = branching_samples()[:4]
-    expected, found = alone(stock, samples), alone(tree, samples)
+    expected, found = run_separately(stock, samples), run_separately(tree, samples)
     for name, wanted in expected["grads"].items():
         assert torch.equal(found["grads"][name], wanted), name
 
