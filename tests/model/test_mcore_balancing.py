@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_bias_update_rate": 1e-3,
     },
+    "capacity that holds all tokens": {"moe_expert_capacity_factor": 2.0},
 }
 # Upstream computes the scores of its losses in fp32.
 ROUNDING = 1e-6

@@ -136,13 +136,21 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
             f"moe_aux_loss_coeff={config.moe_aux_loss_coeff} of global_aux_loss: it compares the samples of a step, "
             "and no single sample has such a loss; use moe_router_load_balancing_type='aux_loss' or 'seq_aux_loss'",
         ),
-        *(
-            (
-                value is not None,
-                f"{name}={value}: which tokens are dropped depends on the batch; set {name}=None",
-            )
-            for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")  # the second: since 0.18
-            for value in (getattr(config, name, None),)
+        (
+            # An expert has room for all tokens from factor * top-k = experts on.
+            config.moe_expert_capacity_factor is not None
+            and config.moe_expert_capacity_factor * config.moe_router_topk < (config.num_moe_experts or 0),
+            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor}: which tokens are dropped depends on the "
+            "batch; set it to None, or to at least num_moe_experts / moe_router_topk, which drops none",
+        ),
+        (
+            config.moe_pad_expert_input_to_capacity,
+            "moe_pad_expert_input_to_capacity=True: not proven exact under folding yet; set it to False",
+        ),
+        (
+            getattr(config, "moe_expert_rank_capacity_factor", None) is not None,  # since 0.18
+            f"moe_expert_rank_capacity_factor={getattr(config, 'moe_expert_rank_capacity_factor', None)}: which tokens "
+            "are dropped depends on the batch; set moe_expert_rank_capacity_factor=None",
         ),
         (
             # The second is a field since megatron-core 0.17.
