@@ -82,6 +82,12 @@ class ChunkLayout(FlatLayout):
         return of_samples
 
 
+def whole_layouts(layouts: Sequence[FlatLayout]) -> list[FlatLayout]:
+    """Return layouts with that of their tree in place of chunks, once however many chunks it has."""
+    whole = [layout.whole if isinstance(layout, ChunkLayout) else layout for layout in layouts]
+    return list({id(layout): layout for layout in whole}.values())
+
+
 def join_scores(
     layouts: Sequence[FlatLayout], values: Sequence[npt.NDArray[np.floating]], *, of_edges: bool = True
 ) -> npt.NDArray[np.floating]:

@@ -25,11 +25,12 @@ from harness.seam_runs import (
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
-from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying, why_not_carried
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.outputs import Nothing
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.plan import Carrying
 from mcore_prefix_tree.plan.carry import first_pass, make_chunks
 
@@ -159,6 +160,29 @@ def test_windows_and_sinks() -> None:
     size = fold(samples).physical_tokens
     batches = carried(samples, [size // 4, size // 2], backend="reference")
     assert_equal(train(tree, batches), unfolded(stock, samples), FP32_INSIDE)
+
+
+BALANCED = MOE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("changes", "objective", "says"),
+    [
+        (MOE, "sft", None),
+        ({}, "grpo", None),
+        ({}, None, None),
+        (BALANCED, None, "routers balance experts by whole samples"),
+        (MOE | {"moe_z_loss_coeff": 0.1}, "sft", "routers balance experts by whole samples"),
+        ({}, "dpo", "the objective's loss reads whole samples"),
+        ({}, "gspo", "the objective's loss reads whole samples"),
+        ({}, "kto", "the objective's loss reads whole samples"),
+        ({}, "reward_model", "the objective's loss reads whole samples"),
+    ],
+)
+def test_what_needs_whole_samples_is_named(changes: dict[str, Any], objective: str | None, says: str | None) -> None:
+    named = None if objective is None else make_objective(objective, {})
+    reason = why_not_carried(tiny_config(**changes), named)
+    assert reason == says or (says is not None and reason is not None and says in reason)
 
 
 def test_frozen_keys_leave_no_gradient() -> None:

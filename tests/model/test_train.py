@@ -167,9 +167,15 @@ def test_new_weights_are_reported(job: Path) -> None:
 
 
 def test_the_loss_does_not_depend_on_the_budget(job: Path) -> None:
-    narrow, wide = (train(job, *FLOAT64, f"batch.max_tokens={budget}") for budget in (17, 1000))
-    assert sum(r.physical_tokens for r in narrow.reports) > sum(r.physical_tokens for r in wide.reports)
-    assert narrow.losses == pytest.approx(wide.losses, rel=1e-9)
+    wide = train(job, *FLOAT64, "batch.max_tokens=1000")
+    repeat, carry = (
+        train(job, *FLOAT64, "batch.max_tokens=17", f"batch.over_budget={way}") for way in ("repeat", "carry")
+    )
+    unique = sum(report.physical_tokens for report in wide.reports)
+    assert sum(report.physical_tokens for report in repeat.reports) > unique
+    assert sum(report.physical_tokens for report in carry.reports) == unique
+    assert repeat.losses == pytest.approx(wide.losses, rel=1e-9)
+    assert carry.losses == pytest.approx(wide.losses, rel=1e-9)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(job: Path) -> None:

@@ -63,9 +63,15 @@ RECOMPUTE = (
 def test_micro_batch_is_freed_with_its_backward(
     tmp_path: Path, alive: Alive, recompute: tuple[str, ...], most: int
 ) -> None:
-    train(write_job(tmp_path), *MANY, *recompute)
+    train(write_job(tmp_path), *MANY, "batch.over_budget=repeat", *recompute)
     assert len(alive.counts) == 9, "all layers of a micro-batch, and their recomputation, share its rows"
     assert 1 <= max(alive.counts) <= most
+
+
+def test_chunk_of_a_tree_is_freed_with_its_backward(tmp_path: Path, alive: Alive) -> None:
+    notes = train(write_job(tmp_path), *MANY, "batch.over_budget=carry")
+    assert sum(report.carried_tokens for report in notes.reports) > 0
+    assert max(alive.counts) == 1
 
 
 def test_evaluation_holds_one_micro_batch(tmp_path: Path, alive: Alive) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.commands import write_rows
+from harness.commands import run_command, write_rows
 from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
@@ -54,6 +54,30 @@ def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: di
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 
+def with_answers(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with a teacher's tokens, other ones for every sample, and with returns."""
+    rng, made = np.random.default_rng(0), []
+    for row in content:
+        size = len(row["tokens"])
+        ids = [rng.permutation(64)[:3].tolist() for _ in range(size)]
+        scores = np.log(rng.dirichlet(np.ones(4), size)[:, :3]).tolist()
+        teacher = {"token_ids": ids, "logprobs": [[None] * 3, *scores[1:]]}
+        made.append(row | {"teacher": teacher, "returns": rng.standard_normal(size).tolist()})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("distill", {"normalise": "sample"}), ("critic", {"returns": "given", "clip_eps": None})],
+)
+def test_teachers_answers_and_returns_are_cut(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    job = write_job(tmp_path, with_answers(rows()))
+    settings = [*FLOAT64, f"objective.name={name}", f"objective.options={json.dumps(options)}", "train_iters=2"]
+    wide, cut = (train(job, *settings, budget) for budget in (WIDE, narrow(rows())))
+    assert close(cut.losses, wide.losses)
+    assert sum(step.carried_tokens for step in cut.reports) > 0
+
+
 def test_verify_passes(tmp_path: Path) -> None:
     options = [*FLOAT64, narrow(rows()), "train_iters=2", "verify.enabled=true"]
     (report,) = train(load_recipe(write_job(tmp_path), options)).verifications
@@ -75,6 +99,19 @@ def test_scores_do_not_see_the_budget(tmp_path: Path, options: dict[str, bool]) 
         assert close(cut["old_logprobs"], wide["old_logprobs"])
         if "entropy" in wide:
             assert close(cut["entropy"], wide["entropy"])
+
+
+def test_calibration_times_samples_that_fit(tmp_path: Path) -> None:
+    job, output = write_job(tmp_path), tmp_path / "costs.json"
+    timed = run_command("calibrate", job, narrow(rows()), "--output", str(output), "--repeats", "1")
+    assert timed.exit_code == 0, timed.output
+    budget = int(narrow(rows()).partition("=")[2])
+    assert max(one["tokens"] for one in json.loads(output.read_text())["measured"]) <= budget
+    refused = run_command(
+        "calibrate", write_job(tmp_path, [{"tokens": [1, 2, 3, 4]}] * 16), "batch.max_tokens=3", "--output", str(output)
+    )
+    assert refused.exit_code == 2
+    assert "no other sample fits a micro-batch of batch.max_tokens=3, which are timed" in refused.output
 
 
 def test_whole_sample_losses_are_refused_by_name(tmp_path: Path) -> None:

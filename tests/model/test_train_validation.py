@@ -266,7 +266,12 @@ def test_unusable_held_out_samples_are_rejected_before_the_first_step(tmp_path: 
 def test_skipped_held_out_samples_are_reported(tmp_path: Path, job: Path) -> None:
     held_out = write_rows(tmp_path / "held_out.jsonl", [*rows(seed=1), {"tokens": [1] * 60}])
     notes = train(
-        job, "train_iters=1", "data.on_error=skip", f"validation.path={held_out}", "optimizer.lr_warmup_steps=0"
+        job,
+        "train_iters=1",
+        "data.on_error=skip",
+        "batch.over_budget=repeat",
+        f"validation.path={held_out}",
+        "optimizer.lr_warmup_steps=0",
     )
     assert [text for text in notes.messages if text.startswith("of validation.path: ") and ":17: " in text]
     assert notes.evaluations[0].samples == 16

@@ -18,6 +18,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
     find_key_nodes,
     find_stack,
     keep_tokens,
+    whole_layouts,
 )
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step
@@ -144,6 +145,12 @@ def test_carried_tokens_are_a_layout(samples: list[Sample], budget: int) -> None
 
 CHAIN = Sample(tokens=list(range(20)), source="chain")
 PAIR = [Sample(tokens=[at, *range(6)]) for at in (60, 61)]
+
+
+def test_chunks_of_a_tree_are_one_whole_layout() -> None:
+    one, other = fold([CHAIN]), fold(PAIR)
+    chunks = [cut(one, start, end, padded_size=10) for start, end in ((0, 10), (10, 20))]
+    assert whole_layouts([*chunks[::-1], other]) == [one, other]
 
 
 def test_a_sample_above_the_budget_is_carried() -> None:

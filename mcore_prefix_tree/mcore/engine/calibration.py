@@ -17,7 +17,7 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.stand_ins import make_stand_in, plain
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, make_targets
-from mcore_prefix_tree.plan import CostModel, Measured
+from mcore_prefix_tree.plan import BudgetError, CostModel, Measured
 from mcore_prefix_tree.sample import Sample
 
 # Parts of the largest micro-batch that are measured too.
@@ -55,9 +55,17 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
     only scored tokens, the two largest run once more with next to nothing scored, which shows the cost of scoring.
 
     ``chunks`` are in Megatron's DDP, and their gradients are left empty. ``repeats`` rounds are timed after a first.
+    Samples above the budget, which are only run in chunks, are left out; raises BudgetError if all are.
     """
     job, samples = plain(job, samples)
     folding = job.folding
+    whole = [sample for sample in samples if len(sample) <= folding.max_tokens]
+    if not whole:
+        raise BudgetError(
+            f"{samples[0].source}: {len(samples[0])} tokens, and no other sample fits a micro-batch of "
+            f"batch.max_tokens={folding.max_tokens}, which are timed; raise batch.max_tokens"
+        )
+    samples = whole
     cut = _choose(samples, folding)
     scored_alone = job.fused_head and make_stand_in(job).skips_unscored
     if scored_alone:
