@@ -97,7 +97,7 @@ class ConsoleReporter:
         rate = numbers.short(report.logical_tokens / report.seconds)
         parts += [f"lr {report.lr:.1e}", f"fold {numbers.ratio(report.fold_ratio)}", f"{rate} tok/s"]
         if report.carried_tokens:
-            parts.append(f"carried {report.carried_tokens:,} tokens, {numbers.size(report.carried_bytes)} a rank")
+            parts.append(f"carried {report.carried_tokens:,} tokens, {numbers.size(report.carried_bytes)} per rank")
         self._lines(parts, report.metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=report.iteration)
