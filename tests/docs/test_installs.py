@@ -25,7 +25,7 @@ _TOOLS = r"(?:pip3?|pipx|uv|poetry|conda|mamba)"
 _COMMAND = re.compile(rf"\b{_TOOLS}\s+(?:install|add|download|wheel|run --with)\s+([^\n`#;&|)]*)")
 # Projects of others that a GPU or a benchmark needs and no requirements file pins.
 # TransformerEngine and flash-attn are compiled with the last two.
-OTHERS = {"areal", "flash-linear-attention", "transformer-engine", "ninja", "wheel"}
+OTHERS = {"areal", "causal-conv1d", "flash-linear-attention", "mamba-ssm", "transformer-engine", "ninja", "wheel"}
 _TAKES_VALUE = {"-r", "--requirement", "-c", "--constraint", "-t", "--target", "-w", "--wheel-dir", "--python"}
 
 
