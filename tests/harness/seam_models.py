@@ -217,6 +217,7 @@ REFUSED_SETTINGS: list[dict[str, Any]] = [
     {"tp_comm_overlap": True},
     {"overlap_moe_expert_parallel_comm": True},
     {"enable_mhc_connections": True},
+    {"mtp_num_layers": -1},
 ]
 REFUSED_EXPERT_SETTINGS: list[dict[str, Any]] = [
     {"moe_router_load_balancing_type": "sinkhorn"},

@@ -119,3 +119,11 @@ def test_contradictions_are_reported_before_megatron_is_imported(options: list[s
 def test_patterns_that_cannot_be_trained_are_refused(options: list[str], message: str, job: Path) -> None:
     with pytest.raises(RecipeError, match=message), session(load_recipe(job, options)):
         pass
+
+
+@needs_hybrid
+def test_sizes_that_megatron_refuses_end_in_a_sentence(job: Path) -> None:
+    sizes = SSM.replace("mamba_num_heads: 4", "mamba_num_heads: 3")
+    result = run_command("train", job, *pattern_options("M-", sizes))
+    assert result.exit_code == 2
+    assert "error: megatron-core refuses this model: nheads must be evenly divisible by ngroups" in result.output

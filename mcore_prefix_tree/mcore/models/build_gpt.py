@@ -109,7 +109,8 @@ def build_chunks(
 
     Raises:
         NotImplementedError: see :func:`check_model`.
-        RecipeError: the recipe wants TransformerEngine and it is not installed, or the weights do not fit into memory.
+        RecipeError: the recipe wants TransformerEngine and it is not installed, the weights do not fit into memory, or
+            megatron-core refuses sizes of a layer.
     """
     _check_fits(model, config, device, scalar_head=scalar_head)
     vpp = config.virtual_pipeline_model_parallel_size
@@ -126,18 +127,22 @@ def build_chunks(
             chunk = provided(config, scalar_head=scalar_head, **ends)
         else:
             kind, own = _model_class(model, config, vp_stage)
-            chunk = kind(
-                config,
-                vocab_size=padded_vocab_size or vocab_size,
-                max_sequence_length=model.max_position_embeddings,
-                share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
-                position_embedding_type=model.position_embedding_type,
-                rotary_base=model.rotary_base,
-                rotary_percent=model.rotary_percent,
-                pg_collection=groups,
-                **own,
-                **ends,
-            )
+            try:
+                chunk = kind(
+                    config,
+                    vocab_size=padded_vocab_size or vocab_size,
+                    max_sequence_length=model.max_position_embeddings,
+                    share_embeddings_and_output_weights=not (model.untie_embeddings_and_output_weights or scalar_head),
+                    position_embedding_type=model.position_embedding_type,
+                    rotary_base=model.rotary_base,
+                    rotary_percent=model.rotary_percent,
+                    pg_collection=groups,
+                    **own,
+                    **ends,
+                )
+            except AssertionError as error:  # upstream adds the modules that it was building
+                reason = str(error).partition(" when instantiating")[0]
+                raise RecipeError(f"megatron-core refuses this model: {reason}") from error
         check_model(chunk)
         if scalar_head:
             with_scalar_head(chunk)

@@ -83,6 +83,7 @@ def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
     last_rows = "stock layers route the last tokens of a sample, which predict nothing, and balance them too"
     balances = config.moe_router_load_balancing_type != "none"
     return [
+        (config.mtp_num_layers < 0, f"{depths}: set it to a number of depths, or to None"),
         (
             not multi_token_names.are_there(),
             f"{depths}: multi-token prediction on a tree needs {multi_token_names.NEEDED}; set mtp_num_layers=None",
