@@ -13,7 +13,8 @@ import tempfile
 import venv
 from pathlib import Path
 
-_BORROW = "import site; [site.addsitedir(one) for one in {folders!r}]\n"
+# Before Python 3.12 a comprehension would not see the name ``site``.
+_BORROW = "import site; list(map(site.addsitedir, {folders!r}))\n"
 
 
 def python_with(folder: Path) -> Path:
