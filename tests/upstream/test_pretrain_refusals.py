@@ -50,6 +50,10 @@ SPINE = [
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type='sinkhorn'"),
     (f"{MOE} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
     (f"{MOE} --moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor=1.5"),
+    (
+        f"{MOE} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity",
+        "moe_pad_expert_input_to_capacity=True",
+    ),
     (f"{MOE} --moe-router-force-load-balancing", "moe_router_force_load_balancing or moe_router_force_biased"),
     (f"{MOE} --moe-input-jitter-eps 0.1", "moe_input_jitter_eps=0.1"),
     (f"{LATENT} --no-rope-fusion --cache-mla-latents", "cache_mla_latents=True"),
