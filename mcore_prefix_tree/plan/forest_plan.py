@@ -161,6 +161,7 @@ def plan_step(
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
+    order, shared, lengths = _in_order(samples, sharing)
     if over_budget != "repeat" and together is None:
         carrying = partial(
             _carry_plan,
@@ -172,13 +173,14 @@ def plan_step(
             cost_model=cost_model,
             sharing=sharing,
         )
-        trees = _carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget)
+        cut = partial(_carried_trees, order, shared, lengths, max_tokens, dp_size, cost_model, over_budget)
+        trees = cut()
         try:
             if trees:
                 return carrying(trees)
         except BudgetError:  # full chunks are fewer, and carry more
-            return carrying(_carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget, full=True))
-    order, shared, lengths = _in_order(samples, max_tokens, sharing)
+            return carrying(cut(full=True))
+    _check_fits(samples, max_tokens)
     fresh = lengths - shared
     if together is not None:
         leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
@@ -219,8 +221,9 @@ def fewest_micro_batches(
     over_budget: OverBudget = "repeat",
 ) -> int:
     """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
+    order, shared, lengths = _in_order(samples, sharing)
     if over_budget != "repeat" and together is None:
-        trees = _carried_trees(samples, max_tokens, dp_size, sharing, cost_model, over_budget, full=True)
+        trees = _carried_trees(order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, full=True)
         if trees:
             plan = _carry_plan(
                 samples,
@@ -232,7 +235,7 @@ def fewest_micro_batches(
                 sharing=sharing,
             )
             return plan.num_micro_batches
-    order, shared, lengths = _in_order(samples, max_tokens, sharing)
+    _check_fits(samples, max_tokens)
     if together is None:
         return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
     leaves = Leaves.every_sample(shared, lengths, None)
@@ -242,22 +245,21 @@ def fewest_micro_batches(
 
 
 def _carried_trees(
-    samples: Sequence[Sample],
+    order: Int64Array,
+    shared: Int64Array,
+    lengths: Int64Array,
     max_tokens: int,
     dp_size: int,
-    sharing: Sharing,
     cost_model: CostModel | None,
     over_budget: OverBudget,
     *,
     full: bool = False,
 ) -> list[CarriedTree]:
-    """Return the trees above the budget that are cut into chunks.
+    """Return the trees above the budget that are cut into chunks; for the arrays see :func:`_in_order`.
 
     With ``auto`` these are the trees with a sample above the budget, and those that cost less in chunks without being
     more than a rank's share of the step: samples can be on all ranks, chunks of a tree on one.
     """
-    order, shared = sort_samples(samples, sharing)
-    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
     roots = np.flatnonzero(shared == 0)
     share = int((units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)).sum()) / dp_size
     trees = []
@@ -324,10 +326,14 @@ def _carry_plan(
     )
 
 
-def _in_order(
-    samples: Sequence[Sample], max_tokens: int, sharing: Sharing
-) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _in_order(samples: Sequence[Sample], sharing: Sharing) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return the samples' depth-first order, and in it the tokens shared with the sample before, and the length."""
+    order, shared = sort_samples(samples, sharing)
+    return order, shared, np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+
+
+def _check_fits(samples: Sequence[Sample], max_tokens: int) -> None:
+    """Raise BudgetError for a sample above ``max_tokens``."""
     for sample in samples:
         if len(sample) > max_tokens:
             raise BudgetError(
@@ -335,8 +341,6 @@ def _in_order(
                 "raise batch.max_tokens or "
                 "shorten the sample"
             )
-    order, shared = sort_samples(samples, sharing)
-    return order, shared, np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
 
 
 def _scored(

@@ -35,13 +35,15 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def fold_carrying(
-    samples: Sequence[Sample], cut: Sequence[Sequence[int]], carrying: Carrying, folding: Folding, *, train: bool
+    samples: Sequence[Sample], cut: Sequence[Sequence[int]], carrying: Carrying | None, folding: Folding, *, train: bool
 ) -> list[MicroBatch]:
-    """Fold a rank's micro-batches of which some are chunks, on the host; ``cut`` has the indices of their samples.
+    """Fold a rank's micro-batches, of which some may be chunks, on the host; ``cut`` has the indices of their samples.
 
     To train, the chunks of a tree run last to first, after the first pass (``MicroBatch.before``). Otherwise they run
     first to last, and each keeps what later ones read.
     """
+    if carrying is None:
+        return [folding.micro_batch([samples[index] for index in indices]) for indices in cut]
     batches: list[MicroBatch] = []
     before: list[MicroBatch] = []
     for indices, group in groupby(zip(cut, carrying.chunks, strict=True), key=lambda pair: tuple(pair[0])):

@@ -77,15 +77,11 @@ class ScoringStep:
         """Plan and fold samples, the same on every rank; in a training step's order they are planned as that step."""
         folding = replace(folding, only_supervised=not all_tokens)
         plan, rank = folding.plan(samples), parallel_state.get_data_parallel_rank()
-        mine, carrying = plan.micro_batches[rank], plan.carrying_of(rank)
-        if carrying is None:
-            batches = [folding.micro_batch([samples[index] for index in indices]) for indices in mine]
-        else:
-            batches = fold_carrying(samples, mine, carrying, folding, train=False)
+        mine = plan.micro_batches[rank]
         return cls(
             samples=samples,
             sample_index=mine,
-            micro_batches=batches,
+            micro_batches=fold_carrying(samples, mine, plan.carrying_of(rank), folding, train=False),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             all_tokens=all_tokens,
             for_main_rank=for_main_rank,

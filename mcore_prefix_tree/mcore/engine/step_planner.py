@@ -98,10 +98,7 @@ def fold_micro_batches(
     carrying: Carrying | None = None,
 ) -> list[MicroBatch]:
     """Fold micro-batches, with the rows that the loss reads; ``cut`` has the indices of each one's samples."""
-    if carrying is None:
-        batches = [job.folding.micro_batch([samples[index] for index in indices]) for indices in cut]
-    else:
-        batches = fold_carrying(samples, cut, carrying, job.folding, train=True)
+    batches = fold_carrying(samples, cut, carrying, job.folding, train=True)
     if targets is not None:
         batches = [
             with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)
