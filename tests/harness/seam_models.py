@@ -29,6 +29,13 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_dtype": "fp64",
 }
+DELTA_NET = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},
     "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -186,7 +186,7 @@ def test_what_needs_whole_samples_is_named(changes: dict[str, Any], objective: s
 
 
 def test_frozen_keys_leave_no_gradient() -> None:
-    """Of a first layer whose weights are frozen nothing is asked, and its keys still reach later chunks."""
+    """A first layer with frozen weights gets no gradient, and later chunks still read its keys."""
     samples = deep_samples(6)
     stock, tree = twins(tiny_config())
     for model in (stock, tree):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.in_double import kept_double
 from harness.marks import quick
-from harness.seam_models import deep_samples, hybrid, hybrid_twins, tiny_config, twins
+from harness.seam_models import DELTA_NET, RECOMPUTE, deep_samples, hybrid, hybrid_twins, tiny_config, twins
 from harness.seam_runs import (
     FP32_INSIDE,
     MOE,
@@ -38,15 +38,6 @@ from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
-DELTA_NET = {
-    "num_layers": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GPT = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}
 # name: (pattern, fields of the config, seed of the forest)
 VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -55,7 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "with MLPs": ("G-*-", {}, 2),
     "with experts": ("GE*E", MOE, 3),
     "deterministic": ("G*G-", {"deterministic_mode": True}, 4),
-    "full recompute": ("G*G-", FULL, 5),
+    "full recompute": ("G*G-", RECOMPUTE["layers"], 5),
     "wide convolution": ("G*", {"linear_conv_kernel_dim": 7}, 7),
     "convolution of one token": ("G*", {"linear_conv_kernel_dim": 1}, 8),
     "as many keys as values": ("G*", {"linear_num_key_heads": 4}, 9),
@@ -108,9 +99,9 @@ def test_norm_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(norms) == 2 + 2 * 2
 
 
-@pytest.mark.parametrize("settings", [{}, FULL, MOE], ids=["plain", "full recompute", "experts"])
+@pytest.mark.parametrize("settings", [{}, RECOMPUTE["layers"], MOE], ids=["plain", "full recompute", "experts"])
 def test_gpt_with_states_in_three_of_four_layers(settings: dict[str, Any]) -> None:
-    config = tiny_config(**DELTA_NET | GPT | settings)
+    config = tiny_config(num_layers=4, **DELTA_NET | GPT | settings)
     stock, tree = with_long_memory(twins(config))
     assert [isinstance(layer.self_attention, GatedDeltaNet) for layer in tree.decoder.layers] == [1, 1, 1, 0]
     assert list(tree.state_dict()) == list(stock.state_dict())

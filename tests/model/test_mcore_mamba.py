@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from harness.in_double import kept_double
 from harness.marks import quick
 from harness.oracles import worst
-from harness.seam_models import deep_samples, hybrid, hybrid_twins, tiny_config
+from harness.seam_models import DELTA_NET, RECOMPUTE, deep_samples, hybrid, hybrid_twins, tiny_config
 from harness.seam_runs import (
     FP32_INSIDE,
     MOE,
@@ -45,21 +45,13 @@ from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
 MAMBA = {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 4}
-DELTA_NET = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # name: (pattern, fields of the config, tokens that the scan computes at once, seed of the forest)
 VARIANTS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "with attention and MLPs": ("M-M*M", {}, 128, 0),
     "only states": ("M", {}, 64, 1),
     "small chunks": ("MM", {}, 4, 2),
     "with experts": ("ME*E", MOE, 128, 3),
-    "full recompute": ("M*M-", FULL, 128, 4),
+    "full recompute": ("M*M-", RECOMPUTE["layers"], 128, 4),
     "one group": ("M*", {"mamba_num_groups": 1}, 128, 5),
     "as many groups as heads": ("M*", {"mamba_num_groups": 4}, 128, 6),
     "as many heads as fit": ("M*", {"mamba_num_heads": None}, 128, 7),

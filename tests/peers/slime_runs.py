@@ -379,7 +379,7 @@ def compare(
 
 
 def warnings_of(changes: dict[str, Any]) -> list[str]:
-    """What our provider warns of with these arguments."""
+    """Return the warnings of our provider for these arguments."""
     from harness.worlds import Layout
 
     with slime():
