@@ -263,6 +263,9 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
         )
     # Megatron first, while the functions are still the real ones: it must not bind one that outlives the block.
     importlib.import_module("megatron.core")
+    # So must PyTorch, which collects the factories that `with torch.device(...)` obeys at its first use.
+    with torch.device("cpu"):
+        torch.empty(0)
     with ExitStack() as stack:
         # Megatron's `@jit_fuser` is torch.compile: minutes of C++ compilation for nothing that a CPU run measures.
         stack.enter_context(torch.compiler.set_stance("force_eager"))

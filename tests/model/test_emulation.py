@@ -35,6 +35,15 @@ def test_everything_is_put_back() -> None:
         torch.zeros(1, device="cuda")
 
 
+def test_a_block_with_a_device_obeys_it_within_and_after() -> None:
+    """Otherwise Transformers' from_pretrained, which builds a model on "meta", leaves rotary frequencies unset."""
+    torch.utils._device._device_constructors.cache_clear()  # as in a new process
+    with cpu_emulation(), torch.device("meta"):
+        assert {make().device.type for make in (lambda: torch.empty(1), lambda: torch.arange(2))} == {"meta"}
+    with torch.device("meta"):
+        assert {make().device.type for make in (lambda: torch.empty(1), lambda: torch.arange(2))} == {"meta"}
+
+
 def test_everything_is_put_back_after_an_error() -> None:
     original = torch.zeros
     with pytest.raises(KeyError), cpu_emulation():
