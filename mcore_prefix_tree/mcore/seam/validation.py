@@ -80,14 +80,13 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
 def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
     """Return the refusals of :func:`_refusals` for the settings of multi-token prediction."""
     depths = f"mtp_num_layers={config.mtp_num_layers}"
+    if not multi_token_names.are_there():
+        needed = f"{depths}: multi-token prediction on a tree needs {multi_token_names.NEEDED}; set mtp_num_layers=None"
+        return [(True, needed)]
     last_rows = "stock layers route the last tokens of a sample, which predict nothing, and balance them too"
     balances = config.moe_router_load_balancing_type != "none"
     return [
         (config.mtp_num_layers < 0, f"{depths}: set it to a number of depths, or to None"),
-        (
-            not multi_token_names.are_there(),
-            f"{depths}: multi-token prediction on a tree needs {multi_token_names.NEEDED}; set mtp_num_layers=None",
-        ),
         (
             getattr(config, "mtp_use_repeated_layer", False),
             f"{depths} with mtp_use_repeated_layer=True: not proven exact under folding yet; set it to False",
