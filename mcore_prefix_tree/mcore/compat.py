@@ -227,6 +227,9 @@ ENGINE = (
     Uses(f"{_STATE}:is_rank_in_embedding_group"),
     Uses("megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region", "input_"),
     Uses("megatron.core.pipeline_parallel:get_forward_backward_func"),
+    Uses("megatron.core.pipeline_parallel.schedules:get_schedule_table"),
+    Uses("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator", keywords="pp_group config"),
+    Uses(f"{_STATE}:get_pipeline_model_parallel_group"),
     Uses(
         "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
         keywords="forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only "

@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from harness.weights import fill
 from harness.worlds import Layout
 from mcore_prefix_tree.cpu.specs import cpu_spec
+from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 
 # It came with megatron-core 0.18.
@@ -204,6 +206,8 @@ class Trainer:
     ) -> list[Any]:
         """Run the schedule over this rank's micro-batches; the gradients are in ``main_grad``, reduced and scaled.
 
+        Folded micro-batches run as in a recipe's job, others as a trainer's own loop runs them.
+
         Args:
             forward_step: as Megatron's schedules call it.
             microbatches: items of each chunk's data iterator; the same number on every rank.
@@ -216,6 +220,8 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if isinstance(microbatches[0], MicroBatch):
+            return run_schedule(self.chunks, microbatches, forward_step, forward_only=forward_only)
         iterators = [iter(microbatches) for _ in self.chunks]
         return list(
             get_forward_backward_func()(

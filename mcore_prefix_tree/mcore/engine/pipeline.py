@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, tree_forward
+from mcore_prefix_tree.mcore.engine.known_shapes import give_shapes
 from mcore_prefix_tree.mcore.outputs import Nothing, Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_interleaving
@@ -40,8 +42,9 @@ def run_schedule(
     Raises:
         NotImplementedError: see :func:`check_interleaving`.
     """
+    config, sizes = get_model_config(chunks[0]), [batch.input_ids.shape for batch in micro_batches]
     if not (forward_only or one_stage):
-        check_interleaving(get_model_config(chunks[0]), [batch.input_ids.shape[-1] for batch in micro_batches])
+        check_interleaving(config, [length for _, length in sizes])
     run_before(chunks, micro_batches, one_stage=one_stage)
     device = next(chunks[0].parameters()).device
     waiting = [
@@ -49,16 +52,18 @@ def run_schedule(
         for batch in micro_batches
     ]
     iterators = [_taken(waiting) for _ in chunks]
+    one_stage = one_stage or parallel_state.get_pipeline_model_parallel_world_size() == 1
     with naming_memory(lambda: _needed(micro_batches, forward_only=forward_only)):
         reported: list[Any] = (forward_backward_no_pipelining if one_stage else get_forward_backward_func())(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=len(micro_batches),
-            seq_length=1,  # stages exchange the length of each micro-batch: the config has variable_seq_lengths
+            seq_length=1,  # micro-batches differ in length: the config has variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
+            **({} if one_stage else give_shapes(config, len(chunks), sizes)),
         )
     return reported
 

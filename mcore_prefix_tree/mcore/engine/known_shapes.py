@@ -1,0 +1,64 @@
+"""Tell pipeline stages the shapes that they would otherwise ask each other for.
+
+With ``variable_seq_lengths``, a stage receives a shape before each tensor, and waits for the device to read it. Every
+stage has planned the same micro-batches, so it knows their lengths; Megatron's schedules take a communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+Shape = tuple[int, int, int]
+
+
+class KnownShapes(P2PCommunicator):  # type: ignore[misc]
+    """Megatron's communicator, which knows the shapes ``(length, batch, hidden)`` of what arrives, in order.
+
+    Args:
+        outputs: shapes of the outputs that the stage before sends.
+        grads: shapes of the gradients that the stage behind sends.
+    """
+
+    def __init__(self, pp_group: Any, config: Any, outputs: Iterable[Shape], grads: Iterable[Shape]) -> None:
+        super().__init__(pp_group=pp_group, config=config)
+        self._outputs, self._grads = iter(outputs), iter(grads)
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Shape | None, Shape | None]:
+        return next(self._outputs) if recv_prev else None, next(self._grads) if recv_next else None
+
+
+def give_shapes(config: Any, chunks: int, sizes: Sequence[torch.Size]) -> dict[str, Any]:
+    """Return arguments of Megatron's schedules, for several pipeline stages, that spare them the exchange of shapes.
+
+    Args:
+        chunks: virtual stages of this rank.
+        sizes: ``[batch, length]`` of each micro-batch's token ids.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    first, last = group.rank() == 0, group.rank() == group.size() - 1
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [(length // ranks, batch, config.hidden_size) for batch, length in sizes]
+    order = [(index, 0) for index in range(len(sizes))]
+    if chunks > 1:
+        order = get_schedule_table(len(sizes), chunks, config.microbatch_group_size_per_vp_stage)
+    # The table counts chunks in the order in which they run: from the last one in the backward pass.
+    outputs, grads = (
+        [shapes[index] for index, chunk in order if chunk or not at_the_end] for at_the_end in (first, last)
+    )
+    return {
+        "p2p_communicator": KnownShapes(group, config, outputs, grads),
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+    }
