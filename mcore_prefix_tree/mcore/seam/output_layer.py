@@ -179,10 +179,11 @@ class _MainGrad:
     def placeholder(self) -> torch.Tensor | None:
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
-        # DDP's hook still has to run, so autograd gets zeros. It skips them, or for a weight that is also the
-        # embedding's (zero_out_wgrad) adds them to the gradient of the embedding's own backward.
+        # DDP's hook still has to run, so autograd gets a tensor. The hook skips it, or for a weight that is also the
+        # embedding's (zero_out_wgrad) adds it to the gradient of the embedding's own backward, so it must be zero then.
         self._weight.grad_added_to_main_grad = True
-        return torch.zeros_like(self._weight)
+        is_read = getattr(self._weight, "zero_out_wgrad", False)
+        return torch.zeros_like(self._weight) if is_read else torch.empty_like(self._weight)
 
 
 def request_arguments(request: HeadRequest) -> dict[str, Any]:
