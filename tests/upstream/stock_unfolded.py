@@ -2,7 +2,8 @@
 
 Takes the arguments of ``pretrain_gpt.py`` and those of the folded run; a micro-batch is one sample, with its labels, as
 Megatron's own scripts pass them. Under another objective than sft it is a full step, whose samples go through the
-model one after another, and the loss is the objective's formula, token by token. One process: no parallel layout stands
+model one after another, and the loss is the objective's formula, token by token. With a balancing loss that compares
+samples, a full step goes through the model in one row. One process: no parallel layout stands
 between this run and its results.
 """
 
@@ -18,6 +19,7 @@ sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 sys.path += [str(Path(__file__).parents[1] / name) for name in (".", "unit", "world")]
 
 import torch
+from harness.folded_jobs import in_one_row
 from objective_oracles import (
     Alone,
     ValuesAlone,
@@ -66,7 +68,7 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
 
     def samples_of(paths: Any, consumed: int, order: Any) -> Any:
         samples = SampleOrder(list(iter_sample_groups(paths)), seed=args.seed, order=order)
-        if args.prefix_tree_objective != "sft":
+        if args.prefix_tree_objective != "sft" or compares_samples(args):
             return full_steps(samples, consumed, args.global_batch_size)
         return unfolded_samples(samples, consumed)
 
@@ -80,8 +82,14 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
+def compares_samples(args: Any) -> bool:
+    return args.num_experts is not None and "global_aux_loss" in args.moe_router_load_balancing_type
+
+
 def forward_step(data_iterator: Any, model: Any) -> Any:
     args = get_args()
+    if compares_samples(args):
+        return row_step(next(data_iterator), model)
     if args.prefix_tree_objective != "sft":
         return objective_step(args, next(data_iterator), model)
     sample = next(data_iterator)
@@ -96,6 +104,19 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     def loss_func(losses: torch.Tensor) -> Any:
         loss = torch.dot(losses[0, :-1].float(), mask)
         num_tokens = mask.count_nonzero().to(torch.int)
+        return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
+
+    return losses, loss_func
+
+
+def row_step(samples: Any, model: Any) -> Any:
+    """A full step in one row of one micro-batch."""
+    row = in_one_row(samples)
+    mask = torch.tensor([weight for one in samples for weight in (*one.loss_mask[1:].tolist(), 0.0)] + [0.0])
+    losses = model(**row, labels=row["input_ids"].roll(-1, 1))
+
+    def loss_func(losses: torch.Tensor) -> Any:
+        loss, num_tokens = torch.dot(losses[0].float(), mask), mask.count_nonzero().to(torch.int)
         return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
     return losses, loss_func
