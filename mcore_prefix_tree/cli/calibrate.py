@@ -49,15 +49,16 @@ def calibrate(
 
     table = grid(("tokens", "scored", "visible pairs", "measured", "fitted"), left=())
     for one in found.measured:
-        fitted = found.cost.of_micro_batch(one.tokens, one.pairs, one.scored)
+        fitted = found.cost.of_measured(one)
         counts = [numbers.count(count) for count in (one.tokens, one.scored or one.tokens, one.pairs)]
         table.add_row(*counts, numbers.seconds(one.seconds), numbers.seconds(fitted))
     console, cost = Console(), found.cost
     console.print(table)
     console.print()
     parts = {"a token": cost.token, "its score": cost.scored, "a visible pair": cost.pair}
-    costs = [
-        (f"{name} costs", f"{value:.2e} s", "") for name, value in (parts | {"a micro-batch": cost.micro_batch}).items()
-    ]
+    if any(one.levels for one in found.measured):
+        parts |= {"a segment": cost.segment, "a level": cost.level}
+    parts["a micro-batch"] = cost.micro_batch
+    costs = [(f"{name} costs", f"{value:.2e} s", "") for name, value in parts.items()]
     console.print(rows(costs))
     say(console, f"largest error of the fit: {numbers.share(found.worst)}")

@@ -84,7 +84,8 @@ def plan(
     samples = options.read({"batch.max_tokens": max_tokens} if over_budget == "repeat" else {})
     if recipe is not None:
         calibration = calibration or recipe.batch.calibration
-    cost_model, unit = _make_cost_model(samples.work, calibration)
+    work = samples.work
+    cost_model, unit = _make_cost_model(work, calibration)
     padding = _make_padding(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
     bubble = 0.0 if recipe is None else recipe.parallel.bubble
     settled = partial(
@@ -130,7 +131,7 @@ def plan(
         }
         typer.echo(json.dumps({"samples": len(samples.all), **left_out, **asdict(report), **more}))
     else:
-        _print(report, steps, samples, unit, max_tokens)
+        _print(report, steps, samples, unit, max_tokens, [] if work is None else _states_rows(report, work))
 
 
 def _make_cost_model(work: ModelWork | None, calibration: str | None) -> tuple[CostModel, str]:
@@ -167,7 +168,14 @@ def _numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit: str, max_tokens: int) -> None:
+def _print(
+    report: PlanReport,
+    steps: StepsReport | None,
+    samples: Samples,
+    unit: str,
+    max_tokens: int,
+    states: Sequence[tuple[str, str, str]],
+) -> None:
     from rich.console import Console
 
     from mcore_prefix_tree.cli.terminal import grid, rows, say
@@ -183,6 +191,7 @@ def _print(report: PlanReport, steps: StepsReport | None, samples: Samples, unit
         ("unique tokens", numbers.count(report.unique_tokens), ""),
         ("repeated context", numbers.count(report.repeated_tokens), repeated),
         *_carried_rows(report.carried_tokens),
+        *states,
         ("fold ratio, as planned", numbers.ratio(report.logical_tokens / computed), "all samples in one step"),
         *steps_rows(steps, samples.order),
         ("padding", numbers.count(report.padding), f"{numbers.share(report.padding / computed)} of the computed ones"),
@@ -233,6 +242,19 @@ def _some(sizes: Iterable[str]) -> str:
 def _carried_rows(tokens: int) -> list[tuple[str, str, str]]:
     """Return a row about trees above the budget that are cut into chunks, if there are any."""
     return [("carried tokens", numbers.count(tokens), "run forward once more")] if tokens else []
+
+
+def _states_rows(report: PlanReport, work: ModelWork) -> list[tuple[str, str, str]]:
+    """Return rows about the largest micro-batch's levels and states at branch points, if layers keep any."""
+    if not work.state_layers:
+        return []
+    batches = [batch for rank in report.ranks for batch in rank]
+    states, levels = (max(getattr(one, name) for one in batches) for name in ("branch_states", "segment_levels"))
+    kept = f"{states * work.state_bytes / 2**30:.3g} GiB in {work.state_layers} layers, before tensor parallelism"
+    return [
+        ("levels of segments", numbers.count(levels), "at most in a micro-batch"),
+        ("states at branch points", numbers.count(states), kept),
+    ]
 
 
 def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:

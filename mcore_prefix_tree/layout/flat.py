@@ -369,7 +369,7 @@ def _loss_weights(
     return loss_weight, num_supervised
 
 
-def starts_of_chains(node_parent: Int32Array) -> npt.NDArray[np.bool_]:
+def starts_of_chains(node_parent: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """bool ``[N]``: roots and nodes with siblings; an only child continues its parent's chain, next to it."""
     starts = node_parent < 0
     above = node_parent[~starts]

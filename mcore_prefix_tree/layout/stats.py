@@ -31,22 +31,27 @@ def forest_counts(layout: FlatLayout) -> dict[str, int | float]:
         "predictor_ratio": layout.predictor_ratio,
         "longest_path": int(np.diff(layout.cu_sample_lens).max(initial=0)),
         "deepest_node": max(_levels(layout.node_parent), default=0),
-        **_branching(layout),
+        **branching(layout.node_parent)._asdict(),
     }
 
 
-def _branching(layout: FlatLayout) -> dict[str, int]:
-    """Count the levels of segments, and the segments with children, at whose ends a recurrent layer keeps a state."""
-    starts = starts_of_chains(layout.node_parent)
-    parent = layout.node_parent[starts]
+class Branching(NamedTuple):
+    """Segments, their levels, and those with children, at whose ends a recurrent layer keeps a state."""
+
+    segments: int
+    segment_levels: int
+    branch_states: int
+
+
+def branching(node_parent: npt.NDArray[np.integer]) -> Branching:
+    """Count the segments of nodes in depth-first pre-order, ``[N]`` parents, -1 for a root."""
+    starts = starts_of_chains(node_parent)
+    parent = node_parent[starts]
     parent[parent >= 0] = (np.cumsum(starts) - 1)[parent[parent >= 0]]
-    return {
-        "segment_levels": max(_levels(parent), default=0),
-        "branch_states": len(np.unique(parent[parent >= 0])),
-    }
+    return Branching(len(parent), max(_levels(parent), default=0), len(np.unique(parent[parent >= 0])))
 
 
-def _levels(parents: npt.NDArray[np.int32]) -> list[int]:
+def _levels(parents: npt.NDArray[np.integer]) -> list[int]:
     """``[N]``: nodes (or segments) on the path to each, itself included."""
     levels: list[int] = []
     for parent in parents.tolist():

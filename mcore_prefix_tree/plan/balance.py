@@ -51,6 +51,7 @@ def refine(
     units = np.bincount(rank_of, weights=[own.units(cost_model) for own in members], minlength=ranks).astype(np.int64)
     tokens = np.array([own.tokens for own in members], dtype=np.int64)
     path_units = cost_model.units_of_path(leaves.length) + cost_model.units_of_scored(leaves.scored)
+    path_units += cost_model.units_of_segment
     tree_of = np.cumsum(leaves.context == 0) - 1
     borders = np.append(np.flatnonzero(leaves.context == 0), len(leaves))
 

@@ -7,7 +7,8 @@ rate that the part had in any unfolded way, so the folded step takes at least
 
 seconds, by the least that each part took unfolded. The ratios r are of work:
 
-- the *body*, everything until the last backward ends that is not one of the others, follows tokens;
+- the *body*, everything until the last backward ends that is not one of the others, follows tokens, or with a delta
+  rule the larger ratio of tokens and of places in chunks;
 - *attention* computes visible pairs, and reads and writes tokens. One measurement does not tell the two apart, so it
   shrinks by the larger of both ratios at most;
 - the *head* follows the positions that it projects, see :mod:`mcore_prefix_tree.plan.flops`; if it projects all, its
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup
+from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
 
 
 class Parts(NamedTuple):
@@ -33,11 +34,16 @@ class Parts(NamedTuple):
     rest: float
 
 
-def work_ratios(expected: ExpectedSpeedup, folded: Counts, unfolded: Counts, *, fused_head: bool) -> Parts:
-    """Return the largest factor by which each part's seconds can shrink; a ``fused_head`` projects scored positions."""
+def work_ratios(work: ModelWork, folded: Counts, unfolded: Counts) -> Parts:
+    """Return the largest factor by which each part's seconds of a model can shrink."""
+    expected = ExpectedSpeedup(folded=work.of(folded), unfolded=work.of(unfolded))
     body, attention, head = (ratio for ratio, _ in expected.parts.values())
+    tokens = unfolded.tokens / folded.tokens if folded.tokens else 1.0
+    if work.unused and folded.tokens:
+        body = max(tokens, (unfolded.tokens + unfolded.unused) / (folded.tokens + folded.unused))
     scored = unfolded.predictors / folded.predictors if folded.predictors else 1.0
-    return Parts(body=body, attention=max(attention, body), head=head if fused_head else max(head, scored), rest=1.0)
+    head = head if work.fused_head else max(head, scored)
+    return Parts(body=body, attention=max(attention, tokens), head=head, rest=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

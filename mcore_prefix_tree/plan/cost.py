@@ -1,8 +1,9 @@
-"""Cost of a micro-batch: token-wise work, attention by visible pairs, scoring, and a fixed overhead.
+"""Cost of a micro-batch: token-wise work, attention by visible pairs, scoring, branching, and a fixed overhead.
 
 A token at depth d sees d + 1 keys in any layout. So the cost of a path is a function of its length, and the cost of a
 set of samples is the sum over their unique tokens. A vocabulary head that computes only scored tokens adds a cost to
-each of these.
+each of these. Recurrent layers add a cost to each segment (a run of tokens without branching) and to each level of
+segments, since they compute one level after another.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.plan.flops import Counts, ModelWork
+from mcore_prefix_tree.plan.model_shape import CHUNK
 from mcore_prefix_tree.utils.inputs import read_text
 
 UNITS_PER_TOKEN = 1024
 
 
 class Measured(NamedTuple):
-    """One timed forward and backward, with padding among ``tokens``; ``scored`` is 0 if the head computes all."""
+    """One timed forward and backward, with padding among ``tokens``; ``scored`` is 0 if the head computes all.
+
+    ``segments`` and ``levels`` are 0 if no layer is recurrent.
+    """
 
     tokens: float
     pairs: float
     seconds: float
     scored: float = 0.0
+    segments: float = 0.0
+    levels: float = 0.0
 
 
 def read_measured(path: str) -> list[Measured]:
@@ -60,13 +67,16 @@ def _amount(one: Mapping[str, Any], name: str, where: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Cost of a micro-batch: ``token * tokens + pair * visible_pairs + scored * scored_tokens + micro_batch``.
+    """Cost of a micro-batch: the sum of each cost times its number, and ``micro_batch``.
 
     Attributes:
         token: cost of one physical token; FLOPs from :meth:`from_work`, seconds once calibrated.
         pair: cost of one visible (query, key) pair, in the same unit.
         scored: cost of scoring a unique token, in addition to ``token``, in the same unit; 0 if the head computes all
             tokens.
+        segment: cost of a segment in recurrent layers, in addition to its tokens: on average half a chunk that no token
+            fills. It is 0 without such layers, as is ``level``.
+        level: cost of a level of segments; FLOPs do not show it.
         micro_batch: fixed cost of a micro-batch, in the same unit.
 
     Raises:
@@ -76,6 +86,8 @@ class CostModel:
     token: float = 1.0
     pair: float = 0.0
     scored: float = 0.0
+    segment: float = 0.0
+    level: float = 0.0
     micro_batch: float = 0.0
 
     def __post_init__(self) -> None:
@@ -88,18 +100,19 @@ class CostModel:
     @classmethod
     def from_work(cls, work: ModelWork) -> CostModel:
         """Return the FLOPs of forward and backward; a layer with a sliding window counts as one without."""
-        each = (Counts(1, 0, 0, 0), Counts(0, 1, 1, 0), Counts(0, 0, 0, 1))
-        token, pair, scored = (work.of(counts).whole.total for counts in each)
-        return cls(token=token, pair=pair, scored=scored)
+        each = (Counts(1, 0, 0, 0), Counts(0, 1, 1, 0), Counts(0, 0, 0, 1), Counts(0, 0, 0, 0, CHUNK // 2))
+        token, pair, scored, segment = (work.of(counts).whole.total for counts in each)
+        return cls(token=token, pair=pair, scored=scored, segment=segment)
 
     def calibrated(self, measured: Sequence[Measured]) -> CostModel:
         """Return this model in seconds, as measured; raise ValueError without measurements, or if one is not positive.
 
-        Measurements of as many different shapes as there are costs (four, or three if the head computes all tokens)
-        give all of them: the non-negative ones with the smallest squared *relative* error, so that small micro-batches
-        count as much as large ones. From fewer, or from shapes that are multiples of each other, the costs keep their
-        proportions and are scaled to the measured total. All have six digits: the last digits of a fit differ between
-        machines, and ranks on unlike machines have to make the same plan.
+        Measurements of as many different shapes as there are costs (three, one more if the head computes only scored
+        tokens, and two more with recurrent layers) give all of them: the non-negative ones with the smallest squared
+        *relative* error, so that small micro-batches count as much as large ones. From fewer, or from shapes that are
+        multiples of each other, the costs keep their proportions and are scaled to the measured total. All have six
+        digits: the last digits of a fit differ between machines, and ranks on unlike machines have to make the same
+        plan.
         """
         if not measured or any(not (m.tokens > 0 and m.pairs > 0 and m.seconds > 0) for m in measured):
             raise ValueError("calibration needs measurements with positive tokens, pairs and seconds")
@@ -108,10 +121,11 @@ class CostModel:
             "token": np.array([one.tokens for one in measured]),
             "pair": np.array([one.pairs for one in measured]),
             "scored": np.array([one.scored for one in measured]),
+            "segment": np.array([one.segments for one in measured]),
+            "level": np.array([one.levels for one in measured]),
             "micro_batch": np.ones(len(measured)),
         }
-        if not amounts["scored"].any():
-            del amounts["scored"]
+        amounts = {name: amount for name, amount in amounts.items() if amount.any()}
         design = np.column_stack(list(amounts.values()))
         scaled = design / seconds[:, None]
         norms = np.linalg.norm(scaled, axis=0)
@@ -144,9 +158,21 @@ class CostModel:
         """Return the cost of scoring so many tokens, int64 ``[n]``, in the units of :meth:`units_of_path`."""
         return np.rint(scored.astype(np.float64) * (self.scored * UNITS_PER_TOKEN / self.token)).astype(np.int64)
 
-    def of_micro_batch(self, tokens: float, pairs: float, scored: float = 0.0) -> float:
+    @property
+    def units_of_segment(self) -> int:
+        """:attr:`segment` in the units of :meth:`units_of_path`."""
+        return round(self.segment * (UNITS_PER_TOKEN / self.token))
+
+    def of_micro_batch(
+        self, tokens: float, pairs: float, scored: float = 0.0, segments: float = 0.0, levels: float = 0.0
+    ) -> float:
         """Cost of a micro-batch of ``tokens`` physical tokens, some of them scored, and ``pairs`` visible pairs."""
-        return self.token * tokens + self.pair * pairs + self.scored * scored + self.micro_batch
+        of_tokens = self.token * tokens + self.pair * pairs + self.scored * scored
+        return of_tokens + self.segment * segments + self.level * levels + self.micro_batch
+
+    def of_measured(self, one: Measured) -> float:
+        """Cost of a micro-batch that was timed."""
+        return self.of_micro_batch(one.tokens, one.pairs, one.scored, one.segments, one.levels)
 
 
 def _rounded(costs: Mapping[str, float]) -> CostModel:

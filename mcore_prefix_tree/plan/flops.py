@@ -2,7 +2,7 @@
 
 Each part grows with another count, and folding shares each to another degree:
 
-- the *body*, all matrices of the layers, with tokens;
+- the *body*, all matrices of the layers, with tokens, and delta rules with the chunks of each segment;
 - *attention* with visible (query, key) pairs;
 - the *head*, the output layer, with the positions that it projects: all tokens, or if it is fused only those that
   predict a scored token. A sample per turn scores only its last turn, so folded turns rarely share such a position.
@@ -25,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.flat import starts_of_chains
 from mcore_prefix_tree.plan.model_shape import (
+    CHUNK,
     RECURRENT,
     Experts,
     LatentAttention,
@@ -44,12 +46,14 @@ class Counts(NamedTuple):
         pairs: visible (query, key) pairs of a layer without a sliding window.
         window_pairs: visible pairs of a layer with one; 0 if the model has none.
         predictors: positions that predict a scored token, which the fused head projects.
+        unused: places in chunks of 64 tokens that no token of their segment fills.
     """
 
     tokens: int
     pairs: int
     window_pairs: int
     predictors: int
+    unused: int = 0
 
     @classmethod
     def folded(cls, layouts: Iterable[FlatLayout], window: int | None = None) -> Counts:
@@ -63,6 +67,7 @@ class Counts(NamedTuple):
                 if window is None
                 else int(np.minimum(layout.position_ids[: layout.physical_tokens].astype(np.int64) + 1, window).sum()),
                 predictors=layout.num_predictors,
+                unused=_unused(np.diff(_segment_borders(layout))),
             )
             for layout in layouts
         )
@@ -84,11 +89,22 @@ class Counts(NamedTuple):
             pairs=int((lengths * (lengths + 1) // 2).sum()),
             window_pairs=int((inside * (inside + 1) // 2 + (lengths - inside) * inside).sum()),
             predictors=int(lengths.sum()),
+            unused=_unused(lengths),
         )
 
     @classmethod
     def _sum(cls, counts: Iterable[Counts]) -> Counts:
         return cls(*(sum(column) for column in zip(cls(0, 0, 0, 0), *counts, strict=True)))
+
+
+def _segment_borders(layout: FlatLayout) -> npt.NDArray[np.int64]:
+    """``[G + 1]``: first token of each segment, and the end of the last."""
+    borders = layout.cu_node_lens.astype(np.int64)
+    return np.append(borders[:-1][starts_of_chains(layout.node_parent)], borders[-1])
+
+
+def _unused(lengths: npt.NDArray[np.int64]) -> int:
+    return int((-lengths % CHUNK).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +207,9 @@ class ModelWork:
         position: FLOPs of projecting a position to the vocabulary, at each depth, forward; its two gradients are
             counted as backward, though the fused head forms them in its forward.
         fused_head: whether the head projects only positions that predict a scored token.
+        unused: FLOPs of a place in a chunk that no token fills, forward; 0 if no layer computes in chunks.
+        state_layers: number of layers that keep a state at branch points.
+        state_bytes: size of a branch point's states in all of these layers.
     """
 
     token: float
@@ -200,6 +219,9 @@ class ModelWork:
     window: int | None = None
     position: float
     fused_head: bool
+    unused: float = 0.0
+    state_layers: int = 0
+    state_bytes: int = 0
 
     @classmethod
     def from_dimensions(
@@ -260,10 +282,13 @@ class ModelWork:
             dense = num_layers - sparse
         weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
         weights += depths * 2 * hidden_size**2
+        places = states_size = 0
         for name, count in recurs.items():
             if count:
                 sizes = RECURRENT[name].from_settings({**settings, "hidden_size": hidden_size})
                 weights += count * sizes.weights(hidden_size)
+                places += count * sizes.place
+                states_size += count * sizes.state
         if sparse:
             assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)
@@ -277,6 +302,9 @@ class ModelWork:
             window=settings["window_size"][0] + 1 if windowed else None,  # upstream does not count the query itself
             position=2.0 * hidden_size * vocab_size * (1 + depths),
             fused_head=fused_head,
+            unused=2.0 * places,
+            state_layers=sum(recurs.values()),
+            state_bytes=4 * states_size,
         )
 
     @classmethod
@@ -308,8 +336,9 @@ class ModelWork:
     def of(self, counts: Counts) -> Work:
         pairs = self.layers * counts.pairs + self.window_layers * counts.window_pairs
         head = self.position * (counts.predictors if self.fused_head else counts.tokens)
+        body = self.token * counts.tokens + self.unused * counts.unused
         return Work(
-            body=Flops(forward=self.token * counts.tokens, backward=2 * self.token * counts.tokens),
+            body=Flops(forward=body, backward=2 * body),
             attention=Flops(forward=self.pair.forward * pairs, backward=self.pair.backward * pairs),
             head=Flops(forward=head, backward=2 * head),
         )

@@ -25,10 +25,10 @@ def least_makespan(
     Say the slowest rank costs M. A rank that works below a node computes the path down to the node's end too, so only
     ``M - path`` remain for the nodes below. So at least ``ceil(below / (M - path))`` ranks compute that node; ``below``
     counts the nodes below as often as this rule repeats them, from the leaves up, and once the cost of scoring each
-    sample, at its end. The same with tokens and the budget counts micro-batches. If the forest with these repeats costs
-    more than ``dp_size * M``, no plan reaches M; bisection finds the smallest M that this does not exclude. Also, M is
-    at least the most expensive sample, and of the ``k * dp_size + 1`` leaves with the most unshared cost, k + 1 meet on
-    one rank.
+    sample, at its end, and of the segment that each leaf ends. The same with tokens and the budget counts
+    micro-batches. If the forest with these repeats costs more than ``dp_size * M``, no plan reaches M; bisection finds
+    the smallest M that this does not exclude. Also, M is at least the most expensive sample, and of the ``k * dp_size +
+    1`` leaves with the most unshared cost, k + 1 meet on one rank.
 
     Args:
         max_tokens: largest number of physical tokens of a micro-batch, at least those of the longest sample; None for
@@ -49,6 +49,8 @@ def least_makespan(
         sample_scores = cost_model.units_of_scored(scored)
         np.add.at(scoring, trie.sample_node, sample_scores)
         np.maximum.at(most_scoring, trie.sample_node, sample_scores)
+    for at_end in (scoring, most_scoring):
+        at_end[_is_leaf(trie)] += cost_model.units_of_segment
 
     times = [1] * trie.num_nodes
     if max_tokens is not None:
@@ -89,11 +91,15 @@ def _repeats(parent: list[int], own: list[int], room: list[int], times: list[int
     return total
 
 
-def _meeting_leaves(trie: Trie, own_cost: Int64Array, dp_size: int) -> int:
-    """Return the unshared cost of leaves that must meet on one rank; ``own_cost`` is int64 ``[N]``."""
+def _is_leaf(trie: Trie) -> npt.NDArray[np.bool_]:
     is_leaf = np.ones(trie.num_nodes, dtype=bool)
     is_leaf[trie.node_parent[trie.node_parent >= 0]] = False
-    private = np.sort(own_cost[is_leaf])[::-1]
+    return is_leaf
+
+
+def _meeting_leaves(trie: Trie, own_cost: Int64Array, dp_size: int) -> int:
+    """Return the unshared cost of leaves that must meet on one rank; ``own_cost`` is int64 ``[N]``."""
+    private = np.sort(own_cost[_is_leaf(trie)])[::-1]
     summed = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(private)])
     rounds = np.arange(1, (len(private) - 1) // dp_size + 1)
     meet = summed[rounds * dp_size + 1] - summed[rounds * dp_size - rounds]

@@ -20,6 +20,7 @@ PATTERN_PARTS: dict[str, Part] = {
     "M": "mamba",
 }
 PIPE, MTP = "|", "/"
+CHUNK = 64  # tokens that a delta rule computes at once: upstream's in torch, and FLA's
 
 
 def layer_letters(pattern: str) -> str:
@@ -121,7 +122,12 @@ class DeltaNet:
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         values = self.linear_num_value_heads * self.linear_value_head_dim
         projected = hidden_size * (2 * keys + 2 * values + 2 * self.linear_num_value_heads) + values * hidden_size
-        return projected + self.linear_conv_kernel_dim * (2 * keys + values) + 4 * self.state
+        return projected + self.linear_conv_kernel_dim * (2 * keys + values) + self.place
+
+    @property
+    def place(self) -> int:
+        """Number of products of a place in a chunk, whether a token fills it or not."""
+        return 4 * self.state
 
     @property
     def state(self) -> int:
@@ -141,6 +147,8 @@ class Mamba:
     mamba_head_dim: int = 64
     mamba_num_groups: int = 8
     mamba_num_heads: int | None = None
+
+    place = 0  # one scan has all segments, without chunks of their own
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Mamba:

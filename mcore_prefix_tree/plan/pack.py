@@ -89,9 +89,9 @@ class Leaves:
         return int((self.length * (self.length + 1) // 2 - self.context * (self.context + 1) // 2).sum())
 
     def fresh_units(self, cost_model: CostModel) -> Int64Array:
-        """Return int64 ``[L]``: the cost that each adds to the one before."""
+        """Return int64 ``[L]``: the cost that each adds to the one before, its own segment included."""
         path = cost_model.units_of_path(self.length) - cost_model.units_of_path(self.context)
-        return path + cost_model.units_of_scored(self.scored)
+        return path + cost_model.units_of_scored(self.scored) + cost_model.units_of_segment
 
     def units(self, cost_model: CostModel) -> int:
         """Cost of all in one micro-batch, its overhead aside."""

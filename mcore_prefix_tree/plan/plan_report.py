@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
+from mcore_prefix_tree.layout.stats import branching
 from mcore_prefix_tree.plan.carry import FORWARD, Chunk
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
@@ -21,7 +22,8 @@ from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_o
 class MicroBatchReport:
     """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one.
 
-    A chunk of a tree has the samples that end in it, and of the tree's scored tokens as many as of its others.
+    A chunk of a tree has the samples that end in it, and of the tree's scored tokens as many as of its others. Its
+    segments are not counted: recurrent layers, to which they and ``branch_states`` matter, do not run in chunks.
     """
 
     samples: int
@@ -30,6 +32,9 @@ class MicroBatchReport:
     pairs: int
     scored: int
     cost: float
+    segments: int = 0
+    segment_levels: int = 0
+    branch_states: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +113,16 @@ def report_plan(
     def count(indices: Sequence[int]) -> MicroBatchReport:
         own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
         own_scored = int(own.scored.sum())
+        branches = branching(trie_from_order(np.arange(len(own)), own.context, own.length).node_parent)
+        segments, levels, _ = branches
         return MicroBatchReport(
             samples=len(indices),
             tokens=own.tokens,
             padding=padding.size(own.tokens) - own.tokens,
             pairs=own.pairs,
             scored=own_scored,
-            cost=cost_model.of_micro_batch(own.tokens, own.pairs, own_scored),
+            cost=cost_model.of_micro_batch(own.tokens, own.pairs, own_scored, segments, levels),
+            **branches._asdict(),
         )
 
     def count_chunk(indices: Sequence[int], chunk: Chunk) -> MicroBatchReport:

@@ -42,6 +42,21 @@ COMPARED: dict[str, Allowed] = {
     "llama": {},
     "minimax_m2": {"num_experts_per_tok": _ABOVE_ONE},
     "mistral": {"hidden_act": ("silu",)},
+    "nemotron_h": {
+        "attention_bias": (False,),
+        "conv_kernel": (4,),
+        "layer_norm_epsilon": (1e-5,),  # the norm behind the scan has no other in Megatron-Core
+        "mamba_hidden_act": ("silu",),
+        "mlp_bias": (False,),
+        "mlp_hidden_act": ("relu2",),
+        "norm_topk_prob": (True,),
+        "num_experts_per_tok": _ABOVE_ONE,
+        "residual_in_fp32": (False,),
+        "tie_word_embeddings": (False,),
+        "time_step_min": (0.001,),  # of published models, whose code raises no step to it; transformers does
+        "use_bias": (False,),
+        "use_conv_bias": (True,),
+    },
     "olmoe": {"norm_topk_prob": (False,), "clip_qkv": (None,)},
     "qwen2": {},
     "qwen3": {},

@@ -44,6 +44,8 @@ SIZES = {
     "max_position_embeddings": "max_position_embeddings",
 }
 _CODE = "auto_map"
+# Nemotron-H counts its layers by a list of their kinds, or in older folders by a letter for each.
+_LAYER_KINDS, _PATTERN = "layers_block_type", "hybrid_override_pattern"
 _ADAPTER = "adapter_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Keys of a configuration that the function of its model does not depend on.
@@ -305,6 +307,9 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool, bool]:
         if not isinstance(text, dict) or text.get("model_type") != expected:
             raise ValueError(f"{folder / CONFIG} has another 'text_config' than one of model_type={expected}")
         config = {**config, **text, "architectures": [architecture], "model_type": family}
+    layers = config.get(_LAYER_KINDS, config.get(_PATTERN))
+    if isinstance(layers, list | str):
+        config = {**config, SIZES["num_layers"]: len(layers)}
     is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
     return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {}), has_pictures
 

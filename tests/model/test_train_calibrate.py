@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from harness.commands import run_command
 from harness.train_jobs import batch_of, resolved, train, world_of_one, write_job
 
+from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.mcore.engine import calibration as module
 from mcore_prefix_tree.mcore.loop.jobs import measure_costs, run_once
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.settings import load_recipe
 
@@ -44,6 +47,26 @@ def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert max(one.tokens for one in found.measured) <= 40
     depths = sorted(one.pairs / one.tokens for one in found.measured)
     assert depths[-1] > 1.5 * depths[0], "or the two costs cannot be told apart"
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="HybridModel came with megatron-core 0.18")
+def test_costs_of_segments_and_levels_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = replace(KNOWN, segment=7e-3, level=9e-3)
+
+    def seconds(chunks: object, batch: Any, job: object) -> float:
+        layout = batch.layout
+        scored, counts = int((layout.loss_weight != 0).sum()), forest_counts(layout)
+        return known.of_micro_batch(
+            layout.padded_size, layout.visible_pairs, scored, counts["segments"], counts["segment_levels"]
+        )
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    options = ["model.hybrid_layer_pattern=M*", "batch.max_tokens=100"]
+    options.append("model.transformer={mamba_state_dim: 8, mamba_head_dim: 8, mamba_num_groups: 2}")
+    found, _ = run_once(load_recipe(job, options), partial(measure_costs, repeats=1), is_trained=True)
+    assert vars(found.cost) == pytest.approx(vars(known))
+    assert max(one.tokens for one in found.measured) <= 100
+    assert max(one.levels for one in found.measured) >= 8
 
 
 def test_head_on_all_tokens_has_no_separate_cost(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

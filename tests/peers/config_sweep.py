@@ -39,6 +39,7 @@ NOT_SWEPT = {
     "bos_token_id",
     "eos_token_id",
     "initializer_range",
+    "mamba_ssm_cache_dtype",
     "output_router_logits",
     "pad_token_id",
     "use_cache",
@@ -70,6 +71,11 @@ VALUES: dict[str, list[Any]] = {
     "head_dim": [8, 32],
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
+    "layers_block_type": [["moe", "full_attention", "mlp", "linear_attention"], ["full_attention", "mlp"]],
+    "mamba_hidden_act": ["gelu"],
+    "mlp_hidden_act": ["silu"],
+    "mtp_layers_block_type": [["full_attention"]],
+    "time_step_limit": [[0.01, 0.5]],
     "mlp_only_layers": [[0], [1]],
     "n_group": [1, 2],
     "num_experts_per_tok": [1, 3],
@@ -127,7 +133,7 @@ def cases_of(family: str) -> Iterator[dict[str, Any]]:
             values: list[Any] = [[one] * layers, [other] * layers]
             values += [[one, other] * layers, [other, one] * layers]
             values = [value[:layers] for value in values]
-        elif name == "rope_parameters" and any(isinstance(one, dict) for one in present.values()):
+        elif name == "rope_parameters" and any(isinstance(one, dict) for one in (present or {}).values()):
             values = [{**present, layer: THETA | rope} for layer in present for rope in ROPES]
         elif name in VALUES:
             values = VALUES[name]

@@ -53,6 +53,15 @@ DELTA_NET: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
+STATE_SPACE: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_floor": 0.05,  # initial steps are far above time_step_min, to which transformers raises steps
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -115,6 +124,13 @@ FAMILIES = {
     ),
     "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),
+    "Nemotron-H": Family(
+        name="NemotronH",
+        settings=SIZES
+        | STATE_SPACE
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"moe_shared_expert_intermediate_size": 48},
+    ),
     "OLMoE": Family(
         name="Olmoe", settings=SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
     ),

@@ -34,7 +34,7 @@ compare: false
 STILL = "optimizer.lr=1e-30"
 TP2_SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 # Families that local layers can build; the first are tested each time.
-QUICK = ("Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3")
+QUICK = ("Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3", "Nemotron-H")
 LOCAL = (*QUICK, "Qwen2.5", "Mistral", "GLM-4.7-Flash")
 EP2 = ("parallel.expert_model_parallel_size=2",)
 PP2 = ("parallel.pipeline_model_parallel_size=2",)

@@ -45,6 +45,7 @@ def test_compared_families_are_accepted() -> None:
             "no rotary embeddings with these settings",
         ),
         ("Qwen3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}}, None),
+        ("Nemotron-H", {"tie_word_embeddings": True}, "tie_word_embeddings=True, and .* unless it is False"),
         ("Qwen3-MoE", {"num_experts_per_tok": 1}, None),
         ("Qwen3-MoE", {"scoring_func": "sigmoid", "routed_scaling_factor": 2.0}, None),
     ],

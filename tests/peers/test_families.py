@@ -18,8 +18,12 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from hf_folders import FAMILIES
+from hf_folders import FAMILIES, saved_model
 from hf_jobs import EP2, LOCAL, PP2, QUICK, TP2_SP, check_layout, errors_of
+
+from mcore_prefix_tree.mcore.models.bridge import make_provider
+from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, RecipeError
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 ROOT = Path(__file__).parents[2]
@@ -62,6 +66,21 @@ def check(errors: dict[str, float]) -> None:
 def test_layouts(family: str, layout: str, tmp_path: Path) -> None:
     """``verify`` compares folded with unfolded before the step."""
     assert check_layout(family, tmp_path, *LAYOUTS[layout]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more", "says"),
+    [
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}, {}, "virtual pipeline stages"),
+        ({}, {"lora": LoraConfig()}, "get no adapters here"),
+    ],
+)
+def test_hybrid_folders_refuse(parallel: dict[str, int], more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    saved_model("Nemotron-H", tmp_path / "source", {})
+    sizes = HuggingFaceFolder.read(tmp_path / "source").sizes
+    model = ModelConfig(hf=str(tmp_path / "source"), transformer_impl="local", **sizes, **more)
+    with pytest.raises(RecipeError, match=says):
+        make_provider(model, ParallelConfig(**parallel), on_gpu=False)
 
 
 @pytest.fixture(scope="module")

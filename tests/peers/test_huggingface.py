@@ -124,6 +124,28 @@ def test_layers_of_multi_token_prediction_are_exported_unchanged(tmp_path: Path,
     assert "model.transformer.mtp_num_layers is set, but model.hf=" in " ".join(refused.output.split())
 
 
+@pytest.mark.slow
+def test_complete_depth_is_exported_unchanged(tmp_path: Path) -> None:
+    """All weights of DeepSeek-V3's layer behind the last, which has experts, its own embedding and its own head."""
+    recipe, source, _ = write_job(tmp_path, "DeepSeek-V3", {"num_nextn_predict_layers": 1})
+    file, last = source / "model.safetensors", json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    weights = safetensors.torch.load_file(file)
+    depth = {
+        name.replace(f"layers.{last - 1}.", f"layers.{last}."): weight + 0.5
+        for name, weight in weights.items()
+        if f"layers.{last - 1}." in name
+    }
+    own = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,)}
+    own |= {"embed_tokens": (128, 64), "shared_head.head": (128, 64)}
+    depth |= {f"model.layers.{last}.{name}.weight": torch.rand(shape) for name, shape in own.items()}
+    assert len(depth) > 20
+    safetensors.torch.save_file(weights | depth, file, {"format": "pt"})
+    exported = tmp_path / "exported"
+    done = run_command("train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={exported}")
+    assert done.exit_code == 0, done.output
+    assert_same_folder(exported, source)
+
+
 def other_folder(folder: Path, family: str = "Llama 3") -> Any:
     """Save a model with separate weights, and return it."""
     model = saved_model(family, folder, {}, seed=1)

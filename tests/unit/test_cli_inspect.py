@@ -72,6 +72,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "skipped_by_kind": {},
         "longest_path": 5,
         "deepest_node": 3,
+        "segments": 4,
         "segment_levels": 2,
         "branch_states": 1,
         "longest_sample": f"{forest}:2",

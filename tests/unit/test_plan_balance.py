@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import chain, product
 
 import numpy as np
 import pytest
-from harness.oracles import comb, content_of, sample_lists, samples_through
+from harness.oracles import comb, content_of, parent_path, paths_of, sample_lists, samples_through
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.plan import BudgetError, CostModel, least_makespan, plan_step, report_plan
 from mcore_prefix_tree.plan.balance import refine
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
@@ -26,6 +28,8 @@ MODELS = [
     CostModel(token=4.0, pair=0.125, micro_batch=40.0),
     CostModel(token=2.0, pair=0.25, scored=16.0),
 ]
+# Its branch points and levels cost, which only the assignment shows.
+RECURRENT = CostModel(token=4.0, pair=0.125, segment=32.0, level=8.0, micro_batch=40.0)
 
 
 @st.composite
@@ -35,7 +39,7 @@ def problems(draw, max_samples=12):
         "max_tokens": max(map(len, samples)) + draw(st.sampled_from([0, 1, 3, 8, 1000])),
         "dp_size": draw(st.integers(1, 4)),
         "micro_batch_multiple": draw(st.integers(1, 3)),
-        "cost_model": draw(st.sampled_from(MODELS)),
+        "cost_model": draw(st.sampled_from([*MODELS, RECURRENT])),
     }
 
 
@@ -51,7 +55,18 @@ def cost_of(samples, indices, model):
     """By the oracle: a token sees as many keys as its path is long; it is scored at its first occurrence."""
     paths = samples_through([samples[index] for index in indices])
     scored = sum(map(first_scored_of(samples).__getitem__, indices)) if model.scored else 0
-    return sum(model.token + model.pair * len(path) for _, path in paths) + model.scored * scored + model.micro_batch
+    of_tokens = sum(model.token + model.pair * len(path) for _, path in paths) + model.scored * scored
+    segments, levels = segments_of([samples[index] for index in indices])
+    return of_tokens + model.segment * segments + model.level * levels + model.micro_batch
+
+
+def segments_of(samples):
+    """Number of segments, each of which ends at a leaf or a branch point, and of their levels, by prefixes."""
+    children = Counter(parent_path(path) for path in samples_through(samples))
+    branching = {path for path, count in children.items() if path[1] and count > 1}
+    leaves = [path for path in samples_through(samples) if not children[path]]
+    above = (len({parent_path(path) for path in paths_of(sample)} & branching) for sample in samples)
+    return len(leaves) + len(branching), max((1 + count for count in above), default=0)
 
 
 def first_scored_of(samples):
@@ -107,6 +122,8 @@ def test_reports_match_counts(problem):
             assert (one.samples, one.tokens) == (len(batch), layout.physical_tokens)
             assert (one.pairs, one.padding) == (layout.visible_pairs, layout.padded_size - layout.physical_tokens)
             assert one.cost == cost_of(samples, batch, model)
+            assert (one.segments, one.segment_levels) == segments_of([samples[i] for i in batch])
+            assert one.branch_states == forest_counts(layout)["branch_states"]
     assert report.unique_tokens == len(samples_through(samples))
     assert report.repeated_tokens == sum(chain.from_iterable(plan.physical_tokens)) - report.unique_tokens
     assert report.logical_tokens == sum(map(len, samples))
@@ -170,7 +187,7 @@ def test_no_assignment_beats_the_bound_and_plans_come_close(samples, dp_size, mo
 
 
 @settings(deadline=None)
-@given(sample_lists(max_samples=5, min_samples=1), st.integers(0, 6), st.sampled_from(MODELS))
+@given(sample_lists(max_samples=5, min_samples=1), st.integers(0, 6), st.sampled_from([*MODELS, RECURRENT]))
 def test_no_assignment_to_micro_batches_beats_the_bound(samples, slack, model):
     dp_size, micro_batches = 2, 2
     budget = max(map(len, samples)) + slack
@@ -308,7 +325,7 @@ def test_a_pipeline_gets_even_micro_batches():
 
 
 @settings(deadline=None)
-@given(sample_lists(max_samples=5, min_samples=1), st.sampled_from([0.5, 3.0]), st.sampled_from(MODELS))
+@given(sample_lists(max_samples=5, min_samples=1), st.sampled_from([0.5, 3.0]), st.sampled_from([*MODELS, RECURRENT]))
 def test_no_assignment_in_a_pipeline_beats_the_bound(samples, bubble, model):
     micro_batches = 3
     plan = plan_step(samples, max_tokens=10**6, micro_batches=micro_batches, cost_model=model, bubble=bubble)
@@ -335,6 +352,18 @@ def test_placing_keeps_its_limits(samples, bins, slack, model):
         assert len(samples_through([samples[i] for i in indices])) <= budget
         scale = UNITS_PER_TOKEN / model.token
         assert (cost_of(samples, indices, model) - model.micro_batch) * scale <= limit + len(samples)
+
+
+def test_ranks_are_balanced_by_segments():
+    """Forty branches of a token cost less than one sample of 650, but twice as much if a segment costs half a chunk."""
+    samples = [Sample(tokens=[1, 10 + leaf]) for leaf in range(40)] + [Sample(tokens=[2] * 650)]
+    next_to_the_long = []
+    for segment in (0.0, 32.0):
+        plan = plan_step(samples, max_tokens=1000, dp_size=2, cost_model=CostModel(segment=segment))
+        ranks = [list(chain.from_iterable(rank)) for rank in plan.micro_batches]
+        next_to_the_long.append(next(len(rank) - 1 for rank in ranks if 40 in rank))
+    assert next_to_the_long[0] == 0
+    assert 9 <= next_to_the_long[1] <= 11
 
 
 def test_leaves_include_their_prefixes():

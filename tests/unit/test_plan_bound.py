@@ -47,14 +47,18 @@ def test_the_ratios_are_those_of_work(fused_head: bool) -> None:
     work = ModelWork.from_dimensions(
         num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, vocab_size=64, fused_head=fused_head
     )
-    ratios = work_ratios(
-        work.expected_speedup(layouts), Counts.folded(layouts), Counts.unfolded(layouts), fused_head=fused_head
+    ratios = work_ratios(work, Counts.folded(layouts), Counts.unfolded(layouts))
+    # A delta rule: 2 chunks of 64 in 1. Were it the whole body, it would shrink by as much.
+    rule = ModelWork.from_dimensions(
+        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, vocab_size=64, parts=["delta net"]
     )
+    assert 15 / 9 < rule.expected_speedup(layouts).parts["body"][0] < 2
+    assert work_ratios(rule, Counts.folded(layouts), Counts.unfolded(layouts)).body == 2
     # Attention reads and writes tokens too, so it shrinks by the tokens' ratio if that is larger.
     assert 66 / 45 < 15 / 9
     assert ratios == Parts(body=15 / 9, attention=15 / 9, head=9 / 6 if fused_head else 15 / 9, rest=1.0)
     longer = [Sample(tokens=[*range(20), 30 + n], loss_mask=[0] * 20 + [1]) for n in range(3)]
     layouts = [fold([*longer, Sample(tokens=[40, 41])])]
     counts = Counts.folded(layouts), Counts.unfolded(layouts)
-    ratios = work_ratios(work.expected_speedup(layouts), *counts, fused_head=fused_head)
+    ratios = work_ratios(work, *counts)
     assert ratios.attention == max(counts[1].pairs / counts[0].pairs, counts[1].tokens / counts[0].tokens)

@@ -62,6 +62,24 @@ def test_a_recipe_gives_flops_and_padding(rows, tmp_path):
     assert report["cost_unit"] == "FLOPs"
 
 
+def test_states_of_recurrent_layers_are_counted(rows, tmp_path):
+    """The branches of ten tokens, and a sample alone: 7 segments in 2 levels, with a state of 8 x 2 x 2 entries."""
+    recipe = tmp_path / "recipe.yaml"
+    sizes = "{linear_key_head_dim: 2, linear_value_head_dim: 2, linear_num_key_heads: 8, linear_num_value_heads: 8}"
+    recipe.write_text(
+        RECIPE.replace("num_layers: 2,", f"num_layers: 3, hybrid_layer_pattern: GG*, transformer: {sizes},")
+    )
+    result = plan(rows, "--max-tokens", "64", "--model", str(recipe), "--json")
+    assert result.exit_code == 0, result.output
+    (batch,) = json.loads(result.stdout)["ranks"][0]
+    assert (batch["segments"], batch["segment_levels"], batch["branch_states"]) == (8, 2, 1)
+    model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, fused_head=True))
+    assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"], 8, 2)
+    shown = " ".join(plan(rows, "--max-tokens", "64", "--model", str(recipe)).stdout.split())
+    assert "levels of segments 2 at most in a micro-batch" in shown
+    assert f"states at branch points 1 {2 * 32 * 4 / 2**30:.3g} GiB in 2 layers" in shown
+
+
 def test_a_critic_has_no_vocabulary_to_pay_for(rows, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE + "objective: {name: critic}\n")

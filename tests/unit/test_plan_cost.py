@@ -23,7 +23,9 @@ def test_costs_are_the_flops_of_forward_and_backward():
         assert cost.token == 3 * work.token + (0 if fused_head else head)
         assert cost.scored == (head if fused_head else 0)
         assert cost.pair == 3 * work.pair.total, "a window is not planned with"
-        assert cost.micro_batch == 0
+        assert (cost.segment, cost.level, cost.micro_batch) == (0, 0, 0)
+    hybrid = ModelWork.from_dimensions(**dimensions, parts=["delta net", "mlp", "mamba"])
+    assert CostModel.from_work(hybrid).segment == 32 * 3 * hybrid.unused > 0, "half a chunk"
 
 
 @pytest.mark.parametrize(
@@ -74,10 +76,15 @@ def test_calibration_recovers_the_scoring_cost():
     shapes = [(*shape, scored) for shape, scored in zip(SHAPES, (900, 10, 3000, 100, 299), strict=True)]
     found = CostModel(token=5.0, pair=1.0).calibrated(measured(truth, shapes))
     assert vars(found) == pytest.approx(vars(truth), rel=1e-6)
+    # Recurrent layers: segments and levels.
+    truth = CostModel(token=2e-6, pair=3e-11, scored=7e-6, segment=5e-5, level=3e-3, micro_batch=4e-3)
+    branches = [(20, 3), (1, 1), (300, 8), (90, 40), (9, 9), (65, 33), (32, 1)]
+    shapes = [(*one, *two) for one, two in zip([*shapes, (500, 9000, 499), (800, 9000, 1)], branches, strict=True)]
+    assert vars(CostModel().calibrated(measured(truth, shapes))) == pytest.approx(vars(truth), rel=1e-5)
     # From too few, the costs keep their proportions.
     given = CostModel(token=2.0, pair=1e-3, scored=7.0)
     found = given.calibrated(measured(CostModel(token=2e-6, pair=1e-9, scored=7e-6), shapes[:3]))
-    assert vars(found) == pytest.approx({"token": 2e-6, "pair": 1e-9, "scored": 7e-6, "micro_batch": 0})
+    assert vars(found) == pytest.approx(vars(CostModel(token=2e-6, pair=1e-9, scored=7e-6)))
 
 
 def test_calibrated_costs_are_never_negative():

@@ -88,6 +88,10 @@ def test_flops_of_gated_delta_net_by_hand():
         assert work.layers == 1
     hybrid = ModelWork.from_dimensions(**DENSE, settings=sizes, parts=["delta net", "mlp", "attention"])
     assert (hybrid.token, hybrid.layers) == (2 * (recurrent + mlp + attention), 1)
+    # The rule computes whole chunks; the state of a branch point is kept in fp32.
+    assert (hybrid.unused, hybrid.state_layers, hybrid.state_bytes) == (2 * 4 * (4 * 3 * 5), 1, 4 * (4 * 3 * 5))
+    of_unused = hybrid.of(Counts(10, 0, 0, 0, unused=7)).body
+    assert of_unused == Flops(forward=10 * hybrid.token + 7 * hybrid.unused, backward=2 * of_unused.forward)
 
 
 def test_flops_of_mamba_by_hand():
@@ -97,6 +101,7 @@ def test_flops_of_mamba_by_hand():
     parts = ["mamba", "mlp", "attention", "mamba"]
     work = ModelWork.from_dimensions(**DENSE, settings=sizes, parts=parts)
     assert (work.token, work.layers) == (2 * (2 * recurrent + 3 * 128 + 4 * 64), 1)
+    assert (work.unused, work.state_layers, work.state_bytes) == (0, 2, 2 * 4 * (6 * 4 * 3))
     # Without a number of heads, they are twice as wide as the model.
     default = ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": None}, parts=parts)
     assert default == ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": 4}, parts=parts)
@@ -180,10 +185,12 @@ def test_counts_are_those_of_prefixes(samples, window):
 
 def test_counts_of_micro_batches_add_up():
     samples = [Sample(tokens=[1, 2, 3]), Sample(tokens=[1, 2, 4]), Sample(tokens=[1, 5])]
-    assert Counts.folded([fold(samples)]) == Counts(tokens=5, pairs=1 + 2 + 3 + 3 + 2, window_pairs=0, predictors=2)
+    # Segments of the token 1, of 2, of 3, of 4 and of 5.
+    assert Counts.folded([fold(samples)]) == Counts(5, 1 + 2 + 3 + 3 + 2, 0, 2, unused=5 * 63)
     cut = [fold(samples[:1], padded_size=8), fold(samples[1:]), fold([])]
-    assert Counts.folded(cut) == Counts(tokens=7, pairs=6 + 8, window_pairs=0, predictors=2 + 2)
-    assert Counts.unfolded(cut) == Counts.unfolded([fold(samples)]) == Counts(8, 6 + 6 + 3, 0, 5)
+    assert Counts.folded(cut) == Counts(7, 6 + 8, 0, 2 + 2, unused=61 + 3 * 64 - 4)
+    assert Counts.unfolded(cut) == Counts.unfolded([fold(samples)]) == Counts(8, 6 + 6 + 3, 0, 5, unused=3 * 64 - 8)
+    assert Counts.of_lengths(np.array([1, 64, 65])).unused == 63 + 0 + 63
 
 
 def test_the_expected_speedup_is_the_mean_of_its_parts():

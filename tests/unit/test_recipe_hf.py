@@ -185,7 +185,7 @@ def test_configurations_that_are_rejected(folder: Path, changes: dict[str, Any],
         hf_recipe(folder)
 
 
-@pytest.mark.parametrize("kind", ["ernie4_5_moe", "falcon_h1", "nemotron_h", "deepseek_v4", None])
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "falcon_h1", "deepseek_v4", None])
 def test_families_that_were_not_compared_are_rejected(folder: Path, kind: str | None) -> None:
     """Also those whose configurations have other names for the sizes, or tables of integers among the weights."""
     write_config(folder, model_type=kind, auto_map={"AutoConfig": "own.Own"}, quantization_config={})
@@ -233,6 +233,16 @@ def test_configuration_without_a_size(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({name: CONFIG[name] for name in kept}))
     with pytest.raises(RecipeError, match=r"config\.json lacks 'hidden_size'"):
         hf_recipe(folder)
+
+
+@pytest.mark.parametrize(
+    "layers", [{"layers_block_type": ["linear_attention", "moe", "full_attention"]}, {"hybrid_override_pattern": "ME*"}]
+)
+def test_layers_are_counted_by_their_kinds(folder: Path, layers: dict[str, Any]) -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "num_hidden_layers"}
+    config |= layers | {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert hf_recipe(folder).model.num_layers == 3
 
 
 def test_pickles_are_rejected(folder: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_prefix_tree.layout.stats import branching
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
@@ -22,6 +23,8 @@ from mcore_prefix_tree.sample import Sample
 
 # Parts of the largest micro-batch that are measured too.
 _SIZES = (8, 4, 2, 1)
+# Branch points of samples that are made to time the levels of recurrent layers.
+_FORKS = (8, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
     For several sizes up to the budget, it times one micro-batch of the shortest samples that fill it and one of the
     longest: the depth of the tokens separates the cost of a token from that of a visible pair. If the head computes
     only scored tokens, the two largest run once more with next to nothing scored, which shows the cost of scoring.
+    For recurrent layers the longest sample runs with branches along its path, and its branches run as trees.
 
     ``chunks`` are in Megatron's DDP, and their gradients are left empty. ``repeats`` rounds are timed after a first.
     Samples above the budget, which are only run in chunks, are left out; raises BudgetError if all are.
@@ -72,6 +76,12 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
         for indices in sorted(cut, key=lambda some: folding.physical_tokens([samples[index] for index in some]))[-2:]:
             cut.append([*range(len(samples), len(samples) + len(indices))])
             samples = [*samples, *(_hardly_scored(samples[index]) for index in indices)]
+    is_recurrent = job.work.state_layers > 0
+    for forks in _FORKS if is_recurrent else ():
+        for alone in (False, True):
+            branches = _branches(max(whole, key=len), forks, folding.max_tokens, alone=alone)
+            cut.append([*range(len(samples), len(samples) + len(branches))])
+            samples = [*samples, *branches]
     batches = fold_micro_batches(samples, cut, job, make_targets(job, samples))
     # The end of a step belongs to no micro-batch.
     finalize, job.config.finalize_model_grads_func = job.config.finalize_model_grads_func, None
@@ -86,12 +96,13 @@ def calibrate(chunks: Sequence[Any], samples: Sequence[Sample], job: Job, *, rep
             # Other work of the machine only adds time.
             seconds=min(seconds),
             scored=int((batch.layout.loss_weight != 0).sum()) if scored_alone else 0,
+            **(_segments(batch.layout.node_parent) if is_recurrent else {}),
         )
         for batch, *seconds in zip(batches, *rounds[1:], strict=True)
     ]
     assert folding.cost_model is not None
     cost = folding.cost_model.calibrated(measured)
-    worst = max(abs(cost.of_micro_batch(one.tokens, one.pairs, one.scored) / one.seconds - 1) for one in measured)
+    worst = max(abs(cost.of_measured(one) / one.seconds - 1) for one in measured)
     return Calibration(measured=measured, cost=cost, worst=worst)
 
 
@@ -100,6 +111,31 @@ def _hardly_scored(sample: Sample) -> Sample:
     mask = np.zeros(len(sample), dtype=np.float32)
     mask[-1] = 1
     return Sample(tokens=sample.tokens, loss_mask=mask, merge_key=sample.merge_key, source=sample.source)
+
+
+def _branches(sample: Sample, forks: int, max_tokens: int, *, alone: bool) -> list[Sample]:
+    """Return prefixes of a sample, each with another last token; ``alone``, parts of it that share nothing."""
+    length = min(len(sample), max_tokens // 2)  # the branches have one token each
+    run = max(1, length // forks)
+    made = []
+    for start in range(0, min(length - 1, run * forks), run):
+        end = min(start + run, length - 1)
+        tokens = sample.tokens[start if alone else 0 : end + 1].copy()
+        tokens[-1] = 0 if tokens[-1] else 1
+        made.append(
+            Sample(
+                tokens=tokens,
+                loss_mask=np.ones(len(tokens), dtype=np.float32),
+                merge_key=start if alone else None,
+                source=sample.source,
+            )
+        )
+    return made
+
+
+def _segments(node_parent: np.ndarray[Any, Any]) -> dict[str, int]:
+    segments, levels, _ = branching(node_parent)
+    return {"segments": segments, "levels": levels}
 
 
 def _choose(samples: Sequence[Sample], folding: Folding) -> list[list[int]]:

@@ -245,7 +245,7 @@ def compare(
         stock_missing=stock_missing,
         logical_tokens=unfolded.tokens,
         expected=expected,
-        ratios=work_ratios(expected, folded, unfolded, fused_head=job.work.fused_head),
+        ratios=work_ratios(job.work, folded, unfolded),
     )
 
 

@@ -24,7 +24,6 @@ from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, valida
 from mcore_prefix_tree.mcore.megatron_lm.step_sizes import evaluation_size, megatrons_calculator, size_at
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
-from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts, layers_with_states
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
@@ -120,21 +119,15 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
 
 def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> list[str]:
     """Describe the states that recurrent layers keep of a micro-batch, if there are such layers."""
-    parts = layer_parts(hybrid_pattern(args))
-    if parts is None:
-        layers = {"delta net": sum(layers_with_states(args.num_layers, vars(args)))}
-    else:
-        layers = {name: sum(part == name for part in parts) for name in RECURRENT}
-    sizes = {name: 4 * RECURRENT[name].from_settings(vars(args)).state for name, count in layers.items() if count}
-    if not sizes:
+    work = count_model_work(args)
+    if not work.state_layers:
         return []
     layouts = (folding.layout([samples[i] for i in batch]) for rank in plan.micro_batches for batch in rank)
     most = max(int(forest_counts(layout)["branch_states"]) for layout in layouts)
-    kept = most / args.tensor_model_parallel_size
-    whole = sum(size * layers[name] for name, size in sizes.items())
+    kept = most * work.state_bytes / args.tensor_model_parallel_size
     return [
         f"first step: recurrent layers keep a state at branch points, {most} at most in a micro-batch: "
-        f"{kept * whole / GIB:.3g} GiB in {sum(layers.values())} layers, or that of one layer with full recomputation"
+        f"{kept / GIB:.3g} GiB in {work.state_layers} layers, or that of one layer with full recomputation"
     ]
 
 

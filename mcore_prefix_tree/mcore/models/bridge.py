@@ -39,6 +39,7 @@ from mcore_prefix_tree.mcore.models.config_fields import (
     settings_of_run,
     typed_settings,
 )
+from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, engine_stack, local_stack
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.core_attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
@@ -62,6 +63,8 @@ OFF: dict[str, Any] = {
     "moe_z_loss_coeff": None,
     "moe_router_bias_update_rate": 0.0,
     "mtp_num_layers": None,
+    "mtp_hybrid_override_pattern": None,
+    "moe_shared_expert_overlap": False,
 }
 # Keys of a recipe's model by the names that providers have for them.
 _NAMES = {
@@ -81,11 +84,12 @@ _NAMES = {
     "swiglu": "gated_linear_unit",
     "add_bias_linear": "add_bias_linear",
     "qk_layernorm": "qk_layernorm",
+    "hybrid_layer_pattern": "hybrid_layer_pattern",
 }
 # Names of a provider's further fields that describe its model.
 _DESCRIBED = re.compile(
     "moe_|num_moe|multi_latent|q_lora|kv_lora|qk_.*head_dim|v_head|window_|layernorm_ep|linear_|experimental_attention|"
-    "attention_output_gate"
+    "attention_output_gate|mamba_"
 )
 # In the names of an adapter's parameters.
 ADAPTER = ".adapter."
@@ -199,17 +203,26 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
         raise _cannot_build(model.hf, error) from error
     if only_stock and not _is_stock(provider):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, which only "
-            "`mcore-prefix-tree train --hf` builds"
+            f"model.hf={model.hf}: Megatron-Bridge builds this architecture from other layers than Megatron-Core's "
+            "GPT, and only `mcore-prefix-tree train --hf` takes them"
         )
     if model.lora is not None:
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     check_experts(provider.num_moe_experts, parallel)
     config = bridge.hf_pretrained.config.to_dict()
     of_folder = settings_of_folder(model.hf, config, provider, tensor_parallel=parallel.tensor_model_parallel_size)
-    if model.transformer_impl == "transformer_engine":
+    is_hybrid = _is_hybrid(provider)
+    if is_hybrid and parallel.virtual_pipeline_model_parallel_size is not None:
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge builds hybrid models without virtual pipeline stages; remove "
+            "parallel.virtual_pipeline_model_parallel_size"
+        )
+    if is_hybrid:
+        # A function: Megatron-Bridge sends configurations to other stages, and cannot send our classes.
+        spec: Any = engine_stack if model.transformer_impl == "transformer_engine" else local_stack
+    elif model.transformer_impl == "transformer_engine":
         check_transformer_engine()
-        spec: Any = partial(engine_layers, provider.transformer_layer_spec)
+        spec = partial(engine_layers, provider.transformer_layer_spec)
     else:
         _check_stock(model, provider)
         spec = local_layers
@@ -225,7 +238,7 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
             "evenly; change parallel.pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
         )
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {"should_pad_vocab": False}
-    fixed["transformer_layer_spec"] = spec
+    fixed["hybrid_stack_spec" if is_hybrid else "transformer_layer_spec"] = spec
     check_not_decided(model, fixed)
     defaults = OFF | defaults_of_run(parallel)
     if model.transformer_impl == "local":
@@ -244,13 +257,22 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
         raise RecipeError(
             f"model.hf={model.hf}: megatron-core refuses this model or parallel layout: {_first_line(error)}"
         ) from error
+    if is_hybrid:
+        check_hybrid(described(model, provider), parallel, on_gpu=on_gpu)
     return provider
 
 
+def _is_hybrid(provider: Any) -> bool:
+    """Return whether Megatron-Bridge builds a ``HybridModel``."""
+    return getattr(provider, "hybrid_layer_pattern", None) is not None
+
+
 def _is_stock(provider: Any) -> bool:
-    """Return whether Megatron-Bridge builds a model only from Megatron-Core's layers."""
+    """Return whether Megatron-Bridge builds a ``GPTModel``, only from Megatron-Core's layers."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 
+    if _is_hybrid(provider):
+        return False
     spec = provider.transformer_layer_spec
     spec = spec.func if isinstance(spec, functools.partial) else spec
     is_stock = spec in (default_layer_spec, get_gpt_decoder_block_spec)
@@ -266,8 +288,8 @@ def _check_lora(model: ModelConfig, lora: LoraConfig, provider: Any, *, tensor_p
         )
     if not _is_stock(provider) or isinstance(provider, MLATransformerConfig):
         raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge has its own layers for this architecture, which get no adapters "
-            "here; remove model.lora"
+            f"model.hf={model.hf}: Megatron-Bridge builds this architecture from other layers than Megatron-Core's "
+            "GPT, and these get no adapters here; remove model.lora"
         )
 
 
@@ -289,7 +311,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
     """Return a recipe's model with the architecture of the folder's provider, as if the recipe had set it."""
     if model.hf is None:
         return model
-    sizes = {key: getattr(provider, name) for key, name in _NAMES.items()}
+    sizes = {key: getattr(provider, name) for key, name in _NAMES.items() if hasattr(provider, name)}
     if isinstance(sizes["rotary_base"], tuple):  # of layers with a window, and of the others
         sizes["rotary_base"] = sizes["rotary_base"][-1]
     kind = MLATransformerConfig if isinstance(provider, MLATransformerConfig) else TransformerConfig

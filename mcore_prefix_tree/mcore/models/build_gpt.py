@@ -23,7 +23,7 @@ from mcore_prefix_tree.mcore.models.config_fields import (
     settings_of_run,
     typed_settings,
 )
-from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, stack_spec
+from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, engine_stack, local_stack
 from mcore_prefix_tree.mcore.models.lora import with_lora
 from mcore_prefix_tree.mcore.seam.layer_specs import multi_token_spec, stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
@@ -123,11 +123,11 @@ def build_chunks(
             "post_process": not has_stages or parallel_state.is_pipeline_last_stage(**place),
             "vp_stage": vp_stage,
         }
-        if model.hf is not None:
-            chunk = provided(config, scalar_head=scalar_head, **ends)
-        else:
-            kind, own = _model_class(model, config, vp_stage)
-            try:
+        try:
+            if model.hf is not None:
+                chunk = provided(config, scalar_head=scalar_head, **ends)
+            else:
+                kind, own = _model_class(model, config, vp_stage)
                 chunk = kind(
                     config,
                     vocab_size=padded_vocab_size or vocab_size,
@@ -140,9 +140,9 @@ def build_chunks(
                     **own,
                     **ends,
                 )
-            except AssertionError as error:  # upstream adds the modules that it was building
-                reason = str(error).partition(" when instantiating")[0]
-                raise RecipeError(f"megatron-core refuses this model: {reason}") from error
+        except AssertionError as error:  # upstream adds the modules that it was building
+            reason = str(error).partition(" when instantiating")[0]
+            raise RecipeError(f"megatron-core refuses this model: {reason}") from error
         check_model(chunk)
         if scalar_head:
             with_scalar_head(chunk)
@@ -204,7 +204,7 @@ def _model_class(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         return HybridModel, {
-            "hybrid_stack_spec": stack_spec(on_gpu=not config.use_cpu_initialization),
+            "hybrid_stack_spec": (local_stack if config.use_cpu_initialization else engine_stack)(config),
             "hybrid_layer_pattern": model.hybrid_layer_pattern,
         }
     block, depths = _specs(model, config, vp_stage)

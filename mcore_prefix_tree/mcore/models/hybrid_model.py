@@ -33,13 +33,16 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) 
         )
 
 
-def stack_spec(*, on_gpu: bool) -> Any:
-    """Return the spec of a hybrid stack whose layers follow the tree: TransformerEngine's on a GPU, else local ones."""
-    if on_gpu:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+def engine_stack(config: Any) -> Any:
+    """Return the spec of a hybrid stack of TransformerEngine's layers that follow the tree."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-        check_transformer_engine()
-        return with_prefix_tree(hybrid_stack_spec)
+    check_transformer_engine()
+    return with_prefix_tree(hybrid_stack_spec)
+
+
+def local_stack(config: Any) -> Any:
+    """Return the spec of a hybrid stack of local layers that follow the tree."""
     from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
     return with_prefix_tree(hybrid_stack)

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.plan.model_shape import CHUNK
 from mcore_prefix_tree.utils.upload import upload
 
 Int64Array = npt.NDArray[np.int64]
-CHUNK = 64  # tokens that upstream's rule in torch and FLA's compute at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
