@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import AttentionInterface, AttentionMaskInterface, TrainerCallback
 
 from mcore_prefix_tree.attention.api import AUTO, check_setting
+from mcore_prefix_tree.integrations.picture_rows import Pictures, check_tower, has_tower, text_positions
 from mcore_prefix_tree.integrations.transformers import NAME, attend, check_model
 from mcore_prefix_tree.layout.trainer_rows import HostRows
 from mcore_prefix_tree.logprob.restore import expand
@@ -34,11 +35,14 @@ _EITHER = f"{NAME}_or_sdpa"
 _SDPA: Any = AttentionInterface()["sdpa"]
 # Arguments that describe rows, which the tree replaces. Labels pass through a backbone, but only heads read them.
 _OF_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"}
-_OF_ROWS |= {"labels", "shift_labels"}
+_OF_ROWS |= {"labels", "shift_labels", "mm_token_type_ids"}
 _CACHES = ("past_key_values", "cache")
 _REFUSED = {
     "inputs_embeds": "rows are folded by their token ids; pass input_ids (PEFT's prompt tuning passes embeddings)",
     "output_attentions": "a tree has no attention weights of rows; set output_attentions=False",
+    "pixel_values_videos": "videos are not compared; pass rows with pictures and text only",
+    "video_grid_thw": "videos are not compared; pass rows with pictures and text only",
+    "mm_encoder_outputs": "pictures are compared by their pixels; pass pixel_values",
 }
 
 
@@ -108,22 +112,28 @@ class Folding:
         if _has_cache(backbone, call) or all(call.get(name) is None for name in ("input_ids", "inputs_embeds")):
             return None
         _check_call(backbone, call)
-        rows = read_rows(call["input_ids"], call.get("attention_mask"), call.get("position_ids"), shifts=self.shifts)
-        folded = rows.fold_ratio > self.least_fold_ratio
+        ids, positions = call["input_ids"], text_positions(backbone, call.get("position_ids"))
+        rows = read_rows(ids, call.get("attention_mask"), positions, shifts=self.shifts)
+        pictures = Pictures.read(backbone, call, rows) if has_tower(backbone) else None
+        rows = pictures.number_tokens(rows) if pictures else rows
+        folded = rows.fold_ratio > self.least_fold_ratio or bool(pictures and pictures.repeated)
         self._counts.setdefault(torch.is_grad_enabled(), FoldCounts()).add(rows, folded=folded)
         if not folded:
             return None
-        layout, ids = rows.make_layout(), call["input_ids"]
-        tree = TreeMetadata.from_layout(layout, device=ids.device)
+        layout = rows.make_layout()
+        source = np.zeros(layout.padded_size, dtype=np.int64)
+        source[layout.sample_map] = rows.position
+        tree, draws = TreeMetadata.from_layout(layout, device=ids.device), Draws(ids.device)
+        of_pictures = pictures.inputs(backbone, call, source) if pictures else {}
         call |= {
-            "input_ids": upload(layout.input_ids, ids.device).long()[None],
+            "input_ids": ids.flatten()[upload(source, ids.device)][None],
             "position_ids": tree.tree_position_ids.long()[None],
             "attention_mask": _no_mask(ids.device),
             "use_cache": False,
             "prefix_tree": tree,
             "prefix_tree_backend": self.backend,
-            "prefix_tree_rows": _Tree(upload(rows.places_in(layout).reshape(ids.shape), ids.device), Draws(ids.device)),
-        }
+            "prefix_tree_rows": _Tree(upload(rows.places_in(layout).reshape(ids.shape), ids.device), draws),
+        } | of_pictures
         return (), {name: value for name, value in call.items() if name not in _OF_ROWS}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -132,7 +142,7 @@ class Folding:
         tree: _Tree | None = kwargs.get("prefix_tree_rows")
         if tree is None:
             return None
-        if tree.draws.any(coins=backbone.config.num_hidden_layers):
+        if tree.draws.any(coins=backbone.config.get_text_config().num_hidden_layers):
             raise ValueError(f"{type(backbone).__name__} does not support {drew(backbone, 'in its forward pass')}")
         return _expand(output, tree.place, kwargs["input_ids"].shape[1])
 
@@ -141,8 +151,8 @@ def fold_backbone(model: Model, *, backend: str = AUTO, least_fold_ratio: float 
     """Let a Transformers model compute each token that rows of a call share once; losses and gradients stay the same.
 
     Args:
-        model: causal LM or sequence classifier of Transformers with rotary or learned positions, also in a PEFT model;
-            changed in place and returned. ``model.folding`` counts its calls.
+        model: causal LM or sequence classifier of Transformers with rotary or learned positions, or a model of
+            pictures and text, also in a PEFT model; changed in place and returned. ``model.folding`` counts its calls.
         backend: key of :data:`~mcore_prefix_tree.attention.BACKENDS`, or ``"auto"``, for calls that are folded. Others
             run with ``"sdpa"``.
         least_fold_ratio: fold ratio up to which a call runs through the stock model as it is.
@@ -157,7 +167,7 @@ def fold_backbone(model: Model, *, backend: str = AUTO, least_fold_ratio: float 
         raise ValueError(f"this {type(inner).__name__} folds already")
     check_model(backbone)
     shifts = _check_backbone(backbone)
-    inner.set_attn_implementation(_EITHER)
+    inner.set_attn_implementation({"text_config": _EITHER} if has_tower(backbone) else _EITHER)
     inner.folding = folding = Folding(backend, least_fold_ratio, shifts)
     backbone.register_forward_pre_hook(folding.before, with_kwargs=True)
     backbone.register_forward_hook(folding.after, with_kwargs=True)
@@ -263,7 +273,7 @@ def _parameters(kind: Any) -> tuple[str, ...]:
 def _has_cache(backbone: Any, call: dict[str, Any]) -> bool:
     """Return whether a call reads or makes a cache. If it does not say, it makes one only without gradients."""
     asked = call.get("use_cache")
-    makes = backbone.config.use_cache and not torch.is_grad_enabled() if asked is None else asked
+    makes = backbone.config.get_text_config().use_cache and not torch.is_grad_enabled() if asked is None else asked
     return bool(makes) or any(call.get(name) is not None for name in _CACHES)
 
 
@@ -272,7 +282,7 @@ def _check_call(backbone: Any, call: dict[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if call.get(name) is not None and call[name] is not False:
             raise ValueError(f"fold_backbone does not support {name}: {reason}")
-    if (has := backbone.config._attn_implementation) != _EITHER:
+    if (has := backbone.config.get_text_config()._attn_implementation) != _EITHER:
         raise ValueError(
             f"attn_implementation={has!r} follows no tree: call model.set_attn_implementation({_EITHER!r})"
         )
@@ -304,8 +314,9 @@ def _check_backbone(backbone: Any) -> bool:
         raise ValueError(
             f"{name} does not take position_ids and keyword arguments for its layers, so it cannot be folded"
         )
-    if config.get_text_config() is not config:
-        raise ValueError(f"{name} is more than a text model: folding does not position images or sounds")
+    if has_tower(backbone):
+        check_tower(backbone)
+        config, backbone = config.get_text_config(), backbone.language_model
     if getattr(config, "alibi", False):
         raise ValueError(
             f"{name} has alibi=True, which positions tokens by the columns of a batch; folding needs position_ids"
