@@ -85,7 +85,6 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
     from mcore_prefix_tree.mcore.engine.folding import Folding
     from mcore_prefix_tree.mcore.engine.forward_step import forward_step
-    from mcore_prefix_tree.mcore.engine.pipeline import run_before
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
     from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 
@@ -112,8 +111,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
             attention_backend=job.backend,
             only_supervised=job.way != "logits",
         )
-        batches = fold_carrying(samples, plan.micro_batches[rank], plan.carrying[rank], folding, train=True)
-        run_before(trainer.chunks, batches)
+        batches = fold_carrying(samples, plan.micro_batches[rank], plan.carrying[rank], folding)
         with in_precision_of(job):
             reported = trainer.backward(
                 functools.partial(forward_step, readout=supervised(job.way)), batches, seq_length=1
