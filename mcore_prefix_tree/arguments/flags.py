@@ -98,7 +98,7 @@ FILES = (
     Flag("data.on_error"),
     Flag("data.streaming", note="--num-workers processes of each rank read ahead."),
     Flag("batch.max_tokens", metavar="N"),
-    Flag("batch.over_budget", note="carry needs one pipeline stage."),
+    Flag("batch.over_budget", note="With carry a first pass takes micro-batches as well."),
 )
 SCORING = (
     Flag(

@@ -253,13 +253,18 @@ class SampleOptions:
 
     @property
     def over_budget(self) -> OverBudget:
-        """Return the way to cut trees above the budget in training, as far as the objective decides it."""
+        """Return the way to cut trees above the budget in training.
+
+        Raises RecipeError if ``batch.over_budget`` is not possible with the recipe's model and objective.
+        """
         if self.recipe is None:
             return "repeat"
         from mcore_prefix_tree.settings.bind_objective import make_bound_objective
+        from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
 
-        objective = make_bound_objective(self.recipe)
-        return self.recipe.batch.over_budget if objective.sums_edges else "repeat"
+        model, objective = self.recipe.model, make_bound_objective(self.recipe)
+        why = why_not_carried(model.transformer, model.hybrid_layer_pattern, objective)
+        return choose_over_budget(self.recipe.batch.over_budget, why)
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files; report skipped samples on standard error.

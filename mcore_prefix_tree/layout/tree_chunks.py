@@ -159,18 +159,40 @@ def find_carried(layout: FlatLayout, borders: Sequence[int]) -> Int64Array:
     return np.unique(np.concatenate(stacks)) if stacks else np.empty(0, dtype=np.int64)
 
 
+def find_last_readers(layout: FlatLayout, starts: Sequence[int], tokens: Int64Array) -> Int64Array:
+    """Return the last of the chunks from ``starts`` whose stack has each of ``tokens``, both int64 ``[n]``."""
+    last: Int64Array = np.searchsorted(starts, layout.subtree_end[tokens]) - 1
+    return last
+
+
 def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
-    """Return the layout of some tokens, int64 ``[n]`` ascending, with all their ancestors; no sample is in it."""
-    none = np.empty(0, dtype=np.int64)
-    predictor = layout.predictor[tokens].astype(np.int64)
+    """Return the layout of some tokens, int64 ``[n]``, with all their ancestors, in another depth-first order.
+
+    No sample is in it.
+    """
+    none, index = np.empty(0, dtype=np.int64), np.arange(len(tokens))
+    places = np.full(layout.padded_size + 1, -1)
+    places[tokens] = index
+    predictor = places[layout.predictor[tokens]]  # that of -1 is -1
+    # A node ends before another child of its last token's, and behind a token with two.
+    branches = np.flatnonzero(predictor != index - 1)
+    starts = np.unique(np.concatenate([index[:1], branches, predictor[branches] + 1]))
+    starts = starts[starts < len(tokens)]
+    borders = np.append(starts, len(tokens)).astype(np.int32)
+    parent, ends = np.searchsorted(starts, predictor[starts], side="right") - 1, borders[1:].copy()
+    for node in range(len(starts) - 1, 0, -1):
+        if parent[node] >= 0:
+            ends[parent[node]] = max(ends[parent[node]], ends[node])
     return replace(
         layout,
         input_ids=layout.input_ids[tokens],
         position_ids=layout.position_ids[tokens],
-        subtree_end=np.searchsorted(tokens, layout.subtree_end[tokens]).astype(np.int32),
-        predictor=np.where(predictor < 0, -1, np.searchsorted(tokens, predictor)).astype(np.int32),
+        subtree_end=np.repeat(ends, np.diff(borders)),
+        predictor=predictor.astype(np.int32),
         loss_weight=np.zeros(len(tokens)),
-        cu_node_lens=np.searchsorted(tokens, layout.cu_node_lens).astype(np.int32),
+        cu_node_lens=borders,
+        node_parent=parent.astype(np.int32),
+        node_depth=layout.position_ids[tokens][starts],
         cu_sample_lens=np.zeros(1, dtype=np.int64),
         sample_node=none.astype(np.int32),
         sample_order=none,

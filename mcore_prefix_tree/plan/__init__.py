@@ -1,7 +1,7 @@
 """Assignment of a step's samples to micro-batches on ranks."""
 
 from mcore_prefix_tree.plan.bound import Bound, Parts, work_ratios
-from mcore_prefix_tree.plan.carry import Carrying, Chunk
+from mcore_prefix_tree.plan.carry import Carrying, Chunk, FirstPass
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
 from mcore_prefix_tree.plan.deal import Dealt, deal
 from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
@@ -22,6 +22,7 @@ __all__ = [
     "Counts",
     "Dealt",
     "ExpectedSpeedup",
+    "FirstPass",
     "ForestPlan",
     "LatentAttention",
     "Measured",

@@ -1,10 +1,12 @@
 """Cuts of a tree above the budget into chunks that read keys and values of the ones before.
 
-A step runs such a tree in two passes: first, forward only, the tokens that later chunks read (the carried ones), then
-all chunks in reverse order, each a micro-batch, so that a token's descendants have left their gradients before its own
-backward. See :mod:`mcore_prefix_tree.layout.tree_chunks`. One data-parallel rank has all chunks of a tree.
+A step trains the chunks in reverse order, each a micro-batch, so that a token's descendants have left their gradients
+before its own backward. The tokens that chunks read (the carried ones) run forward once more, before the first chunk
+that reads them. These runs, the first pass, are micro-batches of the step too, so little more than the keys and values
+of one path is held at once. See :mod:`mcore_prefix_tree.layout.tree_chunks`. One data-parallel rank has all chunks of a
+tree.
 
-Legend: T tokens of a tree, in depth-first order; C chunks.
+Legend: T tokens of a tree, in depth-first order; C chunks; X carried tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,11 +25,23 @@ FORWARD = 1 / 3  # of the cost of a token's forward and backward
 
 
 class Chunk(NamedTuple):
-    """The flat tokens ``start:end`` of a tree, of which later chunks read ``carried``."""
+    """The flat tokens ``start:end`` of a tree, which read ``stack`` others before; later chunks read ``carried``."""
 
     start: int
     end: int
     carried: int
+    stack: int
+
+
+class FirstPass(NamedTuple):
+    """The carried tokens ``start:end`` of a tree, in the order of the chunks that read them first; forward only."""
+
+    start: int
+    end: int
+
+
+# A rank's part in a first pass of others: all ranks run forward only at the same time, as experts on several need it.
+IDLE = FirstPass(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,19 +64,37 @@ class Carrying:
     """One rank's chunks in a plan.
 
     Attributes:
-        chunks: chunk that each of the rank's micro-batches runs; None for a micro-batch of whole samples. Those of one
-            tree follow each other, the last one first.
-        first_pass: micro-batches of the first pass, the same number on every rank.
-        max_tokens: largest number of tokens of each.
+        runs: part of its tree that each of the rank's micro-batches runs; None for one of whole samples. To train, the
+            last chunk of a tree comes first, each behind the first pass of what it reads.
+        trains: whether it is so. Otherwise the first chunk comes first, and keeps what others read.
     """
 
-    chunks: tuple[Chunk | None, ...]
-    first_pass: int
-    max_tokens: int
+    runs: tuple[Chunk | FirstPass | None, ...]
+    trains: bool = True
+
+    def trees(self, cuts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[Chunk | FirstPass]]:
+        """Return the parts of each tree by its samples; ``cuts`` has those of each micro-batch."""
+        found: dict[tuple[int, ...], list[Chunk | FirstPass]] = {}
+        for samples, run in zip(cuts, self.runs, strict=True):
+            if run is not None and run != IDLE:
+                found.setdefault(tuple(samples), []).append(run)
+        return found
 
     @property
     def carried_tokens(self) -> int:
-        return sum(chunk.carried for chunk in self.chunks if chunk is not None)
+        return sum(run.end - run.start for run in self.runs if isinstance(run, FirstPass))
+
+    @property
+    def held_tokens(self) -> int:
+        """Most tokens whose keys and values are held at once by a stage with one micro-batch in flight."""
+        held = most = 0
+        for run in self.runs:
+            if isinstance(run, FirstPass):
+                held += run.end - run.start
+                most = max(most, held)
+            elif run is not None:
+                held -= run.carried
+        return most
 
 
 def cut_tree(position: Int64Array, max_tokens: int, *, full: bool = False) -> tuple[Chunk, ...]:
@@ -92,21 +124,55 @@ def make_chunks(position: Int64Array, borders: Sequence[int]) -> tuple[Chunk, ..
     Of the stack at a chunk's end, the tokens above the chunk's least deep one are older: all others are its own.
     """
     return tuple(
-        Chunk(start, end, 0 if end == len(position) else int(position[end] - position[start : end + 1].min()))
+        Chunk(
+            start,
+            end,
+            0 if end == len(position) else int(position[end] - position[start : end + 1].min()),
+            int(position[start]),
+        )
         for start, end in pairwise(borders)
     )
 
 
-def first_pass(chunks: Sequence[Chunk], max_tokens: int) -> Iterator[slice]:
-    """Yield the chunks of a tree whose carried tokens run together in the first pass."""
-    start = tokens = 0
-    for number, chunk in enumerate(chunks):
-        if tokens + chunk.carried > max_tokens:
-            yield slice(start, number)
-            start, tokens = number, 0
-        tokens += chunk.carried
-    if tokens:
-        yield slice(start, len(chunks))
+def new_depths(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int, int]]:
+    """Yield the chunks of a tree, the last one first, and the depths, from and to, of what no chunk before read."""
+    common = 0
+    for chunk, before in zip(chunks[::-1], [*chunks[-2::-1], None], strict=True):
+        yield chunk, common, chunk.stack
+        # The path to a chunk's end has this many tokens in common with the path to its start.
+        common = 0 if before is None else chunk.stack - before.carried
+
+
+def with_first_pass(chunks: Sequence[Chunk], max_tokens: int) -> Iterator[Chunk | FirstPass]:
+    """Yield the micro-batches of a tree's training; those of the first pass are as few and as even as they can be."""
+    tokens = sum(chunk.carried for chunk in chunks)
+    count = -(-tokens // max_tokens)
+    borders = [tokens * number // max(count, 1) for number in range(count + 1)]
+    passes, read = [FirstPass(*ends) for ends in pairwise(borders)], 0
+    for chunk, start, end in new_depths(chunks):
+        read += end - start
+        while passes and passes[0].start < read:
+            yield passes.pop(0)
+        yield chunk
+
+
+# Samples, tokens, and the part of a tree.
+CarriedMicroBatch: TypeAlias = "tuple[tuple[int, ...], int, Chunk | FirstPass | None]"
+
+
+def in_step(rows: Sequence[Sequence[CarriedMicroBatch]]) -> list[list[CarriedMicroBatch]]:
+    """Return the rows of all ranks with the first pass at the same places, and as many micro-batches on each.
+
+    Where one rank needs it, the others run some of theirs ahead: the longest first pass of a rank is that of all.
+    """
+    waiting, placed = [list(row) for row in rows], [list[CarriedMicroBatch]() for _ in rows]
+    while any(waiting):
+        is_pass = any(row and isinstance(row[0][2], FirstPass) for row in waiting)
+        for own, row in zip(placed, waiting, strict=True):
+            places = (at for at, (_, _, run) in enumerate(row) if isinstance(run, FirstPass) or not is_pass)
+            at = next(places, None)
+            own.append(row.pop(at) if at is not None else ((), 0, IDLE if is_pass else None))
+    return placed
 
 
 def carry_tree(
@@ -129,9 +195,9 @@ def carry_tree(
     first = units_of_path(ends, cost_model) - units_of_path(ends - carried, cost_model)
     fresh = units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)
     # Most back-ends attend for the tokens of a stack again, though nobody reads that.
-    stack = np.array([position[chunk.start] for chunk in chunks], dtype=np.int64)
+    stack = np.array([chunk.stack for chunk in chunks], dtype=np.int64)
     again = units_of_path(stack, cost_model) - (stack if cost_model is None else stack * UNITS_PER_TOKEN)
-    runs = len(chunks) + len(list(first_pass(chunks, max_tokens)))
+    runs = len(list(with_first_pass(chunks, max_tokens)))
     overhead = 0 if cost_model is None else runs * cost_model.units_of_micro_batch
     return CarriedTree(
         samples=samples, chunks=chunks, units=int(fresh.sum() + again.sum() + FORWARD * first.sum()) + overhead

@@ -20,13 +20,15 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.balance import RankBins, balance
 from mcore_prefix_tree.plan.carry import (
+    CarriedMicroBatch,
     CarriedTree,
     Carrying,
     Chunk,
     carry_tree,
-    first_pass,
+    in_step,
     repeat_units,
     units_of_path,
+    with_first_pass,
 )
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, smallest_budget
@@ -91,9 +93,9 @@ class ForestPlan:
         micro_batches: indices of the samples of each micro-batch, by data-parallel rank, then by micro-batch; an empty
             tuple is a micro-batch of padding. All ranks have the same number.
         physical_tokens: unique tokens of each micro-batch, before padding; counts an ancestor once per micro-batch that
-            computes it, but for the first pass over carried tokens.
-        carrying: each rank's chunks of trees above the budget; the micro-batch of a chunk names all samples of its
-            tree. None without any.
+            computes it, and 0 for a micro-batch of the first pass over carried tokens.
+        carrying: each rank's parts of trees above the budget; the micro-batch of a part names all samples of its tree.
+            None without any.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -130,6 +132,7 @@ def plan_step(
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
+    trains: bool = True,
 ) -> ForestPlan:
     """Plan one step, in as few micro-batches per rank as the budget allows.
 
@@ -150,7 +153,9 @@ def plan_step(
         together: key of each sample; samples with the same key share a micro-batch, None leaves a sample free. The
             micro-batches are then runs of neighbours as even in tokens as can be found, and a cost model only decides
             their distribution over the ranks.
-        over_budget: way to cut a tree above ``max_tokens``; samples that stay together are not carried.
+        over_budget: way to cut a tree above ``max_tokens``; samples that stay together are not carried. With ``auto``
+            a tree is not carried where only that keeps to ``micro_batches``.
+        trains: whether the step runs backward: see :class:`~mcore_prefix_tree.plan.carry.Carrying`.
 
     Raises:
         BudgetError: a sample, or samples that stay together, have more than ``max_tokens`` unique tokens, or
@@ -172,14 +177,17 @@ def plan_step(
             micro_batch_multiple=micro_batch_multiple,
             cost_model=cost_model,
             sharing=sharing,
+            trains=trains,
         )
         cut = partial(_carried_trees, order, shared, lengths, max_tokens, dp_size, cost_model, over_budget)
-        trees = cut()
-        try:
-            if trees:
-                return carrying(trees)
-        except BudgetError:  # full chunks are fewer, and carry more
-            return carrying(cut(full=True))
+        for full in (False, True):  # full chunks are fewer, and carry more
+            trees = cut(full=full)
+            try:
+                if trees:
+                    return carrying(trees)
+            except BudgetError:
+                if full and (over_budget == "carry" or int(lengths.max()) > max_tokens):
+                    raise
     _check_fits(samples, max_tokens)
     fresh = lengths - shared
     if together is not None:
@@ -220,8 +228,9 @@ def fewest_micro_batches(
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
 ) -> int:
-    """Return K as :func:`plan_step` chooses it; arguments and errors as there."""
+    """Return the least K that :func:`plan_step` can keep to in training; arguments and errors as there."""
     order, shared, lengths = _in_order(samples, sharing)
+    carried: int | None = None
     if over_budget != "repeat" and together is None:
         trees = _carried_trees(order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, full=True)
         if trees:
@@ -234,10 +243,13 @@ def fewest_micro_batches(
                 cost_model=cost_model,
                 sharing=sharing,
             )
-            return plan.num_micro_batches
+            carried = plan.num_micro_batches
+            if over_budget == "carry" or int(lengths.max()) > max_tokens:
+                return carried
     _check_fits(samples, max_tokens)
     if together is None:
-        return _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
+        repeated = _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
+        return repeated if carried is None else min(carried, repeated)
     leaves = Leaves.every_sample(shared, lengths, None)
     clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
     _check_clusters(clusters, samples, order, max_tokens)
@@ -288,6 +300,7 @@ def _carry_plan(
     cost_model: CostModel | None,
     sharing: Sharing,
     micro_batches: int | None = None,
+    trains: bool = True,
 ) -> ForestPlan:
     """Plan a step with trees in chunks: the dearest tree to the lightest rank; the other samples as without them."""
     carried = {index for tree in trees for index in tree.samples}
@@ -305,24 +318,21 @@ def _carry_plan(
     # The most other tokens to the rank with the fewest chunks.
     by_tokens = sorted(range(dp_size), key=lambda rank: -sum(others.physical_tokens[rank]))
     by_chunks = sorted(range(dp_size), key=lambda rank: sum(len(tree.chunks) for tree in ranks[rank]))
-    rows: list[list[tuple[tuple[int, ...], int, Chunk | None]]] = [[] for _ in range(dp_size)]
+    rows: list[list[CarriedMicroBatch]] = [[] for _ in range(dp_size)]
     for rank, other in zip(by_chunks, by_tokens, strict=True):
         for tree in ranks[rank]:
-            rows[rank] += [(tree.samples, chunk.end - chunk.start, chunk) for chunk in tree.chunks[::-1]]
+            runs = with_first_pass(tree.chunks, max_tokens) if trains else iter(tree.chunks)
+            rows[rank] += [(tree.samples, run.end - run.start if isinstance(run, Chunk) else 0, run) for run in runs]
         whole = zip(others.micro_batches[other], others.physical_tokens[other], strict=True)
         rows[rank] += [(tuple(rest[index] for index in own), tokens, None) for own, tokens in whole if own]
-    fewest = max(1, -(-max(map(len, rows)) // micro_batch_multiple)) * micro_batch_multiple
+    rows = in_step(rows)
+    fewest = max(1, -(-len(rows[0]) // micro_batch_multiple)) * micro_batch_multiple
     per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
     rows = [row + [((), 0, None)] * (per_rank - len(row)) for row in rows]
-    passes = max(sum(len(list(first_pass(tree.chunks, max_tokens))) for tree in rank) for rank in ranks)
-    passes = -(-passes // micro_batch_multiple) * micro_batch_multiple
     return ForestPlan(
         micro_batches=tuple(tuple(own for own, _, _ in row) for row in rows),
         physical_tokens=tuple(tuple(tokens for _, tokens, _ in row) for row in rows),
-        carrying=tuple(
-            Carrying(chunks=tuple(chunk for _, _, chunk in row), first_pass=passes, max_tokens=max_tokens)
-            for row in rows
-        ),
+        carrying=tuple(Carrying(runs=tuple(run for _, _, run in row), trains=trains) for row in rows),
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
 from mcore_prefix_tree.layout.stats import branching
-from mcore_prefix_tree.plan.carry import FORWARD, Chunk
+from mcore_prefix_tree.plan.carry import FORWARD, Chunk, FirstPass, new_depths
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
 from mcore_prefix_tree.plan.makespan import least_makespan
@@ -125,33 +125,49 @@ def report_plan(
             **branches._asdict(),
         )
 
+    def count_first_pass(run: FirstPass, parts: Sequence[Chunk | FirstPass]) -> MicroBatchReport:
+        chunks = sorted(part for part in parts if isinstance(part, Chunk))
+        depths = [np.arange(*ends) for _, *ends in new_depths(chunks)] or [np.arange(0)]
+        tokens, pairs = run.end - run.start, int((np.concatenate(depths)[run.start : run.end] + 1).sum())
+        return MicroBatchReport(
+            samples=0,
+            tokens=tokens,
+            padding=padding.size(tokens) - tokens,
+            pairs=pairs,
+            scored=0,
+            cost=FORWARD * cost_model.of_micro_batch(tokens, pairs, 0),
+        )
+
     def count_chunk(indices: Sequence[int], chunk: Chunk) -> MicroBatchReport:
         own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
         depths = [np.arange(*ends) for ends in zip(own.context.tolist(), own.length.tolist(), strict=True)]
         position, ends = np.concatenate(depths), np.cumsum(own.length - own.context)
         tokens, pairs = chunk.end - chunk.start, int((position[chunk.start : chunk.end] + 1).sum())
         own_scored = int(own.scored.sum()) * tokens // own.tokens
-        first = position[chunk.end] if chunk.carried else 0  # the depth of the stack behind it
-        above = first - chunk.carried
-        carried_pairs = (int(first) * (int(first) + 1) - int(above) * (int(above) + 1)) // 2
         return MicroBatchReport(
             samples=int(((ends > chunk.start) & (ends <= chunk.end)).sum()),
             tokens=tokens,
             padding=padding.size(tokens) - tokens,
             pairs=pairs,
             scored=own_scored,
-            cost=cost_model.of_micro_batch(tokens, pairs, own_scored)
-            + FORWARD * (cost_model.token * chunk.carried + cost_model.pair * carried_pairs),
+            cost=cost_model.of_micro_batch(tokens, pairs, own_scored),
         )
 
-    chunks = [rank.chunks for rank in plan.carrying or ()] or [(None,) * len(rank) for rank in plan.micro_batches]
-    ranks = tuple(
-        tuple(
-            count(indices) if chunk is None else count_chunk(indices, chunk)
-            for indices, chunk in zip(rank, own, strict=True)
-        )
-        for rank, own in zip(plan.micro_batches, chunks, strict=True)
-    )
+    def count_rank(rank: int, cuts: Sequence[tuple[int, ...]]) -> Iterator[MicroBatchReport]:
+        carrying = plan.carrying_of(rank)
+        if carrying is None:
+            yield from map(count, cuts)
+            return
+        trees = carrying.trees(cuts)
+        for indices, run in zip(cuts, carrying.runs, strict=True):
+            if run is None:
+                yield count(indices)
+            elif isinstance(run, Chunk):
+                yield count_chunk(indices, run)
+            else:
+                yield count_first_pass(run, trees.get(indices, ()))
+
+    ranks = tuple(tuple(count_rank(*one)) for one in enumerate(plan.micro_batches))
     costs = [_rank_seconds(rank, bubble) for rank in ranks]
     least = least_makespan(
         trie_from_order(np.arange(len(samples)), shared, lengths),
@@ -165,7 +181,7 @@ def report_plan(
         ranks=ranks,
         logical_tokens=int(lengths.sum()),
         unique_tokens=everything.tokens,
-        repeated_tokens=sum(batch.tokens for rank in ranks for batch in rank) - everything.tokens,
+        repeated_tokens=sum(map(sum, plan.physical_tokens)) - everything.tokens,
         padding=sum(batch.padding for rank in ranks for batch in rank),
         slowest=max(costs),
         mean=sum(costs) / len(costs),

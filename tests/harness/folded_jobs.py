@@ -113,7 +113,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
             attention_backend=job.backend,
             only_supervised=job.way != "logits",
         )
-        batches = fold_carrying(samples, plan.micro_batches[rank], plan.carrying[rank], folding, train=True)
+        batches = fold_carrying(samples, plan.micro_batches[rank], plan.carrying[rank], folding)
         with in_precision_of(job):
             reported = trainer.backward(
                 functools.partial(forward_step, readout=supervised(job.way)), batches, seq_length=1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from harness.oracles import worst
-from harness.seam_models import VOCAB, tiny_config, twins
+from harness.seam_models import VOCAB, hybrid_twins, tiny_config, twins
 from harness.seam_runs import (
     FP32_INSIDE,
     LATENT,
@@ -25,14 +25,14 @@ from harness.seam_runs import (
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
-from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying, why_not_carried
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.outputs import Nothing
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.plan import Carrying
-from mcore_prefix_tree.plan.carry import first_pass, make_chunks
+from mcore_prefix_tree.plan.carry import make_chunks, with_first_pass
+from mcore_prefix_tree.settings.over_budget import why_not_carried
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 FP64 = 1e-12
@@ -57,12 +57,17 @@ def deep_samples(seed: int) -> list[Sample]:
 
 
 def carried(
-    samples: Sequence[Sample], cuts: Sequence[int], *, multiple: int = 1, backend: str = "path"
+    samples: Sequence[Sample],
+    cuts: Sequence[int],
+    *,
+    multiple: int = 1,
+    backend: str = "path",
+    pass_tokens: int | None = None,
 ) -> list[MicroBatch]:
     """Fold one tree cut at ``cuts``, as a step of training does."""
     layout = fold(samples)
     chunks = make_chunks(layout.position_ids.astype(np.int64), [0, *sorted(cuts), layout.physical_tokens])
-    largest = max(max(chunk.end - chunk.start for chunk in chunks), 1)
+    largest = max(chunk.end - chunk.start for chunk in chunks)
     folding = Folding(
         max_tokens=largest,
         dp_size=1,
@@ -71,18 +76,14 @@ def carried(
         padding=Padding(multiple=multiple),
         attention_backend=backend,
     )
-    passes = len(list(first_pass(chunks, largest)))
-    carrying = Carrying(chunks=chunks[::-1], first_pass=passes, max_tokens=largest)
+    carrying = Carrying(runs=tuple(with_first_pass(chunks, pass_tokens or largest)))
     order = tuple(range(len(samples)))
-    return fold_carrying(samples, [order] * len(chunks), carrying, folding, train=True)
+    return fold_carrying(samples, [order] * len(carrying.runs), carrying, folding)
 
 
 def train(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> dict[str, Any]:
-    with torch.no_grad():
-        for batch in batches[0].before:
-            tree_forward(model, batch, Nothing())
-    steps = [sft_step(model, batch) for batch in batches]
     store = batches[0].packed_seq_params.carry.store
+    steps = [sft_step(model, batch) for batch in batches]
     assert store.is_empty, "keys, values and gradients of every chunk are released after its backward"
     return {
         "loss": sum(loss for loss, _, _ in steps),
@@ -125,7 +126,8 @@ def test_random_cuts_of_random_trees(seed: int) -> None:
     places = range(1, fold(samples).physical_tokens)
     for _ in range(4):
         cuts = rng.sample(places, rng.randint(2, min(9, len(places))))
-        assert_equal(train(tree, carried(samples, cuts, multiple=rng.randint(1, 4))), expected, FP64)
+        of_pass = {"multiple": rng.randint(1, 4), "pass_tokens": rng.randint(1, 9)}
+        assert_equal(train(tree, carried(samples, cuts, **of_pass)), expected, FP64)
     assert_equal(train(tree, carried(samples, places)), expected, FP64)
 
 
@@ -181,8 +183,18 @@ BALANCED = MOE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_co
 )
 def test_what_needs_whole_samples_is_named(changes: dict[str, Any], objective: str | None, says: str | None) -> None:
     named = None if objective is None else make_objective(objective, {})
-    reason = why_not_carried(tiny_config(**changes), named)
+    reason = why_not_carried(vars(tiny_config(**changes)), None, named)
     assert reason == says or (says is not None and reason is not None and says in reason)
+
+
+@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)
+def test_hybrid_models_of_attention() -> None:
+    assert why_not_carried({}, "*-+E|D", None) is None
+    assert "carry a state" in str(why_not_carried({}, "*-M", None))
+    samples = deep_samples(7)
+    stock, tree = hybrid_twins(tiny_config(is_hybrid_model=True, num_layers=4), "*-*-")
+    size = fold(samples).physical_tokens
+    assert_equal(train(tree, carried(samples, [size // 3, size // 2])), unfolded(stock, samples), FP64)
 
 
 def test_frozen_keys_leave_no_gradient() -> None:
@@ -194,9 +206,6 @@ def test_frozen_keys_leave_no_gradient() -> None:
         model.decoder.layers[0].self_attention.requires_grad_(False)
     expected = unfolded(stock, samples)
     batches = carried(samples, [fold(samples).physical_tokens // 2])
-    with torch.no_grad():
-        for batch in batches[0].before:
-            tree_forward(tree, batch, Nothing())
     for batch in batches:
         sft_step(tree, batch)
     actual = take_gradients(tree)

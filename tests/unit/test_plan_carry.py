@@ -16,13 +16,14 @@ from mcore_prefix_tree.layout.tree_chunks import (
     cut,
     find_carried,
     find_key_nodes,
+    find_last_readers,
     find_stack,
     keep_tokens,
     whole_layouts,
 )
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step
-from mcore_prefix_tree.plan.carry import cut_tree, first_pass, make_chunks
+from mcore_prefix_tree.plan.carry import Chunk, FirstPass, cut_tree, make_chunks, with_first_pass
 
 
 def make_samples(rows: list[list[int]]) -> list[Sample]:
@@ -70,12 +71,23 @@ def test_carried_tokens_are_all_stacks(samples: list[Sample], data: st.DataObjec
     assert carried.tolist() == sorted(set(itertools.chain.from_iterable(stacks)))
     # The plan counts them by depths alone.
     chunks = make_chunks(layout.position_ids.astype(np.int64), borders)
-    own = [int(((carried >= start) & (carried < end)).sum()) for start, end, _ in chunks]
+    own = [int(((carried >= start) & (carried < end)).sum()) for start, end, *_ in chunks]
     assert [chunk.carried for chunk in chunks] == own
-    budget = max(own, default=1) or 1
-    groups = [chunks[group] for group in first_pass(chunks, budget)]
-    assert sum(chunk.carried for group in groups for chunk in group) == len(carried)
-    assert all(0 < sum(chunk.carried for chunk in group) <= budget for group in groups)
+    assert [chunk.stack for chunk in chunks] == [len(ancestors(layout, start)) for start in borders[:-1]]
+    # Each chunk's stack runs before it, and no run is earlier than a chunk needs it.
+    budget = data.draw(st.integers(1, 6))
+    order = carried[np.argsort(-find_last_readers(layout, borders[:-1], carried), kind="stable")]
+    kept, waiting = set[int](), set[int]()
+    for run in with_first_pass(chunks, budget):
+        if isinstance(run, FirstPass):
+            assert 0 < run.end - run.start <= budget
+            waiting |= {int(order[run.start])}
+            kept |= set(order[run.start : run.end].tolist())
+        else:
+            stack = set(ancestors(layout, run.start))
+            assert kept >= stack >= waiting
+            waiting = set()
+    assert kept == set(carried.tolist())
 
 
 @settings(max_examples=200, deadline=None)
@@ -134,7 +146,9 @@ def test_every_edge_is_scored_in_one_chunk(samples: list[Sample], data: st.DataO
 @given(forests, st.integers(1, 6))
 def test_carried_tokens_are_a_layout(samples: list[Sample], budget: int) -> None:
     layout = fold(samples)
-    carried = find_carried(layout, borders_of(layout, budget))
+    borders = borders_of(layout, budget)
+    carried = find_carried(layout, borders)
+    carried = carried[np.argsort(-find_last_readers(layout, borders[:-1], carried), kind="stable")]
     kept = keep_tokens(layout, carried)
     for place, token in enumerate(carried.tolist()):
         assert carried[ancestors(kept, place)].tolist() == ancestors(layout, token)
@@ -157,17 +171,23 @@ def test_a_sample_above_the_budget_is_carried() -> None:
     with pytest.raises(BudgetError, match=r"chain: 20 tokens do not fit a micro-batch of batch\.max_tokens=8"):
         plan_step([CHAIN], max_tokens=8)
     plan = plan_step([CHAIN, *PAIR], max_tokens=8, over_budget="auto")
-    assert plan.micro_batches == (((0,), (0,), (0,), (1,), (2,)),)
-    assert plan.physical_tokens == ((4, 8, 8, 7, 7),)
+    assert plan.micro_batches == (((0,), (0,), (0,), (0,), (0,), (1,), (2,)),)
+    assert plan.physical_tokens == ((0, 0, 4, 8, 8, 7, 7),)
     (rank,) = plan.carrying or ()
-    assert [None if chunk is None else tuple(chunk) for chunk in rank.chunks] == [
-        (16, 20, 0),
-        (8, 16, 8),
-        (0, 8, 8),
-        None,
-        None,
-    ]
-    assert (rank.first_pass, plan.carried_tokens) == (2, 16)
+    chunks = (Chunk(16, 20, 0, 16), Chunk(8, 16, 8, 8), Chunk(0, 8, 8, 0))
+    assert rank.runs == (FirstPass(0, 8), FirstPass(8, 16), *chunks, None, None)
+    assert (rank.held_tokens, plan.carried_tokens) == (16, 16)
+    scored = plan_step([CHAIN, *PAIR], max_tokens=8, over_budget="auto", trains=False)
+    assert [one.runs for one in scored.carrying or ()] == [(*chunks[::-1], None, None)]
+
+
+def test_one_path_is_held_at_once() -> None:
+    """Of four long answers to a prompt, and a run ahead, all others have left or have not come yet."""
+    answers = [Sample(tokens=[*range(10), *[100 + at] * 90]) for at in range(4)]
+    plan = plan_step(answers, max_tokens=20, over_budget="carry")
+    (rank,) = plan.carrying or ()
+    assert plan.carried_tokens > 250
+    assert 80 <= rank.held_tokens <= 100 + 20
 
 
 def test_auto_takes_what_costs_less() -> None:
@@ -188,21 +208,30 @@ def test_few_micro_batches_get_full_chunks() -> None:
     samples = [Sample(tokens=[0, *[at] * 5]) for at in range(1, 9)]
     settings = {"max_tokens": 8, "over_budget": "carry"}
     fewest = fewest_micro_batches(samples, **settings)
-    assert fewest == 6
+    assert fewest == 8
     assert plan_step(samples, **settings).num_micro_batches > fewest
     assert plan_step(samples, micro_batches=fewest, **settings).num_micro_batches == fewest
-    with pytest.raises(BudgetError, match="5 micro-batches on each of 1 ranks cannot hold"):
-        plan_step(samples, micro_batches=5, **settings)
+    with pytest.raises(BudgetError, match="7 micro-batches on each of 1 ranks cannot hold"):
+        plan_step(samples, micro_batches=7, **settings)
 
 
-def test_chunks_stay_on_one_rank_and_ranks_have_as_many_passes() -> None:
+def test_auto_repeats_where_only_that_keeps_to_the_micro_batches() -> None:
+    answers = [Sample(tokens=[*range(90), 100 + at, 200 + at]) for at in range(9)]
+    assert plan_step(answers, max_tokens=100, over_budget="auto").carrying is not None
+    fewest = fewest_micro_batches(answers, max_tokens=100, over_budget="auto")
+    assert plan_step(answers, max_tokens=100, over_budget="auto", micro_batches=fewest).carrying is None
+    assert fewest < fewest_micro_batches(answers, max_tokens=100, over_budget="carry")
+
+
+def test_chunks_stay_on_one_rank_and_ranks_run_forward_together() -> None:
     samples = [CHAIN, *PAIR, Sample(tokens=[99, 98])]
     plan = plan_step(
         samples, max_tokens=8, dp_size=2, over_budget="auto", cost_model=CostModel(), micro_batch_multiple=2
     )
-    assert {len(rank) for rank in plan.micro_batches} == {4}, plan
+    assert {len(rank) for rank in plan.micro_batches} == {6}, plan
     assert plan.carrying is not None
-    assert {rank.first_pass for rank in plan.carrying} == {2}
+    (passes,) = {tuple(isinstance(run, FirstPass) for run in rank.runs) for rank in plan.carrying}
+    assert sum(passes) == 2
     owners = {rank for rank, own in enumerate(plan.micro_batches) if (0,) in own}
     assert len(owners) == 1
     seen = sorted(index for rank in plan.micro_batches for own in set(rank) for index in own)

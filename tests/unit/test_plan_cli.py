@@ -445,9 +445,19 @@ def test_a_recipe_carries_samples_above_the_budget(rows, tmp_path):
     report = json.loads(plan(rows, "--max-tokens", "8", "--model", str(recipe), "--json").stdout)
     batches = report["ranks"][0]
     assert report["repeated_tokens"] == 0
-    assert sum(batch["tokens"] for batch in batches) == report["unique_tokens"]
+    assert sum(batch["tokens"] for batch in batches) == report["unique_tokens"] + report["carried_tokens"]
     assert max(batch["tokens"] for batch in batches) <= 8
     assert sum(batch["samples"] for batch in batches) == report["samples"]
     assert report["carried_tokens"] > 0
     assert report["slowest"] >= report["lower_bound"]
     assert "carried tokens" in plan(rows, "--max-tokens", "8", "--model", str(recipe)).stdout
+
+
+def test_plan_sees_why_a_model_is_not_carried(rows, tmp_path):
+    recipe, experts = tmp_path / "recipe.yaml", "num_moe_experts: 4, moe_aux_loss_coeff: 0.1"
+    for way, says in (("auto", "batch.max_tokens is 8"), ("carry", "the model's routers balance experts by whole")):
+        model = RECIPE.replace("vocab_size: 64", f"vocab_size: 64, transformer: {{{experts}}}")
+        recipe.write_text(model.replace("max_tokens: 64", f"max_tokens: 64, over_budget: {way}"))
+        refused = plan(rows, "--max-tokens", "8", "--model", str(recipe))
+        assert refused.exit_code == 2
+        assert says in refused.output

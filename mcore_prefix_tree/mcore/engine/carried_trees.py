@@ -1,14 +1,14 @@
-"""Micro-batches of trees above the budget: a chunk each, and before them those of the tokens that chunks read."""
+"""Micro-batches of trees above the budget: a chunk each, and the first passes over the tokens that chunks read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.layout.tree_chunks import (
@@ -17,6 +17,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
     cut,
     find_carried,
     find_key_nodes,
+    find_last_readers,
     find_stack,
     keep_tokens,
 )
@@ -24,9 +25,8 @@ from mcore_prefix_tree.mcore.engine.folding import Folding, plan_attention
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import Carrying, Chunk, ForestPlan
-from mcore_prefix_tree.plan.carry import first_pass
+from mcore_prefix_tree.plan import Carrying, Chunk, FirstPass, ForestPlan
+from mcore_prefix_tree.plan.carry import IDLE
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import build_trie
 from mcore_prefix_tree.utils.upload import upload
@@ -35,61 +35,37 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def fold_carrying(
-    samples: Sequence[Sample], cut: Sequence[Sequence[int]], carrying: Carrying | None, folding: Folding, *, train: bool
+    samples: Sequence[Sample], cut: Sequence[Sequence[int]], carrying: Carrying | None, folding: Folding
 ) -> list[MicroBatch]:
-    """Fold a rank's micro-batches, of which some may be chunks, on the host; ``cut`` has the indices of their samples.
-
-    To train, the chunks of a tree run last to first, after the first pass (``MicroBatch.before``). Otherwise they run
-    first to last, and each keeps what later ones read.
-    """
+    """Fold a rank's micro-batches, which may be parts of trees, on the host; ``cut`` has each one's samples."""
     if carrying is None:
         return [folding.micro_batch([samples[index] for index in indices]) for indices in cut]
+    trees = {
+        indices: _Tree.of([samples[index] for index in indices], runs, folding, trains=carrying.trains)
+        for indices, runs in carrying.trees(cut).items()
+    }
     batches: list[MicroBatch] = []
-    before: list[MicroBatch] = []
-    for indices, group in groupby(zip(cut, carrying.chunks, strict=True), key=lambda pair: tuple(pair[0])):
-        own = [samples[index] for index in indices]
-        chunks = [chunk for _, chunk in group]
-        if chunks[0] is None:
-            batches += [folding.micro_batch(own) for _ in chunks]
-            continue
-        tree = _Tree.of(own, [chunk for chunk in chunks[::-1] if chunk is not None], folding)
-        if train:
-            before += tree.first_pass(carrying.max_tokens)
-            batches += [tree.micro_batch(number, keeps=False) for number in reversed(range(len(chunks)))]
+    for indices, run in zip(cut, carrying.runs, strict=True):
+        if run is None:
+            batches.append(folding.micro_batch([samples[index] for index in indices]))
+        elif isinstance(run, Chunk):
+            batches.append(trees[tuple(indices)].micro_batch(run))
+        elif run == IDLE:
+            batches.append(replace(folding.micro_batch([]), forward_only=True))
         else:
-            batches += [tree.micro_batch(number, keeps=True) for number in range(len(chunks))]
-    if train:
-        before += [folding.micro_batch([]) for _ in range(carrying.first_pass - len(before))]
-        batches[0] = replace(batches[0], before=tuple(before))
+            batches.append(trees[tuple(indices)].first_pass(run))
     return batches
 
 
-def why_not_carried(config: Any, objective: Objective | None) -> str | None:
-    """Return why the samples of a job are not cut, None if they can be.
-
-    ``config`` is a ``TransformerConfig``; without an objective, samples are only scored.
-    """
-    if objective is not None and not objective.sums_edges:
-        return "the objective's loss reads whole samples"
-    if config.experimental_attention_variant is not None or getattr(config, "is_hybrid_model", False):
-        return "layers of the model may carry a state along the path"
-    if config.mtp_num_layers and objective is not None and objective.is_weighted_sum:
-        return "multi-token prediction reads tokens before a chunk"
-    if config.num_moe_experts is not None:
-        balances = np.any(config.moe_aux_loss_coeff) and config.moe_router_load_balancing_type != "none"
-        if balances or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias:
-            return "the model's routers balance experts by whole samples"
-    return None
-
-
 def count_carried_bytes(plan: ForestPlan, folding: Folding) -> int:
-    """Return the bytes of the keys and values that the first pass of a step keeps, of the rank with the most."""
+    """Return the bytes of keys, values and their gradients that a step holds at most, of the rank with the most."""
     if plan.carrying is None or not folding.attention_cases:
         return 0
     case, config = folding.attention_cases[0], folding.config
     layers: int = -(-config.num_layers // config.pipeline_model_parallel_size)
-    of_token = layers * case.kv_heads * (case.head_dim + case.value_dim) * case.dtype.itemsize
-    return max(rank.carried_tokens for rank in plan.carrying) * of_token
+    entries = layers * case.kv_heads * (case.head_dim + case.value_dim)
+    of_gradient = torch.promote_types(case.dtype, torch.float32).itemsize
+    return max(rank.held_tokens for rank in plan.carrying) * entries * (case.dtype.itemsize + of_gradient)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,38 +73,68 @@ class _Tree:
     """A tree above the budget, folded once.
 
     Attributes:
-        carried: int64 ``[n]``, the tokens that chunks read, as indices in ``layout``.
-        shelves: int64 ``[C + 1]``, chunk c's own carried tokens are ``carried[shelves[c]:shelves[c + 1]]``.
+        carried: int64 ``[X]``, the tokens that chunks read, as indices in ``layout``, in the order of the first pass.
+        owner: int64 ``[X]``, the chunk of each.
+        reader: int64 ``[X]``, the last chunk that reads each.
+        shelf, row: int64 ``[X]``, the place of each in the store.
         supervised: int64 ``[T]``, see :func:`count_supervised`.
+        trains: see :class:`Carrying`.
     """
 
     layout: FlatLayout
     chunks: Sequence[Chunk]
     carried: Int64Array
-    shelves: Int64Array
+    owner: Int64Array
+    reader: Int64Array
+    shelf: Int64Array
+    row: Int64Array
     supervised: Int64Array
     folding: Folding
     store: CarryStore
+    trains: bool
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], chunks: Sequence[Chunk], folding: Folding) -> _Tree:
-        """Fold a tree's samples, to be cut into ``chunks``, in depth-first order."""
+    def of(
+        cls, samples: Sequence[Sample], runs: Sequence[Chunk | FirstPass], folding: Folding, *, trains: bool
+    ) -> _Tree:
+        """Fold a tree's samples, in depth-first order, to be run in parts."""
         layout = fold(samples, trie=build_trie(samples, folding.sharing))
-        borders = [0, *(chunk.end for chunk in chunks)]
-        carried = find_carried(layout, borders)
+        chunks = sorted(run for run in runs if isinstance(run, Chunk))
+        starts = [chunk.start for chunk in chunks]
+        carried = find_carried(layout, [*starts, layout.physical_tokens])
+        reader = find_last_readers(layout, starts, carried)
+        order = np.argsort(-reader, kind="stable")
+        carried, reader = carried[order], reader[order]
+        owner = np.searchsorted(starts, carried, side="right") - 1
+        # A shelf has the tokens of one chunk that one micro-batch keeps.
+        passes = [run.end for run in runs if isinstance(run, FirstPass)]
+        shelf = owner * (len(passes) + 1) + np.searchsorted(passes, np.arange(len(carried)), side="right")
+        by_shelf = np.argsort(shelf, kind="stable")
+        row = np.empty_like(shelf)
+        row[by_shelf] = np.arange(len(shelf)) - np.searchsorted(shelf[by_shelf], shelf[by_shelf])
         return cls(
             layout=layout,
             chunks=chunks,
             carried=carried,
-            shelves=np.searchsorted(carried, borders),
+            owner=owner,
+            reader=reader,
+            shelf=shelf,
+            row=row,
             supervised=count_supervised(samples, layout),
             folding=folding,
             store=CarryStore(),
+            trains=trains,
         )
 
-    def micro_batch(self, number: int, *, keeps: bool) -> MicroBatch:
-        """Return a chunk's micro-batch; ``keeps`` as in :class:`Carry`."""
-        start, end, _ = self.chunks[number]
+    @cached_property
+    def above(self) -> FlatLayout:
+        """The layout of the carried tokens."""
+        return keep_tokens(self.layout, self.carried)
+
+    def micro_batch(self, chunk: Chunk) -> MicroBatch:
+        """Return a chunk's micro-batch."""
+        start, end, *_ = chunk
+        number = self.chunks.index(chunk)
         layout = cut(
             self.layout,
             start,
@@ -136,54 +142,51 @@ class _Tree:
             padded_size=self.folding.padding.size(end - start),
             num_supervised=int(self.supervised[start:end].sum()),
         )
-        rows = slice(self.shelves[number], self.shelves[number + 1])
-        own = ((number, self.carried[rows] - start),) if rows.stop > rows.start else ()
-        stack = np.searchsorted(self.carried, find_stack(self.layout, start))
+        by_index = np.argsort(self.carried)
+        stack = by_index[np.searchsorted(self.carried, find_stack(self.layout, start), sorter=by_index)]
+        own = np.flatnonzero(self.owner == number)
+        if self.trains:  # the chunk before runs next
+            last = np.unique(self.shelf[self.owner == number - 1])
+        else:
+            last = np.setdiff1d(self.shelf[self.reader == number], self.shelf[self.reader > number])
         needed = layout.edge_weight != 0 if self.folding.only_supervised else None
-        return self._made(layout, stack, own, needed, keeps=keeps)
+        return self._made(layout, stack, own, self.carried[own] - start, last, needed, keeps=not self.trains)
 
-    def first_pass(self, max_tokens: int) -> list[MicroBatch]:
-        """Return the micro-batches of the carried tokens, which score nothing."""
-        layout, batches = keep_tokens(self.layout, self.carried), []
-        for group in first_pass(self.chunks, max_tokens):
-            borders = self.shelves[group.start : group.stop + 1]
-            start, end = int(borders[0]), int(borders[-1])
-            run = cut(layout, start, end, padded_size=self.folding.padding.size(end - start))
-            own = tuple(
-                (number, np.arange(self.shelves[number], self.shelves[number + 1]) - start)
-                for number in range(group.start, group.stop)
-                if self.shelves[number + 1] > self.shelves[number]
-            )
-            nothing = np.zeros(run.num_places, dtype=np.bool_)
-            batches.append(self._made(run, find_stack(layout, start), own, nothing, keeps=True))
-        return batches
+    def first_pass(self, run: FirstPass) -> MicroBatch:
+        """Return a micro-batch of carried tokens, which scores nothing."""
+        layout = cut(self.above, run.start, run.end, padded_size=self.folding.padding.size(run.end - run.start))
+        own, nothing = np.arange(run.start, run.end), np.zeros(layout.num_places, dtype=np.bool_)
+        stack = find_stack(self.above, run.start)
+        batch = self._made(layout, stack, own, own - run.start, own[:0], nothing, keeps=True)
+        return replace(batch, forward_only=True)
 
     def _made(
         self,
         layout: ChunkLayout,
         stack: Int64Array,
-        own: tuple[tuple[int, Int64Array], ...],
+        own: Int64Array,
+        places: Int64Array,
+        last: Int64Array,
         needed: npt.NDArray[np.bool_] | None,
         *,
         keeps: bool,
     ) -> MicroBatch:
-        """Return a micro-batch that reads ``stack``, int64 ``[S]`` rows of ``carried``, and leaves ``own``."""
+        """Return a micro-batch that reads ``stack``, int64 ``[S]`` places in ``carried``, and leaves ``own`` at places.
+
+        Both are int64 ``[n]``; for ``last``, int64 ``[m]``, and ``keeps`` see :class:`Carry`.
+        """
         batch = self.folding.with_settings(layout, needed=needed)
         params = batch.packed_seq_params
         assert params.tree_metadata is not None, "it is made of a layout"
-        shelf = np.searchsorted(self.shelves, stack, side="right") - 1
-        # Shelves of chunks without carried tokens are empty: their border is that of the next.
         keys = TreeMetadata.from_nodes(
             *find_key_nodes(layout.whole, layout.start, layout.start + layout.physical_tokens),
             padded_size=len(stack) + layout.padded_size,
         )
         carry = Carry(
             keys=replace(keys, unread=len(stack)),
-            stack=tuple(
-                (number, upload(stack[shelf == number] - self.shelves[number], "cpu"))
-                for number in np.unique(shelf).tolist()
-            ),
-            own=tuple((number, upload(places, "cpu")) for number, places in own),
+            stack=_by_shelf(self.shelf[stack], self.row[stack]),
+            own=_by_shelf(self.shelf[own], places),
+            last=tuple(last.tolist()),
             store=self.store,
             keeps=keeps,
         )
@@ -192,3 +195,8 @@ class _Tree:
         batch = replace(batch, packed_seq_params=replace(params, tree_metadata=metadata, carry=carry))
         plan_attention(batch, self.folding.attention_backend, self.folding.attention_cases)
         return batch
+
+
+def _by_shelf(shelf: Int64Array, values: Int64Array) -> tuple[tuple[int, torch.Tensor], ...]:
+    """Return the values of each shelf, both int64 ``[n]``; along a path shelves ascend."""
+    return tuple((number, upload(values[shelf == number], "cpu")) for number in np.unique(shelf).tolist())

@@ -71,7 +71,7 @@ class HeldOut:
         self._physical_tokens = 0
         for part in _parts(groups, per_step, by_group=by_group):
             own = self._samples[part.start : part.stop]
-            plan = job.folding.plan(own, together=job.objective.together(own))
+            plan = job.folding.plan(own, together=job.objective.together(own), trains=False)
             mine = plan.micro_batches[job.dp_rank]
             cut = [tuple(part.start + index for index in indices) for indices in mine]
             self._parts.append((cut, plan.carrying_of(job.dp_rank)))

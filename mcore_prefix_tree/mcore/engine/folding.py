@@ -73,6 +73,7 @@ class Folding:
         *,
         micro_batches: int | None = None,
         together: Sequence[Hashable] | None = None,
+        trains: bool = True,
     ) -> ForestPlan:
         """Plan a step of all ranks, as :func:`mcore_prefix_tree.plan.plan_step`; ``micro_batches`` is per rank.
 
@@ -82,23 +83,19 @@ class Folding:
             for sample in samples:
                 check_sample_routes(self.config, sample)
         with self._explained(samples):
-            return self._planned(samples, micro_batches, together)
-
-    def _planned(
-        self, samples: Sequence[Sample], micro_batches: int | None, together: Sequence[Hashable] | None
-    ) -> ForestPlan:
-        return plan_step(
-            samples,
-            max_tokens=self.max_tokens,
-            dp_size=self.dp_size,
-            micro_batch_multiple=self.micro_batch_multiple,
-            micro_batches=micro_batches,
-            cost_model=self.cost_model,
-            bubble=self.bubble,
-            sharing=self.sharing,
-            together=together,
-            over_budget=self._over_budget(samples),
-        )
+            return plan_step(
+                samples,
+                max_tokens=self.max_tokens,
+                dp_size=self.dp_size,
+                micro_batch_multiple=self.micro_batch_multiple,
+                micro_batches=micro_batches,
+                cost_model=self.cost_model,
+                bubble=self.bubble,
+                sharing=self.sharing,
+                together=together,
+                over_budget=self._over_budget(samples),
+                trains=trains,
+            )
 
     def _over_budget(self, samples: Sequence[Sample]) -> OverBudget:
         """Return the way to cut these samples: those with sampling masks stay whole."""

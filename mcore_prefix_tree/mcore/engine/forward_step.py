@@ -45,14 +45,34 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
         check_routes(gpt_model.config, batch.layout.routes)
         check_routers(gpt_model)
     check_draws(gpt_model)
-    output: torch.Tensor = model(
+    run: Callable[[], torch.Tensor] = partial(
+        model,
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         attention_mask=None,
         packed_seq_params=batch.packed_seq_params,
         **(readout.arguments(gpt_model.output_layer, batch) if gpt_model.post_process else {}),
     )
+    if not batch.forward_only:
+        return run()
+    first = torch.zeros(1, device=batch.input_ids.device, requires_grad=True)
+    output: torch.Tensor = _ForwardOnly.apply(first if gpt_model.pre_process else gpt_model.decoder.input_tensor, run)  # type: ignore[no-untyped-call]
     return output
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """A stage whose backward computes nothing: Megatron's schedules run one for every forward."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the output of ``run``, without a graph; ``received`` is the stage's input, of any shape."""
+        ctx.save_for_backward(received)
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (received,) = ctx.saved_tensors
+        return torch.zeros_like(received), None
 
 
 def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices: Sequence[int]) -> MicroBatch:

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore.engine.forward_step import ForwardStep, tree_forward
 from mcore_prefix_tree.mcore.engine.known_shapes import give_shapes
-from mcore_prefix_tree.mcore.outputs import Nothing, Readout
+from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_interleaving
 from mcore_prefix_tree.utils.errors import naming_memory
@@ -34,8 +34,7 @@ def run_schedule(
 
     Args:
         micro_batches: micro-batches that the data iterator of each chunk yields. Folded ones wait on the host until the
-            first chunk asks for them, and leave the device when their backward is done. Those that go before a
-            micro-batch run first, forward only.
+            first chunk asks for them, and leave the device when their backward is done.
         collect_non_loss_data: whether to call the loss function with ``non_loss_data=True`` and return its results.
         one_stage: whether the model has one pipeline stage, however many ``parallel_state`` has.
 
@@ -45,7 +44,6 @@ def run_schedule(
     config, sizes = get_model_config(chunks[0]), [batch.input_ids.shape for batch in micro_batches]
     if not (forward_only or one_stage):
         check_interleaving(config, [length for _, length in sizes])
-    run_before(chunks, micro_batches, one_stage=one_stage)
     device = next(chunks[0].parameters()).device
     waiting = [
         WaitingMicroBatch(batch, device, chunks=len(chunks)) if isinstance(batch, MicroBatch) else batch
@@ -66,13 +64,6 @@ def run_schedule(
             **({} if one_stage else give_shapes(config, len(chunks), sizes)),
         )
     return reported
-
-
-def run_before(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Any], *, one_stage: bool = False) -> None:
-    """Run the first pass of a step, for its carried tokens; all ranks have as many micro-batches in it."""
-    before = [one for batch in micro_batches if isinstance(batch, MicroBatch) for one in batch.before]
-    if before:
-        forward_only(chunks, before, Nothing(), lambda *_: None, one_stage=one_stage)
 
 
 def _needed(micro_batches: Sequence[Any], *, forward_only: bool) -> str:

@@ -10,20 +10,20 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
-from mcore_prefix_tree.mcore.engine.carried_trees import why_not_carried
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.settings import Recipe, RecipeError
+from mcore_prefix_tree.settings import Recipe
+from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs.
 
-    ``whole_samples`` is the reason why the door has micro-batches of whole samples only; None if it cuts them, too.
+    ``pattern`` has the layers of a ``HybridModel``.
     """
 
     settings: Recipe
@@ -32,7 +32,7 @@ class Run:
     work: ModelWork
     micro_batch_multiple: int
     measured: tuple[Measured, ...] = ()
-    whole_samples: str | None = None
+    pattern: str | None = None
 
     def make_folding(self, objective: Objective | None = None, config: Any = None) -> Folding:
         """Return the folding, back-end open; without an objective its micro-batches hold whole samples.
@@ -54,7 +54,12 @@ class Run:
             only_supervised=settings.fused_head,
             head_chunk_rows=settings.head_chunk_rows,
         )
-        return folding if objective is None else self._carrying(folding, objective, config)
+        if objective is None:
+            return folding
+        asked, why = settings.batch.over_budget, why_not_carried(vars(config), self.pattern, objective)
+        if choose_over_budget(asked, why) == "repeat":
+            return folding.repeating(why if asked != "repeat" and why else "batch.over_budget=repeat")
+        return replace(folding, over_budget=asked)
 
     def make_job(
         self,
@@ -98,15 +103,3 @@ class Run:
             is_local=settings.model.transformer_impl == "local",
             fused_head=settings.fused_head,
         )
-
-    def _carrying(self, folding: Folding, objective: Objective, config: Any) -> Folding:
-        """Return the folding with its way of trees above the budget; raise RecipeError for one that is not possible."""
-        asked = self.settings.batch.over_budget
-        if asked == "repeat":
-            return folding.repeating("batch.over_budget=repeat")
-        why = self.whole_samples or why_not_carried(config, objective)
-        if why is None:
-            return replace(folding, over_budget=asked)
-        if asked == "carry":
-            raise RecipeError(f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=repeat")
-        return folding.repeating(why)

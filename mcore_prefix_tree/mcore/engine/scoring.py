@@ -76,12 +76,12 @@ class ScoringStep:
     ) -> ScoringStep:
         """Plan and fold samples, the same on every rank; in a training step's order they are planned as that step."""
         folding = replace(folding, only_supervised=not all_tokens)
-        plan, rank = folding.plan(samples), parallel_state.get_data_parallel_rank()
+        plan, rank = folding.plan(samples, trains=False), parallel_state.get_data_parallel_rank()
         mine = plan.micro_batches[rank]
         return cls(
             samples=samples,
             sample_index=mine,
-            micro_batches=fold_carrying(samples, mine, plan.carrying_of(rank), folding, train=False),
+            micro_batches=fold_carrying(samples, mine, plan.carrying_of(rank), folding),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             all_tokens=all_tokens,
             for_main_rank=for_main_rank,
@@ -103,9 +103,6 @@ class ScoringStep:
             refuse_routes(self.samples, "a critic or reward model")
         own: dict[int, S] = {}
         found = forward_only(chunks, self.micro_batches, readout, readout.flat)
-        for batch in self.micro_batches:
-            if batch.packed_seq_params.carry is not None:
-                batch.packed_seq_params.carry.store.clear()
         for layout, flat, indices in self._joined(found, readout):
             for place, index in enumerate(indices):
                 tokens = layout.sample_tokens(place)

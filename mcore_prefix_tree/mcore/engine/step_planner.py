@@ -48,10 +48,13 @@ class FoldedStep:
         return sum(map(len, self.samples))
 
 
-def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None = None) -> FoldedStep:
+def fold_step(
+    samples: Sequence[Sample], job: Job, *, micro_batches: int | None = None, trains: bool = True
+) -> FoldedStep:
     """Plan a step, and fold this data-parallel rank's micro-batches. All stages and tensor-parallel ranks agree on it.
 
     Each rank has ``micro_batches``, some of them empty if fewer would do; as few as the budget allows by default.
+    ``trains`` is whether the step runs backward.
 
     Raises:
         BudgetError: one sample is longer than the budget, or the two of a pair are.
@@ -65,7 +68,8 @@ def fold_step(samples: Sequence[Sample], job: Job, *, micro_batches: int | None 
         )
     ):
         targets = make_targets(job, samples)
-        plan = job.folding.plan(samples, micro_batches=micro_batches, together=job.objective.together(samples))
+        together = job.objective.together(samples)
+        plan = job.folding.plan(samples, micro_batches=micro_batches, together=together, trains=trains)
         mine = plan.micro_batches[job.dp_rank]
         metrics = {} if targets is None else dict(targets.metrics)
         # All chunks of a tree above the budget name the same samples.
@@ -98,10 +102,11 @@ def fold_micro_batches(
     carrying: Carrying | None = None,
 ) -> list[MicroBatch]:
     """Fold micro-batches, with the rows that the loss reads; ``cut`` has the indices of each one's samples."""
-    batches = fold_carrying(samples, cut, carrying, job.folding, train=True)
+    batches = fold_carrying(samples, cut, carrying, job.folding)
     if targets is not None:
         batches = [
-            with_rows(batch, job.objective, targets, indices) for batch, indices in zip(batches, cut, strict=True)
+            with_rows(batch, job.objective, targets, () if batch.forward_only else indices)
+            for batch, indices in zip(batches, cut, strict=True)
         ]
     return list(job.hook.prepare(batches))
 

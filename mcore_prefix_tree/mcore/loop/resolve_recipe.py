@@ -16,7 +16,6 @@ from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.engine.carried_trees import why_not_carried
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.resolve import Run
 from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
@@ -31,8 +30,8 @@ from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.settings import Recipe, RecipeError
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+from mcore_prefix_tree.settings.over_budget import why_not_carried
 from mcore_prefix_tree.settings.sample_source import make_source
-from mcore_prefix_tree.settings.sections import BatchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +45,11 @@ class Data:
     skipped: Skipped
 
 
-def cuts_samples(batch: BatchConfig, config: Any, objective: Objective | None) -> bool:
+def cuts_samples(session: Session, objective: Objective | None) -> bool:
     """Return whether samples above ``batch.max_tokens`` are cut; without an objective they are only scored."""
-    return batch.over_budget != "repeat" and why_not_carried(config, objective) is None
+    pattern = session.recipe.model.hybrid_layer_pattern
+    why = why_not_carried(vars(session.config), pattern, objective)
+    return session.recipe.batch.over_budget != "repeat" and why is None
 
 
 def read_data(
@@ -82,7 +83,7 @@ def read_data(
     recipe = session.recipe
     names = FieldNames(given=recipe.data.fields, keeps_others=keeps_others)
     if whole_samples is None:
-        whole_samples = objective is None or not cuts_samples(recipe.batch, session.config, objective)
+        whole_samples = objective is None or not cuts_samples(session, objective)
     source = make_source(
         recipe,
         objective,
@@ -233,6 +234,7 @@ def resolve(
         work=ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head),
         micro_batch_multiple=recipe.parallel.micro_batch_multiple,
         measured=session.measured,
+        pattern=recipe.model.hybrid_layer_pattern,
     )
     job = run.make_job(
         objective,

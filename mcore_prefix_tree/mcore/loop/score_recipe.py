@@ -83,7 +83,7 @@ def run_score(
         objective = make_bound_objective(recipe)
         # The objective's fields are not checked: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
-        cut = not record_routes and teacher_top_k is None and cuts_samples(recipe.batch, joined.config, None)
+        cut = not record_routes and teacher_top_k is None and cuts_samples(joined, None)
         data = read_data(
             joined,
             grouping,

@@ -23,7 +23,7 @@ from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import make_ob
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.step_sizes import evaluation_size, megatrons_calculator, size_at
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
+from mcore_prefix_tree.plan import ExpectedSpeedup, FirstPass, ForestPlan
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
@@ -86,9 +86,10 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
     if plan.carrying is not None:
+        passes = sum(isinstance(run, FirstPass) for run in plan.carrying[0].runs)
         lines.append(
-            f"first step: {plan.carried_tokens} tokens run forward once more, in {plan.carrying[0].first_pass} "
-            "micro-batches on each rank, and chunks of trees above the budget read their keys and values"
+            f"first step: {plan.carried_tokens} tokens run forward once more, in {passes} of the micro-batches of each "
+            "rank, and chunks of trees above the budget read their keys and values"
         )
     lines += _idle(plan)
     lines.append(f"first step: {_filled(plan, folding.max_tokens)}")
@@ -157,10 +158,8 @@ def _expected(
 
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
     """Describe a rank's micro-batches; those that a plan leaves empty are counted."""
-    parts = [
-        f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True) if len(batch)
-    ]
-    empty = len(batches) - len(parts)
+    parts = [f"{len(batch)} samples in {tokens} tokens" for batch, tokens in zip(batches, sizes, strict=True) if tokens]
+    empty = sum(not len(batch) for batch in batches)
     return ", ".join(parts + [f"{empty} empty"] * bool(empty))
 
 
@@ -180,7 +179,7 @@ def _filled(plan: ForestPlan, max_tokens: int) -> str:
     """Describe how much of the budget the micro-batches of a plan use; those without samples are named."""
     sizes = [tokens for rank in plan.physical_tokens for tokens in rank]
     empty = sum(not batch for rank in plan.micro_batches for batch in rank)
-    share = sum(sizes) / max(1, len(sizes) - empty) / max_tokens
+    share = sum(sizes) / max(1, sum(map(bool, sizes))) / max_tokens
     text = f"micro-batches with samples use {share:.0%} of --prefix-tree-max-tokens={max_tokens} on average"
     return text + (f"; {empty} of {len(sizes)} are empty" if empty else "")
 

@@ -50,15 +50,8 @@ def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
         dp_size=args.data_parallel_size,
         work=count_model_work(args),
         micro_batch_multiple=stages if in_stages else 1,
-        whole_samples=_why_whole_samples(args),
+        pattern=hybrid_pattern(args),
     )
-
-
-def _why_whole_samples(args: argparse.Namespace) -> str | None:
-    """Return why a job's micro-batches hold whole samples only, None if trees above the budget may be cut."""
-    if args.pipeline_model_parallel_size > 1:
-        return "Megatron-LM's loop has one schedule a step, and pipeline stages need another for the first pass"
-    return None if hybrid_pattern(args) is None else "layers of the model carry a state along the path"
 
 
 def count_model_work(args: argparse.Namespace) -> ModelWork:

@@ -20,15 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, StepPlanner, fold_step
-from mcore_prefix_tree.mcore.outputs import Nothing, Readout
+from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.sample import Sample
@@ -126,16 +123,9 @@ class DealtStep:
         """Return a micro-batch on the device, to one model chunk after the other."""
         device = self._job.folding.device
         if not self._waiting:
-            self._run_before(model)
             taught = self._job.hook.before_step(self._batches, partial(self._forward, model))
             self._waiting = [WaitingMicroBatch(batch, device, chunks=self._chunks) for batch in taught]
         return self._waiting[index].take()
-
-    def _run_before(self, model: Any) -> None:
-        """Run the first pass of a model of one stage: see :meth:`_forward`."""
-        with torch.no_grad():
-            for batch in (one for own in self._batches for one in own.before):
-                tree_forward(model, batch.on(self._job.folding.device), Nothing())
 
     def _forward(self, model: Any, batches: Sequence[MicroBatch]) -> list[Mapping[str, Any]]:
         """Run a student of one stage forward; Megatron's schedule, which is running already, cannot be called again."""
@@ -206,7 +196,8 @@ class StepDealer:
 
     def _fold(self, samples: Sequence[Sample], size: StepSize) -> FoldedStep:
         check_fits(samples, size, self._job.folding, self._job.objective)
-        return fold_step(samples, self._job, micro_batches=size.micro_batches)
+        trains = self._clock is not None
+        return fold_step(samples, self._job, micro_batches=size.micro_batches, trains=trains)
 
 
 class StepIterator(Iterator[StepMicroBatch]):

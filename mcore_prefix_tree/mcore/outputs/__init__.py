@@ -9,7 +9,7 @@ from mcore_prefix_tree.mcore.outputs.chunk_losses import ChunkLosses
 from mcore_prefix_tree.mcore.outputs.distillation import DivergenceLoss, Hidden, TeacherHidden
 from mcore_prefix_tree.mcore.outputs.edge_loss import EdgeLoss, WeightedSum
 from mcore_prefix_tree.mcore.outputs.logprobs import Logprobs, Scores
-from mcore_prefix_tree.mcore.outputs.readout import Logits, Nothing, Readout, SampleScores
+from mcore_prefix_tree.mcore.outputs.readout import Logits, Readout, SampleScores
 from mcore_prefix_tree.mcore.outputs.top_tokens import ExportedRows, TopLogprobs, TopTokens
 from mcore_prefix_tree.mcore.outputs.values import SampleValues, ValueLoss, Values
 from mcore_prefix_tree.objectives import LossOutput, Objective
@@ -23,7 +23,6 @@ __all__ = [
     "Hidden",
     "Logits",
     "Logprobs",
-    "Nothing",
     "Readout",
     "SampleScores",
     "SampleValues",

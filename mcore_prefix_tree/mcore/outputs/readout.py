@@ -122,27 +122,6 @@ class Logits(VocabularyReadout[torch.Tensor]):
         return logits
 
 
-class Nothing(Readout[None]):
-    """No output, of any head: for a pass that only leaves keys and values."""
-
-    def arguments(self, layer: Any, batch: MicroBatch) -> dict[str, Any]:
-        if isinstance(layer, ScalarHead):
-            return {}
-        if not isinstance(layer, EdgeHeadMixin):
-            return {"runtime_gather_output": False}
-        return request_arguments(
-            HeadRequest(edges=batch.edges, temperature=None, head_chunk_rows=None, answer=_answer_nothing)
-        )
-
-    def read(self, output: torch.Tensor, batch: MicroBatch) -> None:
-        """Ignore the output ``[1, ...]``."""
-
-
-def _answer_nothing(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-    """Return a zero ``[1, 1]``."""
-    return hidden.new_zeros(1, 1)
-
-
 def split_logits(logits: torch.Tensor, batch: MicroBatch) -> dict[str, Any]:
     """Return the other arguments of functions of local logits ``[P, V / tp]``."""
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1

@@ -1,9 +1,9 @@
 """Keys and values that one micro-batch leaves for others of its step, and their gradients on the way back.
 
-The first pass of a step keeps the keys and values of carried tokens. In the second, a chunk reads those of its stack
-and adds their gradient to the store, and a chunk's own carried tokens take what their descendants have left: these ran
-before, because Megatron's schedules run backwards in the order of forwards, on every stage. Recomputation runs the same
-functions again.
+The first pass of a step keeps the keys and values of carried tokens. A chunk reads those of its stack and adds their
+gradient to the store, and a chunk's own carried tokens take what their descendants have left: these ran before, because
+Megatron's schedules run forwards in one order on every stage, and backwards in the same. Recomputation runs the same
+functions again, before the backward that forgets what nobody else reads.
 
 Legend: P tokens of a micro-batch, S tokens of its stack, K key heads, D head_dim.
 """
@@ -24,7 +24,7 @@ Tensors = tuple[object, str]
 
 
 class CarryStore:
-    """Keys and values of the carried tokens of a rank's step, by shelf: a chunk's own carried tokens have one."""
+    """Keys and values of a tree's carried tokens, by shelf: those of a chunk that one micro-batch keeps."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Tensors, int], torch.Tensor] = {}
@@ -33,11 +33,6 @@ class CarryStore:
     @property
     def is_empty(self) -> bool:
         return not self._kept and not self._gradients
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._kept.clear()
-        self._gradients.clear()
 
     def keep(self, which: Tensors, shelf: int, values: torch.Tensor) -> None:
         """Keep ``values`` ``[n, K, D]`` of a shelf."""
@@ -55,9 +50,13 @@ class CarryStore:
         total = self._gradients[which, shelf]
         total.index_add_(0, rows, gradient.to(total.dtype))
 
-    def release(self, which: Tensors, shelf: int) -> torch.Tensor | None:
-        """Return a shelf's gradient ``[n, K, D]``, if anything read it, and forget the shelf."""
+    def forget(self, which: Tensors, shelf: int) -> None:
+        """Forget the values of a shelf, which nobody reads any more; their gradient stays."""
         self._kept.pop((which, shelf), None)
+
+    def take_gradient(self, which: Tensors, shelf: int) -> torch.Tensor | None:
+        """Return a shelf's gradient ``[n, K, D]``, if anything read it, and forget the shelf."""
+        self.forget(which, shelf)
         return self._gradients.pop((which, shelf), None)
 
 
@@ -69,13 +68,15 @@ class Carry:
         keys: the tree of stack and chunk, ``[S + P]``, which attention follows.
         stack: shelf, and in it the rows int64 ``[n]``, of the stack's tokens, in order; S together.
         own: shelf, and the places int64 ``[n]`` in this micro-batch, of the tokens that others read.
-        store: the store of the rank's step.
-        keeps: whether this is the first pass, which fills the store.
+        last: shelves that nobody reads after this micro-batch.
+        store: the store of the tree.
+        keeps: whether it runs forward only and fills the store: in a first pass, or where nothing trains.
     """
 
     keys: TreeMetadata
     stack: tuple[tuple[int, torch.Tensor], ...]
     own: tuple[tuple[int, torch.Tensor], ...]
+    last: tuple[int, ...]
     store: CarryStore
     keeps: bool
 
@@ -100,6 +101,11 @@ class Carry:
         out: torch.Tensor = _WithStack.apply(values, self, which)  # type: ignore[no-untyped-call]
         return out
 
+    def forget(self, which: Tensors) -> None:
+        """Forget what nobody reads after this micro-batch."""
+        for shelf in self.last:
+            self.store.forget(which, shelf)
+
     def parts(self) -> Iterator[tuple[int, torch.Tensor, slice]]:
         """Yield shelf and rows of each part of the stack, and its place among the S."""
         start = 0
@@ -114,6 +120,8 @@ class _WithStack(torch.autograd.Function):
         """Return ``[S + P, K, D]`` for ``values`` ``[P, K, D]``."""
         ctx.carry, ctx.which = carry, which
         stack = [carry.store.read(which, shelf)[rows] for shelf, rows in carry.stack]
+        if carry.keeps:
+            carry.forget(which)
         return torch.cat([*stack, values])
 
     @staticmethod
@@ -122,9 +130,10 @@ class _WithStack(torch.autograd.Function):
         carry: Carry = ctx.carry
         for shelf, rows, part in carry.parts():
             carry.store.add_gradient(ctx.which, shelf, rows, gradient[part])
+        carry.forget(ctx.which)
         own = gradient[carry.size :]
         for shelf, places in carry.own:
-            left = carry.store.release(ctx.which, shelf)
+            left = carry.store.take_gradient(ctx.which, shelf)
             if left is not None:
                 own = own.index_put((places,), (own[places] + left).to(own.dtype))
         return own, None, None

@@ -34,8 +34,7 @@ class MicroBatch:
         routes_fit: whether its routes were checked against the model when its step was planned.
         hook_data: data that the job's step hook adds for itself and for its objective's readout, for example outputs of
             teachers; None without a hook.
-        before: micro-batches of carried tokens, on the host, that run forward before the step of this one, which is its
-            rank's first.
+        forward_only: whether it trains nothing, and only keeps keys and values for others of its step.
     """
 
     layout: FlatLayout
@@ -49,7 +48,7 @@ class MicroBatch:
     rows: LossRows | None = None
     routes_fit: bool = False
     hook_data: Any = None
-    before: tuple[MicroBatch, ...] = ()
+    forward_only: bool = False
 
     @classmethod
     def from_layout(
@@ -91,7 +90,7 @@ class MicroBatch:
         params = self.packed_seq_params
         metadata = params.tree_metadata
         assert metadata is not None, "a folded micro-batch has it"
-        others = (field.name for field in fields(self) if field.name not in ("layout", "packed_seq_params", "before"))
+        others = (field.name for field in fields(self) if field.name not in ("layout", "packed_seq_params"))
         return replace(
             self,
             **{name: moved(getattr(self, name), device) for name in others},
@@ -101,7 +100,6 @@ class MicroBatch:
                 depths=moved(params.depths, device),
                 carry=None if params.carry is None else params.carry.on(device),
             ),
-            before=(),
         )
 
     def without_routes(self) -> MicroBatch:
