@@ -158,6 +158,8 @@ def print_verified(console: Console, report: VerifyReport) -> None:
         table.add_row(names[name], numbers.error(error), numbers.error(limit), verdict)
     console.print(table)
     say_line(console, f"largest gradient error: {report.worst_parameter}")
+    if report.left_out is not None:
+        say_line(console, f"not compared: {report.left_out}, which a sample by itself does not have")
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

@@ -86,8 +86,8 @@ SEAM = (
     Uses(
         f"{_EXPERTS}.router:TopKRouter",
         keywords="config",
-        attributes="enable_expert_bias get_aux_loss_coeff layer_number local_tokens_per_expert router_replay topk "
-        "tp_cp_group",
+        attributes="enable_expert_bias ga_steps get_aux_loss_coeff global_tokens_per_expert layer_number "
+        "local_tokens_per_expert router_replay topk tp_cp_group tp_dp_cp_group",
     ),
     # GivenRoutes, which stands in for it.
     Uses(

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ class Job:
     vocab_size: int = VOCAB
     over_budget: str = "repeat"
     double: bool = False  # compute in fp64 what upstream takes to fp32
+    positions: str = "rope"
 
 
 def in_precision_of(job: Any) -> Any:
@@ -90,7 +92,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    chunks = chunks_of(job, config, stock_spec if job.native else tree_spec)
+    chunks = chunks_of(job, config, stock_spec if job.native else tree_spec, positions=job.positions)
     if job.way != "logits":
         chunks = [with_multi_token(with_edge_head(chunk)) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
@@ -184,7 +186,7 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
     return cpu_spec(block, config, vp_stage)
 
 
-def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True) -> list[Any]:
+def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True, positions: str = "rope") -> list[Any]:
     """This rank's chunks of a job's GPT, from ``spec``, or of its HybridModel; a stock one is on one process."""
     from harness.models import build_chunks
 
@@ -195,7 +197,14 @@ def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True) -> list
 
         spec = with_prefix_tree(hybrid_stack) if follows else hybrid_stack
         pattern = pattern if follows else pattern.replace("|", "")
-    return build_chunks(config, spec, vocab_size=job.vocab_size, share_embeddings=job.share_embeddings, pattern=pattern)
+    return build_chunks(
+        config,
+        spec,
+        vocab_size=job.vocab_size,
+        share_embeddings=job.share_embeddings,
+        pattern=pattern,
+        position_embedding_type=positions,
+    )
 
 
 def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
@@ -211,6 +220,71 @@ def step_loss(reported: Sequence[dict[str, torch.Tensor]]) -> float:
         total, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_pipeline_model_parallel_group()
     )
     return float(total[0] / total[1])
+
+
+def in_one_row(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """A stock model's arguments for samples that share a micro-batch, each seeing only itself, and a token of padding.
+
+    Rotary embeddings would number the tokens of the whole row: the model has to have learned ones, or none.
+    """
+    own = torch.tensor([index for index, one in enumerate(samples) for _ in range(len(one))] + [len(samples)])
+    mask = (own[:, None] == own[None]).tril()
+    return {
+        "input_ids": torch.tensor([[*(int(token) for one in samples for token in one.tokens), 0]]),
+        "position_ids": torch.tensor([[*(place for one in samples for place in range(len(one))), 0]]),
+        "attention_mask": ~mask[None, None],
+        "padding_mask": own[None] == len(samples),
+    }
+
+
+@contextlib.contextmanager
+def counting_exactly() -> Iterator[None]:
+    """Count a stock router's tokens under a mask of padding in fp64, a rank's own too.
+
+    Upstream counts those after the sum over ranks has overwritten them, and divides in fp32.
+    """
+    from megatron.core.transformer.moe import router
+
+    count = router.get_tokens_per_expert_and_token_count
+
+    def exact(*, routing_map: torch.Tensor, topk: int, **settings: Any) -> tuple[torch.Tensor, ...]:
+        """Return counts ``[E]`` of all ranks, and the numbers of tokens of this rank and of all."""
+        of_ranks = count(routing_map=routing_map, topk=topk, **settings)[0]
+        return of_ranks, routing_map.sum().double() / topk, of_ranks.sum().double() / topk
+
+    with mock.patch.object(router, "get_tokens_per_expert_and_token_count", exact):
+        yield
+
+
+def packed_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:
+    """Every rank: as :func:`unfolded_gradients`, with the micro-batches of the folded job, each in one row."""
+    from megatron.core import parallel_state
+
+    from harness.models import Trainer, tiny_gpt_config
+    from harness.weights import local_parts
+
+    config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
+    chunks = chunks_of(job, config, stock_spec, follows=False, positions=job.positions)
+    trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
+    plan = plan_step(samples, max_tokens=job.max_tokens, dp_size=parallel_state.get_data_parallel_world_size())
+    own = plan.micro_batches[parallel_state.get_data_parallel_rank()]
+    with in_precision_of(job), counting_exactly():
+        reported = trainer.backward(_row_step, [[samples[i] for i in indices] for indices in own], seq_length=1)
+    return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad)
+
+
+def _row_step(data_iterator: Any, model: Any) -> Any:
+    samples = next(data_iterator)
+    row = in_one_row(samples)
+    logits = model(**row)
+
+    def loss_func(logits: torch.Tensor) -> Any:
+        mask = torch.tensor([weight for one in samples for weight in (*one.loss_mask[1:].tolist(), 0.0)] + [0.0])
+        logprobs = torch.log_softmax(logits[0], dim=-1).gather(1, row["input_ids"][0].roll(-1)[:, None])[:, 0]
+        loss, num_tokens = -(logprobs * mask).sum(), mask.count_nonzero().to(torch.int)
+        return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
+
+    return logits, loss_func
 
 
 def unfolded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]]:

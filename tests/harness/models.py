@@ -88,6 +88,7 @@ def build_chunks(
     seed: int = 0,
     groups: Any = None,
     pattern: str | None = None,
+    position_embedding_type: str = "rope",
 ) -> list[Any]:
     """Build this rank's model chunks (several under virtual pipelining), with the weights that belong to ``seed``.
 
@@ -102,6 +103,7 @@ def build_chunks(
         seed: of the weights, which are the same in every layout: see :mod:`harness.weights`.
         groups: of the model's ranks; those of ``parallel_state`` by default.
         pattern: of a ``HybridModel``'s layers, which is built in place of a ``GPTModel``.
+        position_embedding_type: as in ``GPTModel``.
     """
     last_pp_rank = config.pipeline_model_parallel_size - 1
     pp_rank = parallel_state.get_pipeline_model_parallel_rank() if last_pp_rank else 0
@@ -115,7 +117,7 @@ def build_chunks(
             "max_sequence_length": max_sequence_length,
             "pre_process": pp_rank == 0 and stage in (None, 0),
             "post_process": pp_rank == last_pp_rank and (stage is None or stage == stages[-1]),
-            "position_embedding_type": "rope",
+            "position_embedding_type": position_embedding_type,
             "share_embeddings_and_output_weights": share_embeddings,
             "vp_stage": stage,
             "pg_collection": groups,

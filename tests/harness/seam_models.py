@@ -229,8 +229,6 @@ REFUSED_SETTINGS: list[dict[str, Any]] = [
 REFUSED_EXPERT_SETTINGS: list[dict[str, Any]] = [
     {"moe_router_load_balancing_type": "sinkhorn"},
     {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
-    {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01},
-    {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.0, 0.01]},
     {"moe_expert_capacity_factor": 1.25},
     {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
     {"moe_input_jitter_eps": 0.01},

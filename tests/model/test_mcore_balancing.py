@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from harness.folded_jobs import counting_exactly, in_one_row
+from harness.in_double import kept_double
 from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_config, twins
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.mcore import MicroBatch, tree_forward
-from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin
+from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin, balancing_by_sample
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -75,11 +78,11 @@ def counts_of(model):
     ]
 
 
-def assert_equal(folded, alone):
+def assert_equal(folded, alone, limit=ROUNDING):
     assert folded.keys() == alone.keys()
     for name, wanted in alone.items():
         error = (folded[name] - wanted).norm() / wanted.norm().clamp_min(1e-12)
-        assert error < ROUNDING, f"{name} is off by {error:.1e}"
+        assert error < limit, f"{name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -94,6 +97,63 @@ def test_balancing_is_that_of_each_sample_alone(kind, recompute, padding):
     assert_equal(folded, alone)
     for ours, theirs in zip(counts_of(tree), counts_of(stock), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def gradients_in_rows(model, batches):
+    """Each micro-batch of the stock model has its samples in one row."""
+    model.zero_grad()
+    for samples in batches:
+        row = in_one_row(samples)
+        logits = model(**row)
+        (1e-2 * logits[~row["padding_mask"]].sum()).backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def step_counts_of(model):
+    routers = [module for module in model.modules() if getattr(module, "ga_steps", None) is not None]
+    return torch.stack([torch.cat([one.global_tokens_per_expert, one.ga_steps[None]]) for one in routers])
+
+
+@pytest.mark.parametrize("padding", [0, 16])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(("score", "limit"), [("softmax", ROUNDING), ("sigmoid", 1e-12)])
+def test_the_global_loss_is_that_of_the_same_micro_batches(score, limit, recompute, padding):
+    """Of two steps, between which upstream resets the counts; the second begins with a micro-batch of padding."""
+    balancing = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0, 0.5]}
+    config = tiny_config(**EXPERTS, **balancing, **RECOMPUTE[recompute], moe_router_score_function=score)
+    stock, tree = twins(config, position_embedding_type="learned_absolute")
+    samples, pad = branching_samples(), {"pad_to_multiple_of": padding} if padding else {}
+    batches = [samples[:5], samples[5:7], samples[7:]]
+    with kept_double(), counting_exactly():
+        for empty in ([], [fold([], pad_to_multiple_of=4)]):
+            rows = gradients_in_rows(stock.train(), batches)
+            logged = logged_values("global_load_balancing_loss")
+            folded = gradients_folded(tree.train(), [*empty, *(fold(one, **pad) for one in batches)])
+            assert_equal(folded, rows, limit)
+            torch.testing.assert_close(logged_values("global_load_balancing_loss"), logged)
+            assert torch.equal(step_counts_of(tree), step_counts_of(stock))
+            assert step_counts_of(tree)[:, -1].tolist() == [3, 3, 3]
+            for model in (stock, tree):
+                reset_model_temporary_tensors(config, [model])
+                assert not step_counts_of(model).any()
+
+
+def test_the_global_loss_depends_on_how_a_step_is_cut():
+    """The test above can fail; without the loss, which a comparison by samples leaves out, nothing depends on it."""
+    config = tiny_config(**EXPERTS, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.5)
+    _, tree = twins(config)
+    samples = branching_samples()
+
+    def gradients(*batches):
+        reset_model_temporary_tensors(config, [tree])
+        return gradients_folded(tree.train(), [fold(one) for one in batches])
+
+    once, cut = gradients(samples), gradients(samples[:5], samples[5:])
+    name = "decoder.layers.0.mlp.router.weight"
+    assert (cut[name] - once[name]).norm() > 1e-2 * once[name].norm()
+    with balancing_by_sample([tree]):
+        assert_equal(gradients(samples[:5], samples[5:]), gradients(samples))
+        assert not step_counts_of(tree).any()
 
 
 @pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss"])

@@ -201,6 +201,14 @@ def test_folding_changes_nothing(
     assert (report.dtype, report.reference) == (dtype, wider[dtype])
 
 
+def test_the_loss_that_compares_samples_is_left_out(job: Path) -> None:
+    kind = "model.transformer.moe_router_load_balancing_type=[seq_aux_loss, global_aux_loss]"
+    coefficients = "model.transformer.moe_aux_loss_coeff=[0.05, 0.5]"
+    result = run_command("verify", job, "model.dtype=float64", *BALANCED, kind, coefficients)
+    assert result.exit_code == 0, result.stderr
+    assert "not compared: global_aux_loss, which a sample by itself does not have" in result.stdout
+
+
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Samples that were drawn from kept ids: one, some, all, or without a mask."""

@@ -48,7 +48,6 @@ SPINE = [
     ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "tp_comm_overlap=True"),
     (f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type='sinkhorn'"),
-    (f"{MOE} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff=[0.1]"),
     (f"{MOE} --moe-expert-capacity-factor 1.5", "moe_expert_capacity_factor=1.5"),
     (
         f"{MOE} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity",

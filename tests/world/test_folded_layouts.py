@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
-from harness.folded_jobs import VOCAB, Job, unfolded_gradients
+from harness.folded_jobs import VOCAB, Job, packed_gradients, unfolded_gradients
 from harness.folded_runs import FP32, FP32_INSIDE, FP64, LATENT, LONGEST, MOE, SAMPLES, check, folded, oracle
 from harness.layouts import in_layouts
 from harness.weights import assemble
@@ -24,6 +25,19 @@ BALANCED = (
     ("moe_router_score_function", "sigmoid"),
     ("moe_router_bias_update_rate", 0.1),
 )
+# Its loss compares samples: the stock model has those of a micro-batch in one row.
+GLOBAL = Job(
+    config=(
+        *MOE[:-1],
+        ("moe_router_load_balancing_type", ["global_aux_loss"]),
+        ("moe_aux_loss_coeff", [0.5]),
+        ("moe_router_score_function", "sigmoid"),
+    ),
+    double=True,
+    positions="learned_absolute",
+    max_tokens=LONGEST + 10,
+)
+RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 
 
 def test_the_batch_is_a_hard_one() -> None:
@@ -82,13 +96,7 @@ def test_a_rank_without_samples() -> None:
         pytest.param(
             2,
             Layout(tp=2),
-            Job(
-                config=(
-                    ("recompute_granularity", "full"),
-                    ("recompute_method", "uniform"),
-                    ("recompute_num_layers", 1),
-                )
-            ),
+            Job(config=RECOMPUTE),
             id="full-recompute-tp2",
             marks=pytest.mark.ci,
         ),
@@ -99,6 +107,16 @@ def test_other_models(size: int, layout: Layout, job: Job) -> None:
         pytest.skip("this megatron-core takes projections that all ranks hold whole only with TransformerEngine")
     job = replace(job, max_tokens=2 * LONGEST)
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config in (MOE, BALANCED) else FP64)
+
+
+@pytest.mark.parametrize("recompute", [(), pytest.param(RECOMPUTE, marks=pytest.mark.ci)], ids=["", "recompute"])
+@in_layouts("tp2-sp", "dp2", ci=["single", "pp2", "ep2"])
+def test_the_global_balancing_loss(size: int, layout: Layout, recompute: tuple[tuple[str, object], ...]) -> None:
+    """It equals the stock model's on the same micro-batches, of several ranks with other numbers of tokens."""
+    replicas, job = layout.dp(size), replace(GLOBAL, config=GLOBAL.config + recompute)
+    results = world(replicas).run(packed_gradients, Layout(), GLOBAL, SAMPLES, layout=Layout())
+    expected = results[0][0], assemble(chain.from_iterable(parts for _, parts in results))
+    check(folded(size, layout, job), expected, FP64)
 
 
 def test_the_distributed_optimizer() -> None:

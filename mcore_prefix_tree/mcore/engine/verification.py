@@ -33,6 +33,7 @@ from mcore_prefix_tree.mcore.engine.unfolded import (
     why_stock_does_not_fit,
 )
 from mcore_prefix_tree.mcore.ranks import everyone, has_logits
+from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, compares_samples
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts
 from mcore_prefix_tree.sample import Sample
@@ -74,6 +75,7 @@ class VerifyReport:
             next to nothing by luck. None if only ``verify.tolerance`` decides.
         physical_tokens: tokens computed, over all micro-batches and ranks.
         parameters: number of tensors compared, over all ranks.
+        left_out: name of a loss that is not compared, because it compares samples; None without such a loss.
     """
 
     logprob_error: float | None = None
@@ -90,6 +92,7 @@ class VerifyReport:
     physical_tokens: int
     parameters: int
     dtype: str
+    left_out: str | None = None
 
     @property
     def checks(self) -> dict[str, tuple[float, float]]:
@@ -199,6 +202,7 @@ def _verified(
         physical_tokens=step.physical_tokens,
         parameters=count,
         dtype=_name(dtype),
+        left_out="global_aux_loss" if compares_samples(job.config) else None,
     )
 
 
@@ -294,7 +298,7 @@ def _run(
 
         return forward(model, batch), loss_func
 
-    with _gradient_sums(chunks, job.config) as gradients:
+    with balancing_by_sample(chunks), _gradient_sums(chunks, job.config) as gradients:
         run_schedule(chunks, micro_batches, forward_step)
         _reduce(chunks, gradients)
     # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.

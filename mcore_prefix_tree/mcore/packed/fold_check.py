@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.packed.answers import expand, own_part, whole
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
-from mcore_prefix_tree.mcore.seam.experts import replaying
+from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.utils.upload import upload
 
@@ -116,6 +116,7 @@ def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
     with ExitStack() as restored:
         restored.enter_context(kept_generators())
         restored.enter_context(kept_buffers([model]))
+        restored.enter_context(balancing_by_sample([model]))
         # torch.autograd.grad does not go through it; and offloading waits for a schedule.
         for owner, name, value in _recomputation(model):
             restored.callback(setattr, owner, name, getattr(owner, name))

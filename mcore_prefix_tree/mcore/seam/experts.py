@@ -81,6 +81,7 @@ class TreeRouterMixin:
     tree: TreeMetadata | None = None
     given_routes: torch.Tensor | None = None  # as a tree's, of a batch without one
     recorded: list[torch.Tensor] | None = None  # int64 [L, top-k] of each forward, while experts are recorded
+    by_sample: bool = False  # whether losses that compare samples are left out
     # Of the stock router.
     config: Any
     topk: int
@@ -88,9 +89,12 @@ class TreeRouterMixin:
     router_replay: Any
     training: bool
     tp_cp_group: Any
+    tp_dp_cp_group: Any
     calculate_per_token_loss: bool
     enable_expert_bias: bool
     local_tokens_per_expert: torch.Tensor
+    global_tokens_per_expert: torch.Tensor
+    ga_steps: torch.Tensor
     get_aux_loss_coeff: Callable[[str], float]
     attach_and_log_load_balancing_loss: Callable[..., torch.Tensor]
 
@@ -164,6 +168,29 @@ class TreeRouterMixin:
         total = max(counts.logical_tokens, 1)
         return self._attach(probs, coeff, coeff * experts_per_choice * of_samples.sum() / total, name, group)
 
+    def _apply_global_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
+        """Balance the samples of a step: a micro-batch's scores against the mean counts of those so far, on all ranks.
+
+        It is upstream's loss (https://arxiv.org/abs/2501.11873) of the same samples in the same micro-batches.
+        """
+        probs, scores, routing_map = given[:3]
+        coeff = self.get_aux_loss_coeff("global_aux_loss")
+        if self.by_sample or coeff == 0:
+            return cast(torch.Tensor, probs)
+        if self.tree is None:
+            return cast(torch.Tensor, super()._apply_global_aux_loss(*given, **settings))  # type: ignore[misc]
+        weight, group = self._local(self._counts.of_token, scores), self.tp_dp_cp_group
+        routed = weight @ routing_map.to(weight.dtype)
+        if group.size() > 1:
+            torch.distributed.all_reduce(routed, group=group)
+        tokens = routed.sum() / self.topk
+        self.global_tokens_per_expert += routed
+        self.ga_steps += tokens > 0  # not for a micro-batch of padding on all ranks
+        mean = self.global_tokens_per_expert / self.ga_steps.clamp_min(1)
+        experts_per_choice = self.config.num_moe_experts / self.topk
+        loss = ((weight.to(scores.dtype) @ scores) * mean).sum() * experts_per_choice / tokens.clamp_min(1).square()
+        return self._attach(probs, coeff, coeff * loss, "global_load_balancing_loss", group)
+
     def _attach(self, values: torch.Tensor, coeff: float, loss: torch.Tensor, name: str, group: Any) -> torch.Tensor:
         """Log ``loss`` over ``coeff``, a part of each rank of a group, and add its gradient to that of ``values``."""
         # For the log alone: before megatron-core 0.19 what it attaches is too small by the ranks of a sequence.
@@ -214,6 +241,26 @@ def recording(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
     finally:
         for router in routers:
             router.recorded = None
+
+
+def compares_samples(config: Any) -> bool:
+    """Return whether the experts of a ``TransformerConfig`` have the balancing loss that compares samples."""
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    of_kind = dict(zip(kinds, coefficients, strict=True)) if isinstance(kinds, list) else {kinds: coefficients}
+    return config.num_moe_experts is not None and bool(of_kind.get("global_aux_loss"))
+
+
+@contextmanager
+def balancing_by_sample(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Leave out, meanwhile, the balancing loss that compares samples: a sample by itself has another one."""
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TreeRouterMixin)]
+    for router in routers:
+        router.by_sample = True
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.by_sample = False
 
 
 @contextmanager

@@ -132,11 +132,6 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
             for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")  # since 0.20
         ),
         (
-            "global_aux_loss" in config.moe_router_load_balancing_type and bool(np.any(config.moe_aux_loss_coeff)),
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff} of global_aux_loss: it compares the samples of a step, "
-            "and no single sample has such a loss; use moe_router_load_balancing_type='aux_loss' or 'seq_aux_loss'",
-        ),
-        (
             # An expert has room for all tokens from factor * top-k = experts on.
             config.moe_expert_capacity_factor is not None
             and config.moe_expert_capacity_factor * config.moe_router_topk < (config.num_moe_experts or 0),
