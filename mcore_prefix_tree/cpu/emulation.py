@@ -222,7 +222,7 @@ def _without_fla() -> list[tuple[object, str, object]]:
         (common, "HAVE_FLA", True),
         (common, "l2norm", _l2norm),
         (gdn, "causal_conv1d", _causal_conv1d),
-        (gdn, "chunk_gated_delta_rule", common.torch_chunk_gated_delta_rule),
+        (gdn, "chunk_gated_delta_rule", gdn.torch_chunk_gated_delta_rule),
     ]
 
 

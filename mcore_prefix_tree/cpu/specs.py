@@ -89,7 +89,7 @@ def cpu_spec(spec: Any, config: TransformerConfig, vp_stage: int | None = None) 
     """
     if config.multi_latent_attention:
         spec = exchanged(spec, {DotProductAttention: LatentDotProductAttention})
-    has_states = config.experimental_attention_variant == "gated_delta_net"
+    has_states = config.experimental_attention_variant in ("gated_delta_net", "gdn")  # since 0.20
     if not (config.sequence_parallel or has_states):
         return spec
     spec = exchanged(spec, {WrappedTorchNorm: Norm})

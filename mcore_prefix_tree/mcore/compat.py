@@ -190,23 +190,26 @@ DELTA_NET = (
         "out_norm out_proj recompute_norm_out tp_group tp_size value_head_dim",
     ),
     Uses(f"{_DELTA_NET}:GatedDeltaNet.forward", "hidden_states attention_mask", "packed_seq_params"),
-    Uses(f"{_DELTA_NET}:GatedDeltaNet._prepare_input_for_gated_delta_rule", "qkv gate batch seq_len gate_feats"),
-    Uses(f"{_DELTA_NET}:GatedDeltaNet._compute_g_and_beta", "A_log_local_cp dt_bias_local_cp alpha beta"),
     Uses(f"{_DELTA_NET}:GatedDeltaNet._gated_norm_and_a2a", "core_attn_out gate thd_cp_a2a_inv batch seq_len"),
     Uses(f"{_DELTA_NET}:torch_chunk_gated_delta_rule", "q k v g beta", "initial_state output_final_state"),
-    Uses(f"{_DELTA_NET}:common.HAVE_FLA"),
-    Uses(f"{_DELTA_NET}:gdn.causal_conv1d"),
+    *(Uses(f"{_DELTA_NET}:{name}") for name in ("common.HAVE_FLA", "gdn.causal_conv1d")),
     Uses("megatron.core.tensor_parallel:reduce_from_tensor_model_parallel_region", "input_", "group"),
     Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput", keywords="fp8"),
     Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint", "run_function"),
 )
 
+# Since megatron-core 0.20 one method makes all inputs of its rule (True); before, two do.
+_INPUTS = f"{_DELTA_NET}:GatedDeltaNet._prepare_input_for_gated_delta_rule"
+DELTA_NET_INPUTS = {
+    True: (Uses(_INPUTS, "qkv gate A_log_local_cp dt_bias_local_cp batch seq_len gate_feats"),),
+    False: (
+        Uses(_INPUTS, "qkv gate batch seq_len gate_feats"),
+        Uses(f"{_DELTA_NET}:GatedDeltaNet._compute_g_and_beta", "A_log_local_cp dt_bias_local_cp alpha beta"),
+    ),
+}
+
 # Only where TransformerEngine is installed.
 TRANSFORMER_ENGINE = (
-    # Generators of Megatron's, which a comparison restores.
-    Uses("megatron.core.tensor_parallel:get_cuda_rng_tracker"),
-    Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states"),
-    Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states", "states"),
     Uses(f"{_TE}DotProductAttention", "config layer_number", "attention_dropout softmax_scale"),
     Uses(f"{_TE}DotProductAttention.forward", "query key value attention_mask", "attention_bias packed_seq_params"),
     Uses(f"{_TE}Norm", "config hidden_size eps"),
@@ -220,8 +223,7 @@ ENGINE = (
     Uses(f"{_STATE}:get_data_parallel_group", keywords="with_context_parallel"),
     Uses("megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups"),
     Uses(f"{_STATE}:get_tensor_and_data_parallel_group", keywords="with_context_parallel"),
-    Uses(f"{_STATE}:get_pipeline_model_parallel_world_size"),
-    Uses(f"{_STATE}:get_embedding_group"),
+    *(Uses(f"{_STATE}:get_{name}") for name in ("pipeline_model_parallel_world_size", "embedding_group")),
     Uses(f"{_STATE}:get_expert_data_parallel_group"),
     Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual"),
     Uses(f"{_STATE}:is_rank_in_embedding_group"),

@@ -162,11 +162,13 @@ class Mamba:
 
 # Layers that keep a state, by their part of a hybrid model.
 RECURRENT: dict[str, type[DeltaNet] | type[Mamba]] = {"delta net": DeltaNet, "mamba": Mamba}
+# Values of a GPT's experimental_attention_variant; megatron-core 0.20 makes the second of the first.
+DELTA_NETS = ("gated_delta_net", "gdn")
 
 
 def layers_with_states(num_layers: int, settings: Mapping[str, Any]) -> list[bool]:
     """Return for each layer of a GPT whether it has Gated DeltaNet, as Megatron's ``get_linear_attention_pattern``."""
-    if settings.get("experimental_attention_variant") != "gated_delta_net":
+    if settings.get("experimental_attention_variant") not in DELTA_NETS:
         return [False] * num_layers
     every = settings["linear_attention_freq"]
     return [

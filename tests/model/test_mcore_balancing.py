@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_conf
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from packed_calls import packed, rows_of
 
 from mcore_prefix_tree import TreeMetadata, fold
-from mcore_prefix_tree.mcore import MicroBatch, tree_forward
+from mcore_prefix_tree.mcore import MicroBatch, fold_inside, tree_forward
+from mcore_prefix_tree.mcore.packed import fold_check
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin, balancing_by_sample
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
@@ -154,6 +157,17 @@ def test_the_global_loss_depends_on_how_a_step_is_cut():
     with balancing_by_sample([tree]):
         assert_equal(gradients(samples[:5], samples[5:]), gradients(samples))
         assert not step_counts_of(tree).any()
+
+
+def test_the_first_check_leaves_the_global_loss_out(monkeypatch):
+    config = tiny_config(**EXPERTS, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=50.0)
+    tree = twins(config)[1].train()
+    call = packed(rows_of(branching_samples()), gap=1)
+    fold_inside(tree, check_first=True)(**call)
+    assert step_counts_of(tree)[:, -1].tolist() == [1, 1, 1], "only the trainer's own forward counts"
+    monkeypatch.setattr(fold_check, "balancing_by_sample", lambda models: nullcontext())
+    with pytest.raises(fold_check.FoldCheckError, match="the gradient of embedding"):
+        fold_inside(twins(config)[1].train(), check_first=True)(**call)
 
 
 @pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss"])

@@ -35,7 +35,7 @@ from mcore_prefix_tree.mcore.engine.unfolded import (
 from mcore_prefix_tree.mcore.ranks import everyone, has_logits
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, compares_samples
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts
+from mcore_prefix_tree.plan.model_shape import DELTA_NETS, RECURRENT, layer_parts
 from mcore_prefix_tree.sample import Sample
 
 # In which dtype the stock model runs once more, to show how large its own rounding is.
@@ -225,7 +225,7 @@ def _name(dtype: torch.dtype | None) -> str:
 def has_states(model: Any) -> bool:
     """Return whether layers of a model carry a state along the path, whichever of its stages has them."""
     parts = layer_parts(getattr(model, "hybrid_layer_pattern", None)) or ()
-    return model.config.experimental_attention_variant == "gated_delta_net" or not RECURRENT.keys().isdisjoint(parts)
+    return model.config.experimental_attention_variant in DELTA_NETS or not RECURRENT.keys().isdisjoint(parts)
 
 
 def _least_limit(config: Any, *, recurs: bool) -> float:

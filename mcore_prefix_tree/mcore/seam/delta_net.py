@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
@@ -23,7 +23,8 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
-compat.check(compat.DELTA_NET)
+MAKES_ALL_INPUTS = hasattr(GatedDeltaNet, "_compute_gates")
+compat.check(compat.DELTA_NET + compat.DELTA_NET_INPUTS[MAKES_ALL_INPUTS])
 
 
 class TreeDeltaNetMixin:
@@ -92,10 +93,15 @@ class TreeDeltaNetMixin:
         qkv = self._convolve(qkv, metadata, is_torch=is_torch)
         gate, beta, alpha = gates.index_select(0, levels.order).unsqueeze(0).split(sizes[1:], dim=-1)
         gate = gate.reshape(1, size, -1, self.value_head_dim)
-        query, key, value, gate, beta, alpha = stock._prepare_input_for_gated_delta_rule(
-            qkv, gate, 1, size, beta, alpha
-        )
-        decay, beta = stock._compute_g_and_beta(stock.A_log, stock.dt_bias, alpha, beta)
+        decays = stock.A_log, stock.dt_bias
+        if MAKES_ALL_INPUTS:
+            made = stock._prepare_input_for_gated_delta_rule(qkv, gate, *decays, 1, size, beta, alpha)
+            query, key, value, decay, beta, gate = (made[name] for name in ("q", "k", "v", "g", "beta", "gate"))
+        else:
+            query, key, value, gate, beta, alpha = stock._prepare_input_for_gated_delta_rule(
+                qkv, gate, 1, size, beta, alpha
+            )
+            decay, beta = stock._compute_g_and_beta(*decays, alpha, beta)
         mixed = self._over_levels((query, key, value, decay, beta), metadata, is_torch=is_torch)
 
         def gated_norm(mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -127,7 +133,7 @@ class TreeDeltaNetMixin:
         """Return the rule's output ``[1, P, H, V]`` of queries, keys, values, decays and betas ``[1, P, H, ...]``."""
         levels = metadata.derived("levels", Levels.of).levels
         batches: list[tuple[Padded, ...] | None] = [None] * len(levels)
-        if is_torch or self.gated_delta_rule is common.torch_chunk_gated_delta_rule:
+        if is_torch or self.gated_delta_rule is gdn.torch_chunk_gated_delta_rule:
             batches = list(metadata.derived("padded levels", PaddedLevels.of).levels)
         out: list[torch.Tensor] = []
         states: torch.Tensor | None = None
@@ -163,7 +169,7 @@ def _padded_rule(
         # Without decay and with a beta of 0 a token changes no state.
         decay, beta = (gate.masked_fill(~batch.is_token.unsqueeze(-1), 0) for gate in gates)
         mixed, last = _rule(
-            common.torch_chunk_gated_delta_rule,
+            gdn.torch_chunk_gated_delta_rule,
             [query, key, value, decay, beta],
             None if initial is None else initial[first : first + len(batch.is_token)],
             output_final_state=True,

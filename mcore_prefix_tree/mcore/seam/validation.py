@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
+from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 from mcore_prefix_tree.utils.randomness import random_part
 
 _FLAGS = {
@@ -47,7 +48,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "(NVIDIA/Megatron-LM issue 1699); set sequence_parallel=True",
         ),
         (
-            config.experimental_attention_variant not in (None, "gated_delta_net"),
+            config.experimental_attention_variant not in (None, *DELTA_NETS),
             f"experimental_attention_variant={config.experimental_attention_variant!r}: its tokens mix in other ways "
             "than attention or a state along a path; set experimental_attention_variant='gated_delta_net' or None",
         ),
