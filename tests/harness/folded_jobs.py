@@ -91,7 +91,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    chunks = chunks_of(job, config, stock_spec if job.native else tree_spec)
+    chunks = chunks_of(job, config, stock_spec if job.native else tree_spec, positions=job.positions)
     if job.way != "logits":
         chunks = [with_multi_token(with_edge_head(chunk)) for chunk in chunks]
     trainer = Trainer.of(chunks, distributed_optimizer=job.distributed_optimizer, adam_eps=ADAM_EPS)
@@ -184,7 +184,7 @@ def stock_spec(config: Any, vp_stage: int | None) -> Any:
     return cpu_spec(block, config, vp_stage)
 
 
-def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True) -> list[Any]:
+def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True, positions: str = "rope") -> list[Any]:
     """This rank's chunks of a job's GPT, from ``spec``, or of its HybridModel; a stock one is on one process."""
     from harness.models import build_chunks
 
@@ -201,7 +201,7 @@ def chunks_of(job: Any, config: Any, spec: Any, *, follows: bool = True) -> list
         vocab_size=job.vocab_size,
         share_embeddings=job.share_embeddings,
         pattern=pattern,
-        position_embedding_type=job.positions,
+        position_embedding_type=positions,
     )
 
 
@@ -262,7 +262,8 @@ def packed_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from harness.weights import local_parts
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
-    trainer = Trainer.of(chunks_of(job, config, stock_spec, follows=False), adam_eps=ADAM_EPS)
+    chunks = chunks_of(job, config, stock_spec, follows=False, positions=job.positions)
+    trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     plan = plan_step(samples, max_tokens=job.max_tokens, dp_size=parallel_state.get_data_parallel_world_size())
     own = plan.micro_batches[parallel_state.get_data_parallel_rank()]
     with in_precision_of(job), counting_exactly():
