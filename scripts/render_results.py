@@ -15,7 +15,7 @@ from attention_bench.plot import draw_roofline
 from attention_bench.report import cells, columns, headline, lines_of
 from gpu_check_parts.sections import sections_of
 
-from mcore_prefix_tree.plan import CostModel, Parts
+from mcore_prefix_tree.plan import CostModel, Measured, Parts
 from mcore_prefix_tree.plan.flops import Work
 
 ROOT = Path(__file__).parent.parent
@@ -225,7 +225,7 @@ def cost_table(result: dict[str, Any]) -> str:
     cost, measured = result["cost"], result["measured"]
     lines = ["| tokens | scored | visible pairs | seconds | as fitted |", "|---|---|---|---|---|"]
     for one in measured:
-        fitted = CostModel(**cost).of_micro_batch(one["tokens"], one["pairs"], one.get("scored", 0))
+        fitted = CostModel(**cost).of_measured(Measured(**one))
         counts = [f"{one.get(name, 0):,.0f}" for name in ("tokens", "scored", "pairs")]
         lines.append(f"| {' | '.join(counts)} | {one['seconds']:.3f} | {fitted:.3f} |")
     lines += [
@@ -424,6 +424,49 @@ def _unshared_row(row: dict[str, Any]) -> str:
     )
 
 
+def recurrent_steps_table(result: dict[str, Any]) -> str:
+    """Markdown for the steps of benchmarks/recurrent.py."""
+    lines = [
+        "| three of four mixers | fold ratio | times faster | bound | of its bound |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in result["steps"]:
+        gain = row["gain"]
+        cells = (
+            f"{row['fold_ratio']:.2f}x",
+            f"**{_spread(gain['speedup'], '.2f', 'x')}**",
+            f"{gain['bound']['ratio']:.2f}x",
+            _spread(gain["share_of_bound"], ".0%"),
+        )
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    machine, rounds = result["machine"], len(result["steps"][0]["cpu_seconds"]["folded"])
+    lines += [
+        "",
+        f"CPU seconds of forward and backward, medians (and ranges) of {rounds} rounds; {device_of(machine)}, torch "
+        f"{machine['torch']}, megatron-core {machine['megatron-core']}.",
+    ]
+    return "\n".join(lines)
+
+
+def recurrent_trees_table(result: dict[str, Any]) -> str:
+    """Markdown for the deep trees of benchmarks/recurrent.py: the share of the bound by model, levels and length."""
+    rows = {(row["model"], row["levels"], row["segment"]): row for row in result["trees"]}
+    lengths = sorted({length for *_, length in rows})
+    lines = [
+        f"| mixers | levels | {' | '.join(f'segments of {length}' for length in lengths)} |",
+        "|---|---:|" + "---:|" * len(lengths),
+    ]
+    for model, levels in dict.fromkeys((model, levels) for model, levels, _ in rows):
+        found = [rows[model, levels, length] for length in lengths]
+        cells = [
+            f"{row['gain']['speedup']['median']:.2f}x at {row['fold_ratio']:.2f}x, "
+            f"{row['gain']['share_of_bound']['median']:.0%}"
+            for row in found
+        ]
+        lines.append(f"| {model} | {levels} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def trl_table(result: dict[str, Any]) -> str:
     """Markdown for the result of benchmarks/trl_backbone.py."""
     lines = [
@@ -531,6 +574,8 @@ def _reason(result: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "families": ("families.json", families_table),
     "inside": ("inside.json", inside_table),
+    "recurrent_steps": ("recurrent.json", recurrent_steps_table),
+    "recurrent_trees": ("recurrent.json", recurrent_trees_table),
     "trl": ("trl.json", trl_table),
     "endings": ("endings.json", endings_table),
     "saving": ("step_*_cpu.json", saving),
@@ -560,6 +605,7 @@ PAGES = (
     "docs/head.md",
     "docs/correctness.md",
     "docs/inside.md",
+    "docs/recurrent.md",
     "docs/trainers.md",
     "docs/huggingface.md",
     "docs/verl.md",

@@ -8,7 +8,7 @@ rate that the part had in any unfolded way, so the folded step takes at least
 seconds, by the least that each part took unfolded. The ratios r are of work:
 
 - the *body*, everything until the last backward ends that is not one of the others, follows tokens, or with a delta
-  rule the larger ratio of tokens and of places in chunks;
+  rule the larger ratio of tokens and of places in chunks, among which is the padding of the unfolded samples;
 - *attention* computes visible pairs, and reads and writes tokens. One measurement does not tell the two apart, so it
   shrinks by the larger of both ratios at most;
 - the *head* follows the positions that it projects, see :mod:`mcore_prefix_tree.plan.flops`; if it projects all, its

@@ -107,6 +107,18 @@ def _unused(lengths: npt.NDArray[np.int64]) -> int:
     return int((-lengths % CHUNK).sum())
 
 
+def most_unused(lengths: npt.NDArray[np.int64]) -> int:
+    """Return the unused places of sequences, int64 ``[S]`` tokens each, if a rule without packed sequences runs them.
+
+    Those of equally many chunks, but for a factor of two, are at most as long as the longest of them.
+    """
+    chunks = -(-lengths // CHUNK)
+    doublings = np.ceil(np.log2(chunks)).astype(np.int64)
+    longest = np.zeros(doublings.max(initial=0) + 1, dtype=np.int64)
+    np.maximum.at(longest, doublings, chunks)
+    return int(CHUNK * longest[doublings].sum() - lengths.sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """FLOPs of a forward and of its backward pass."""

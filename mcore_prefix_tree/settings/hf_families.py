@@ -39,6 +39,7 @@ COMPARED: dict[str, Allowed] = {
         "beta_slow": (1.0,),
         "truncate": (False,),
     },
+    "hy_v3": {"hidden_act": ("silu",), "num_experts_per_tok": _ABOVE_ONE},
     "llama": {},
     "minimax_m2": {"num_experts_per_tok": _ABOVE_ONE},
     "mistral": {"hidden_act": ("silu",)},
@@ -53,7 +54,7 @@ COMPARED: dict[str, Allowed] = {
         "num_experts_per_tok": _ABOVE_ONE,
         "residual_in_fp32": (False,),
         "tie_word_embeddings": (False,),
-        "time_step_min": (0.001,),  # of published models, whose code raises no step to it; transformers does
+        "time_step_min": (0.001,),  # transformers raises steps to it; Megatron-Core and vLLM do not
         "use_bias": (False,),
         "use_conv_bias": (True,),
     },

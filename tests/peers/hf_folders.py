@@ -122,6 +122,7 @@ FAMILIES = {
         settings=SIZES
         | {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     ),
+    "Hy3": Family(name="HYV3", settings=SIZES | EXPERTS | {"num_shared_experts": 1, "num_hidden_layers": 4}),
     "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),
     "Nemotron-H": Family(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.plan import Bound, Counts, ModelWork, Parts, work_ratios
+from mcore_prefix_tree.plan.flops import most_unused
 from mcore_prefix_tree.sample import Sample
 
 SECONDS = Parts(body=6.0, attention=4.0, head=3.0, rest=0.5)
@@ -54,6 +56,8 @@ def test_the_ratios_are_those_of_work(fused_head: bool) -> None:
     )
     assert 15 / 9 < rule.expected_speedup(layouts).parts["body"][0] < 2
     assert work_ratios(rule, Counts.folded(layouts), Counts.unfolded(layouts)).body == 2
+    # In torch, samples of 3 and 4 chunks run as two of 4, next to those of 2 and of 5.
+    assert most_unused(np.array([129, 250, 128, 257])) == 64 * (4 + 4 + 2 + 5) - (129 + 250 + 128 + 257)
     # Attention reads and writes tokens too, so it shrinks by the tokens' ratio if that is larger.
     assert 66 / 45 < 15 / 9
     assert ratios == Parts(body=15 / 9, attention=15 / 9, head=9 / 6 if fused_head else 15 / 9, rest=1.0)

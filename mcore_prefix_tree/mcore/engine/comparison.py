@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -25,6 +26,7 @@ from mcore_prefix_tree.mcore.engine.unfolded import (
 )
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.plan import Bound, Counts, ExpectedSpeedup, Parts, work_ratios
+from mcore_prefix_tree.plan.flops import most_unused
 from mcore_prefix_tree.sample import Sample, Tempered
 from mcore_prefix_tree.utils.memory import PeakMemory
 
@@ -233,9 +235,11 @@ def compare(
     }
     # The first pass of trees in chunks is not in these counts: it only takes more time than the bound.
     layouts, window = whole_layouts([batch.layout for batch in ways["folded"].make()]), job.work.window
-    folded, unfolded = (
-        over_ranks(counts, job) for counts in (Counts.folded(layouts, window), Counts.unfolded(layouts, window))
-    )
+    alone = Counts.unfolded(layouts, window)
+    lengths = np.concatenate([np.diff(layout.cu_sample_lens) for layout in layouts])
+    padded = alone._replace(unused=most_unused(lengths))
+    folded, unfolded, padded = (over_ranks(one, job) for one in (Counts.folded(layouts, window), alone, padded))
+    pads = job.folding.device.type == "cpu" or job.folding.deterministic_attention  # delta rules, in torch
     expected = ExpectedSpeedup(folded=job.work.of(folded), unfolded=job.work.of(unfolded))
     return Comparison(
         folded=measured["folded"],
@@ -245,7 +249,7 @@ def compare(
         stock_missing=stock_missing,
         logical_tokens=unfolded.tokens,
         expected=expected,
-        ratios=work_ratios(job.work, folded, unfolded),
+        ratios=work_ratios(job.work, folded, padded if pads else unfolded),
     )
 
 

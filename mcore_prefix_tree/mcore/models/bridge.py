@@ -163,6 +163,8 @@ def load_bridge(path: str) -> Any:
     for name in vars(config).keys() & folder.config.keys():
         if not hasattr(own, name):
             delattr(config, name)
+    if config.model_type == "hy_v3":
+        config.first_k_dense_replace = 0  # of Megatron-Bridge; settings_of_folder reads mlp_layer_types instead
     return bridge
 
 

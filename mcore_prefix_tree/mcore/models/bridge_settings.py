@@ -57,6 +57,8 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, t
     # transformers reads neither for the rotary embeddings unless both are set.
     if _rope_kind(rope) == "yarn" and not (rope.get("mscale") and rope.get("mscale_all_dim")):
         fields |= {"mscale": 1.0, "mscale_all_dim": 0.0} if is_latent else dict.fromkeys(_YARN_SCALES)
+    if kind == "hy_v3":
+        fields["moe_layer_freq"] = [int(layer == "sparse") for layer in config["mlp_layer_types"]]
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share is not None and kind in _PARTLY_ROTARY:
         fields["rotary_percent"] = float(share)
