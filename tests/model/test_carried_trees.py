@@ -27,6 +27,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import make_objective
@@ -63,8 +64,9 @@ def carried(
     multiple: int = 1,
     backend: str = "path",
     pass_tokens: int | None = None,
+    trains: bool = True,
 ) -> list[MicroBatch]:
-    """Fold one tree cut at ``cuts``, as a step of training does."""
+    """Fold one tree cut at ``cuts``, as a step of training does, or one of scoring."""
     layout = fold(samples)
     chunks = make_chunks(layout.position_ids.astype(np.int64), [0, *sorted(cuts), layout.physical_tokens])
     largest = max(chunk.end - chunk.start for chunk in chunks)
@@ -76,7 +78,8 @@ def carried(
         padding=Padding(multiple=multiple),
         attention_backend=backend,
     )
-    carrying = Carrying(runs=tuple(with_first_pass(chunks, pass_tokens or largest)))
+    runs = with_first_pass(chunks, pass_tokens or largest) if trains else chunks
+    carrying = Carrying(runs=tuple(runs), trains=trains)
     order = tuple(range(len(samples)))
     return fold_carrying(samples, [order] * len(carrying.runs), carrying, folding)
 
@@ -159,6 +162,14 @@ def test_one_path_is_held_at_once() -> None:
     of_token = 4 * config.num_layers * config.num_query_groups * config.kv_channels * 8  # keys, values, gradients
     # A path of 30 tokens, and 5 that ran ahead; all carried tokens are about 120.
     assert 20 * of_token < most <= 35 * of_token
+    # Keys and values only, of the chunks from the first to the last.
+    store, most = (scored := carried(samples, range(5, size, 5), trains=False))[0].packed_seq_params.carry.store, 0
+    for batch in scored:
+        with torch.no_grad():
+            tree_forward(tree, batch)
+        most = max(most, store.num_bytes)
+    assert 20 * of_token // 2 < most <= 35 * of_token // 2
+    assert store.num_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["reference", "cascade"])
