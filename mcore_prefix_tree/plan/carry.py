@@ -20,6 +20,7 @@ import numpy as np
 
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.cuts import Int64Array, least_repeating_runs
+from mcore_prefix_tree.utils.choices import OverBudget
 
 FORWARD = 1 / 3  # of the cost of a token's forward and backward
 
@@ -143,6 +144,11 @@ def new_depths(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int, int]]:
         common = 0 if before is None else chunk.stack - before.carried
 
 
+def first_pass_depths(chunks: Sequence[Chunk]) -> Int64Array:
+    """Return the depth of each token of a tree's first pass, int64 ``[X]``."""
+    return np.concatenate([np.arange(start, end) for _, start, end in new_depths(chunks)])
+
+
 def with_first_pass(chunks: Sequence[Chunk], max_tokens: int) -> Iterator[Chunk | FirstPass]:
     """Yield the micro-batches of a tree's training; those of the first pass are as few and as even as they can be."""
     tokens = sum(chunk.carried for chunk in chunks)
@@ -183,8 +189,12 @@ def carry_tree(
     cost_model: CostModel | None,
     *,
     full: bool = False,
+    attends_stacks: bool = True,
 ) -> CarriedTree:
-    """Return a tree's chunks and cost; ``shared`` and ``lengths``, int64 ``[S]``, are of its samples in order."""
+    """Return a tree's chunks and cost; ``shared`` and ``lengths``, int64 ``[S]``, are of its samples in order.
+
+    With ``attends_stacks`` attention attends for the tokens of a stack again, though nobody reads that.
+    """
     position = np.concatenate(
         [np.arange(start, end) for start, end in zip(shared.tolist(), lengths.tolist(), strict=True)]
     )
@@ -194,14 +204,14 @@ def carry_tree(
     carried = np.array([chunk.carried for chunk in chunks], dtype=np.int64)
     first = units_of_path(ends, cost_model) - units_of_path(ends - carried, cost_model)
     fresh = units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)
-    # Most back-ends attend for the tokens of a stack again, though nobody reads that.
-    stack = np.array([chunk.stack for chunk in chunks], dtype=np.int64)
-    again = units_of_path(stack, cost_model) - (stack if cost_model is None else stack * UNITS_PER_TOKEN)
-    runs = len(list(with_first_pass(chunks, max_tokens)))
-    overhead = 0 if cost_model is None else runs * cost_model.units_of_micro_batch
-    return CarriedTree(
-        samples=samples, chunks=chunks, units=int(fresh.sum() + again.sum() + FORWARD * first.sum()) + overhead
-    )
+    units = fresh.sum() + FORWARD * first.sum()
+    if cost_model is not None:
+        depths = first_pass_depths(chunks)
+        for run in with_first_pass(chunks, max_tokens):
+            stack, share = (depths[run.start], FORWARD) if isinstance(run, FirstPass) else (run.stack, 1)
+            pairs = int(units_of_path(np.array([stack]), cost_model)[0]) - int(stack) * UNITS_PER_TOKEN
+            units += attends_stacks * share * pairs + cost_model.units_of_micro_batch
+    return CarriedTree(samples=samples, chunks=chunks, units=int(units))
 
 
 def repeat_units(shared: Int64Array, lengths: Int64Array, max_tokens: int, cost_model: CostModel | None) -> int | None:
@@ -218,3 +228,46 @@ def repeat_units(shared: Int64Array, lengths: Int64Array, max_tokens: int, cost_
 def units_of_path(lengths: Int64Array, cost_model: CostModel | None) -> Int64Array:
     """Return the cost of paths, int64 ``[n]``: their tokens without a cost model."""
     return lengths if cost_model is None else cost_model.units_of_path(lengths)
+
+
+def carried_trees(
+    order: Int64Array,
+    shared: Int64Array,
+    lengths: Int64Array,
+    max_tokens: int,
+    dp_size: int,
+    cost_model: CostModel | None,
+    over_budget: OverBudget,
+    attends_stacks: bool,
+    *,
+    full: bool = False,
+) -> list[CarriedTree]:
+    """Return the trees that are cut into chunks; arrays are int64 ``[S]``, of samples in depth-first order.
+
+    With ``auto`` these are the trees with a sample above the budget, and those that cost less in chunks without being
+    more than a rank's share of the step: samples can be on all ranks, chunks of a tree on one.
+    """
+    roots = np.flatnonzero(shared == 0)
+    share = int((units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)).sum()) / dp_size
+    trees = []
+    for start, end in zip(roots.tolist(), [*roots[1:].tolist(), len(order)], strict=True):
+        own = slice(start, end)
+        if int((lengths - shared)[own].sum()) <= max_tokens:
+            continue
+        tree = carry_tree(
+            tuple(order[own].tolist()),
+            shared[own],
+            lengths[own],
+            max_tokens,
+            cost_model,
+            full=full,
+            attends_stacks=attends_stacks,
+        )
+        repeated = repeat_units(shared[own], lengths[own], max_tokens, cost_model)
+        if (
+            over_budget == "carry"
+            or repeated is None
+            or (tree.units < repeated and (dp_size == 1 or tree.units <= share))
+        ):
+            trees.append(tree)
+    return trees

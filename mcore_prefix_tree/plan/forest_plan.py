@@ -24,10 +24,8 @@ from mcore_prefix_tree.plan.carry import (
     CarriedTree,
     Carrying,
     Chunk,
-    carry_tree,
+    carried_trees,
     in_step,
-    repeat_units,
-    units_of_path,
     with_first_pass,
 )
 from mcore_prefix_tree.plan.cost import CostModel
@@ -132,6 +130,7 @@ def plan_step(
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
+    attends_stacks: bool = True,
     trains: bool = True,
 ) -> ForestPlan:
     """Plan one step, in as few micro-batches per rank as the budget allows.
@@ -155,6 +154,7 @@ def plan_step(
             their distribution over the ranks.
         over_budget: way to cut a tree above ``max_tokens``; samples that stay together are not carried. With ``auto``
             a tree is not carried where only that keeps to ``micro_batches``.
+        attends_stacks: whether the attention of a carried tree computes more than is read; ``auto`` counts that.
         trains: whether the step runs backward: see :class:`~mcore_prefix_tree.plan.carry.Carrying`.
 
     Raises:
@@ -179,7 +179,9 @@ def plan_step(
             sharing=sharing,
             trains=trains,
         )
-        cut = partial(_carried_trees, order, shared, lengths, max_tokens, dp_size, cost_model, over_budget)
+        cut = partial(
+            carried_trees, order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks
+        )
         for full in (False, True):  # full chunks are fewer, and carry more
             trees = cut(full=full)
             try:
@@ -227,12 +229,15 @@ def fewest_micro_batches(
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
+    attends_stacks: bool = True,
 ) -> int:
     """Return the least K that :func:`plan_step` can keep to in training; arguments and errors as there."""
     order, shared, lengths = _in_order(samples, sharing)
     carried: int | None = None
     if over_budget != "repeat" and together is None:
-        trees = _carried_trees(order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, full=True)
+        trees = carried_trees(
+            order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks, full=True
+        )
         if trees:
             plan = _carry_plan(
                 samples,
@@ -254,40 +259,6 @@ def fewest_micro_batches(
     clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
     _check_clusters(clusters, samples, order, max_tokens)
     return _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
-
-
-def _carried_trees(
-    order: Int64Array,
-    shared: Int64Array,
-    lengths: Int64Array,
-    max_tokens: int,
-    dp_size: int,
-    cost_model: CostModel | None,
-    over_budget: OverBudget,
-    *,
-    full: bool = False,
-) -> list[CarriedTree]:
-    """Return the trees above the budget that are cut into chunks; for the arrays see :func:`_in_order`.
-
-    With ``auto`` these are the trees with a sample above the budget, and those that cost less in chunks without being
-    more than a rank's share of the step: samples can be on all ranks, chunks of a tree on one.
-    """
-    roots = np.flatnonzero(shared == 0)
-    share = int((units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)).sum()) / dp_size
-    trees = []
-    for start, end in zip(roots.tolist(), [*roots[1:].tolist(), len(order)], strict=True):
-        own = slice(start, end)
-        if int((lengths - shared)[own].sum()) <= max_tokens:
-            continue
-        tree = carry_tree(tuple(order[own].tolist()), shared[own], lengths[own], max_tokens, cost_model, full=full)
-        repeated = repeat_units(shared[own], lengths[own], max_tokens, cost_model)
-        if (
-            over_budget == "carry"
-            or repeated is None
-            or (tree.units < repeated and (dp_size == 1 or tree.units <= share))
-        ):
-            trees.append(tree)
-    return trees
 
 
 def _carry_plan(

@@ -9,7 +9,7 @@ import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
 from mcore_prefix_tree.layout.stats import branching
-from mcore_prefix_tree.plan.carry import FORWARD, Chunk, FirstPass, new_depths
+from mcore_prefix_tree.plan.carry import FORWARD, Chunk, FirstPass, first_pass_depths
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
 from mcore_prefix_tree.plan.makespan import least_makespan
@@ -127,8 +127,8 @@ def report_plan(
 
     def count_first_pass(run: FirstPass, parts: Sequence[Chunk | FirstPass]) -> MicroBatchReport:
         chunks = sorted(part for part in parts if isinstance(part, Chunk))
-        depths = [np.arange(*ends) for _, *ends in new_depths(chunks)] or [np.arange(0)]
-        tokens, pairs = run.end - run.start, int((np.concatenate(depths)[run.start : run.end] + 1).sum())
+        tokens = run.end - run.start
+        pairs = int((first_pass_depths(chunks)[run.start : run.end] + 1).sum()) if tokens else 0
         return MicroBatchReport(
             samples=0,
             tokens=tokens,

@@ -29,9 +29,9 @@ class LogConfig(Section):
         metrics: file that ends in ``.jsonl``, made with its folder: one JSON object per step, with ``iteration``,
             ``loss``, ``grad_norm``, ``lr``, ``samples``, ``logical_tokens``, ``physical_tokens``, both per second,
             ``fold_ratio``, ``seconds``, ``plan_seconds``, ``carried_tokens`` that ran forward once more,
-            ``carried_bytes`` of their keys and values, and in ``metrics`` the objective's metrics; null is no number.
-            Each evaluation of ``validation`` is a separate object, with ``iteration``, ``validation_loss``,
-            ``validation_metrics`` and ``validation_seconds``. None writes none.
+            ``carried_bytes`` that are held of their keys, values and gradients, and in ``metrics`` the objective's
+            metrics; null is no number. Each evaluation of ``validation`` is a separate object, with ``iteration``,
+            ``validation_loss``, ``validation_metrics`` and ``validation_seconds``. None writes none.
         tensorboard: folder for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
             ``tokens_per_second/...``, ``seconds/...``, ``objective/...`` and ``validation/...``. None writes none.
         wandb: project of Weights & Biases, which receives the same under the same names, and the recipe. The id of its

@@ -27,6 +27,7 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import make_objective
@@ -63,8 +64,9 @@ def carried(
     multiple: int = 1,
     backend: str = "path",
     pass_tokens: int | None = None,
+    trains: bool = True,
 ) -> list[MicroBatch]:
-    """Fold one tree cut at ``cuts``, as a step of training does."""
+    """Fold one tree cut at ``cuts``, as a step of training does, or one of scoring."""
     layout = fold(samples)
     chunks = make_chunks(layout.position_ids.astype(np.int64), [0, *sorted(cuts), layout.physical_tokens])
     largest = max(chunk.end - chunk.start for chunk in chunks)
@@ -76,7 +78,8 @@ def carried(
         padding=Padding(multiple=multiple),
         attention_backend=backend,
     )
-    carrying = Carrying(runs=tuple(with_first_pass(chunks, pass_tokens or largest)))
+    runs = with_first_pass(chunks, pass_tokens or largest) if trains else chunks
+    carrying = Carrying(runs=tuple(runs), trains=trains)
     order = tuple(range(len(samples)))
     return fold_carrying(samples, [order] * len(carrying.runs), carrying, folding)
 
@@ -84,7 +87,7 @@ def carried(
 def train(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> dict[str, Any]:
     store = batches[0].packed_seq_params.carry.store
     steps = [sft_step(model, batch) for batch in batches]
-    assert store.is_empty, "keys, values and gradients of every chunk are released after its backward"
+    assert store.num_bytes == 0, "keys, values and gradients of every chunk are released after its backward"
     return {
         "loss": sum(loss for loss, _, _ in steps),
         "count": sum(int(tokens) for _, tokens, _ in steps),
@@ -144,6 +147,29 @@ def test_kinds_of_models(name: str) -> None:
     size = fold(samples).physical_tokens
     limit = FP32_INSIDE if changes in (MOE, LATENT) else FP64
     assert_equal(train(tree, carried(samples, [size // 3, size // 2])), unfolded(stock, samples), limit)
+
+
+def test_one_path_is_held_at_once() -> None:
+    samples = [Sample(tokens=[*range(6), *[10 + at] * 24]) for at in range(6)]
+    _, tree = twins(tiny_config())
+    size = fold(samples).physical_tokens
+    batches = carried(samples, range(5, size, 5))
+    store, most = batches[0].packed_seq_params.carry.store, 0
+    for batch in batches:
+        sft_step(tree, batch)
+        most = max(most, store.num_bytes)
+    config = tree.config
+    of_token = 4 * config.num_layers * config.num_query_groups * config.kv_channels * 8  # keys, values, gradients
+    # A path of 30 tokens, and 5 that ran ahead; all carried tokens are about 120.
+    assert 20 * of_token < most <= 35 * of_token
+    # Keys and values only, of the chunks from the first to the last.
+    store, most = (scored := carried(samples, range(5, size, 5), trains=False))[0].packed_seq_params.carry.store, 0
+    for batch in scored:
+        with torch.no_grad():
+            tree_forward(tree, batch)
+        most = max(most, store.num_bytes)
+    assert 20 * of_token // 2 < most <= 35 * of_token // 2
+    assert store.num_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["reference", "cascade"])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.attention import Case
-from mcore_prefix_tree.attention.api import load_backend
+from mcore_prefix_tree.attention.api import SKIP_UNREAD, load_backend
 from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
@@ -94,8 +94,13 @@ class Folding:
                 sharing=self.sharing,
                 together=together,
                 over_budget=self._over_budget(samples),
+                attends_stacks=self._attends_stacks,
                 trains=trains,
             )
+
+    @property
+    def _attends_stacks(self) -> bool:
+        return self.attention_backend not in SKIP_UNREAD
 
     def _over_budget(self, samples: Sequence[Sample]) -> OverBudget:
         """Return the way to cut these samples: those with sampling masks stay whole."""
@@ -124,6 +129,7 @@ class Folding:
                 sharing=self.sharing,
                 together=together,
                 over_budget=self._over_budget(samples),
+                attends_stacks=self._attends_stacks,
             )
 
     def repeating(self, why: str) -> Folding:

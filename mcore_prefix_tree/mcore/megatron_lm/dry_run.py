@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.layout.stats import forest_counts
+from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model
+from mcore_prefix_tree.mcore.engine.carried_trees import count_carried_bytes
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.megatron_lm.activation_memory import activation_bytes, warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, largest_micro_batch_size, needs, settle
@@ -115,6 +118,11 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches) / GIB:.3g} GiB"
         for case, tokens in cases.items()
     ]
+    if plan.carrying is not None:
+        config = core_transformer_config_from_args(args)
+        attention = attention_cases_of_model(config, device=folding.device, deterministic=False)
+        carried = count_carried_bytes(plan, replace(folding, config=config, attention_cases=attention))
+        lines.append(f"  keys and values that chunks read, with their gradients, at most: {carried / GIB:.3g} GiB")
     return "\n".join(lines)
 
 

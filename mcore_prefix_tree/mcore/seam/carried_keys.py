@@ -31,8 +31,9 @@ class CarryStore:
         self._gradients: dict[tuple[Tensors, int], torch.Tensor] = {}
 
     @property
-    def is_empty(self) -> bool:
-        return not self._kept and not self._gradients
+    def num_bytes(self) -> int:
+        """Bytes of the keys, values and gradients that are held now."""
+        return sum(held.nbytes for held in (*self._kept.values(), *self._gradients.values()))
 
     def keep(self, which: Tensors, shelf: int, values: torch.Tensor) -> None:
         """Keep ``values`` ``[n, K, D]`` of a shelf."""
