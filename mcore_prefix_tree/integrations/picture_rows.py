@@ -9,7 +9,7 @@ Legend: B, T shape of ``input_ids``; L tokens of all rows, P unique ones; N pict
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -89,16 +89,7 @@ class Pictures:
 
     def number_tokens(self, rows: HostRows) -> HostRows:
         """Return rows whose ids, int64 ``[B T]``, are equal only if tokens, pictures, places and positions agree."""
-        at = rows.position
-        compared = [rows.ids[at], self.feature[at]]
-        if self.position is not None:
-            compared += list(self.position[:, at])
-        numbers = np.zeros(rows.size, dtype=np.int64)
-        for values in compared:
-            low = values.min(initial=0)
-            numbers[at] = numbers[at] * (values.max(initial=0) - low + 1) + values - low
-            numbers[at] = np.unique(numbers[at], return_inverse=True)[1]
-        return replace(rows, ids=numbers)
+        return rows.compared_by(self.feature, *(() if self.position is None else self.position))
 
     def inputs(self, backbone: Any, call: dict[str, Any], source: Int64Array) -> dict[str, Any]:
         """Return the arguments of a call for unique tokens; ``source`` ``[P]`` is a token of the rows for each."""
@@ -156,9 +147,7 @@ def _read_positions(backbone: Any, call: dict[str, Any], rows: HostRows) -> Int6
     size = call["input_ids"].shape
     if positions.shape[1:] not in {size, (1, size[1])}:
         raise ValueError(f"position_ids of shape {list(positions.shape)} do not give the rows of {list(size)}")
-    columns: Int64Array = positions[-3:].expand(3, *size).flatten(1).cpu().numpy().astype(np.int64)
-    columns[:, rows.position] -= np.repeat(columns[:, rows.start], rows.length, axis=1)
-    return columns
+    return rows.from_first(positions[-3:].expand(3, *size).flatten(1).cpu().numpy())
 
 
 def _compare(pixels: torch.Tensor, grids: Int64Array) -> tuple[Int64Array, Int64Array]:

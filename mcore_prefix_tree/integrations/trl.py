@@ -121,8 +121,7 @@ class Folding:
         if not folded:
             return None
         layout = rows.make_layout()
-        source = np.zeros(layout.padded_size, dtype=np.int64)
-        source[layout.sample_map] = rows.position
+        source = rows.sources_in(layout)
         tree, draws = TreeMetadata.from_layout(layout, device=ids.device), Draws(ids.device)
         of_pictures = pictures.inputs(backbone, call, source) if pictures else {}
         call |= {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import common_prefix_length, sort_samples, trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
+Rows = TypeVar("Rows", bound="HostRows")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,3 +103,24 @@ class HostRows:
         place = np.full(self.size, layout.padded_size)
         place[self.position] = layout.sample_map
         return place
+
+    def sources_in(self, layout: FlatLayout) -> Int64Array:
+        """Return a token of the rows for each of the layout, int64 ``[P]``; any for its padding."""
+        source = np.zeros(layout.padded_size, dtype=np.int64)
+        source[layout.sample_map] = self.position
+        return source
+
+    def from_first(self, positions: npt.NDArray[np.integer]) -> Int64Array:
+        """Return positions ``[n, T]`` minus those of each row's first token."""
+        shifted = positions.astype(np.int64)
+        shifted[:, self.position] -= np.repeat(shifted[:, self.start], self.length, axis=1)
+        return shifted
+
+    def compared_by(self: Rows, *values: Int64Array) -> Rows:
+        """Return rows whose ids, int64 ``[T]``, are equal only where the ids and each of ``values`` ``[T]`` agree."""
+        at, numbers = self.position, np.zeros(self.size, dtype=np.int64)
+        for value in (self.ids, *values):
+            low = value[at].min(initial=0)
+            numbers[at] = numbers[at] * (value[at].max(initial=0) - low + 1) + value[at] - low
+            numbers[at] = np.unique(numbers[at], return_inverse=True)[1]
+        return replace(self, ids=numbers)

@@ -9,7 +9,13 @@ from mcore_prefix_tree.mcore import compat
 compat.check_version()
 compat.check(compat.SEAM)
 
-from mcore_prefix_tree.mcore.packed import RoutedPackedSeqParams, RowLogprobs, fold_inside, folding_model  # noqa: E402
+from mcore_prefix_tree.mcore.packed import (  # noqa: E402
+    PicturePackedSeqParams,
+    RoutedPackedSeqParams,
+    RowLogprobs,
+    fold_inside,
+    folding_model,
+)
 from mcore_prefix_tree.mcore.seam import native_backends  # noqa: E402
 from mcore_prefix_tree.mcore.seam.layer_specs import local_layer_spec, te_layer_spec, with_prefix_tree  # noqa: E402
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token  # noqa: E402
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Logprobs",
     "MicroBatch",
+    "PicturePackedSeqParams",
     "RoutedPackedSeqParams",
     "RowLogprobs",
     "TreePackedSeqParams",

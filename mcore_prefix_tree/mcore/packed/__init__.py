@@ -7,7 +7,7 @@ compat.check(compat.PACKED)
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs  # noqa: E402
 from mcore_prefix_tree.mcore.packed.fold_check import FoldCheckError  # noqa: E402
 from mcore_prefix_tree.mcore.packed.folding_model import Folding, Inside, fold_inside, folding_model  # noqa: E402
-from mcore_prefix_tree.mcore.packed.packed_rows import RoutedPackedSeqParams  # noqa: E402
+from mcore_prefix_tree.mcore.packed.packed_rows import PicturePackedSeqParams, RoutedPackedSeqParams  # noqa: E402
 from mcore_prefix_tree.mcore.packed.savings import FoldReport  # noqa: E402
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "FoldReport",
     "Folding",
     "Inside",
+    "PicturePackedSeqParams",
     "RoutedPackedSeqParams",
     "RowLogprobs",
     "fold_inside",

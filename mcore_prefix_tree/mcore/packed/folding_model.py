@@ -25,7 +25,13 @@ from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
 from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
-from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams, read_rows
+from mcore_prefix_tree.mcore.packed.packed_rows import (
+    FoldedRows,
+    PackedRows,
+    RowsPackedSeqParams,
+    read_rows,
+    with_spatial,
+)
 from mcore_prefix_tree.mcore.packed.savings import FoldReport, count_model_flops
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 from mcore_prefix_tree.mcore.seam.experts import check_routers
@@ -55,7 +61,6 @@ _OF_ROWS = {"labels", "loss_mask", "padding_mask", "output_processor", "output_p
 # Arguments that must be None.
 _REFUSED = {
     "attention_mask": "the tree is the mask, and it is causal; pass None",
-    "decoder_input": "rows are folded by their token ids; pass input_ids",
     "inference_context": "generation does not read packed rows; generate with a model that does not fold inside",
     "inference_params": "generation does not read packed rows; generate with a model that does not fold inside",
 }
@@ -150,11 +155,14 @@ class Folding:
             device=next(model.parameters(), call["input_ids"]).device,
             position_ids=call.get("position_ids") if learned else None,
         )
+        if model.position_embedding_type == "mrope":
+            rows = with_spatial(rows, call.get("position_ids"), call["packed_seq_params"])
         check_positions(model, int(rows.length.max(initial=1)))
         # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
         folds = (
             self._always_folds
             or rows.routes is not None  # stock layers would not take them
+            or rows.spatial is not None  # nor numbers of pictures' tokens
             or not rows.logical_tokens
             or rows.fold_ratio > self._settings.least_fold_ratio
         )
@@ -209,7 +217,13 @@ class Folding:
         return {name: value for name, value in call.items() if name not in _OF_ROWS} | {
             "input_ids": upload(rows.layout.input_ids, rows.device).long().unsqueeze(0),
             "position_ids": metadata.tree_position_ids.long().unsqueeze(0),
-            "packed_seq_params": replace(cast("RowsPackedSeqParams", params), finish=finish, report=report),
+            "packed_seq_params": replace(
+                cast("RowsPackedSeqParams", params),
+                finish=finish,
+                report=report,
+                rotary_by_token=rows.spatial is not None,
+            ),
+            **_of_tokens(rows, call),
             **asked,
         }
 
@@ -224,6 +238,21 @@ class Folding:
                 check_case(name, case)
             self._backend = name
         return self._backend
+
+
+def _of_tokens(rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids, positions and embeddings of unique tokens whose rows have positions in three dimensions."""
+    if rows.spatial is None:
+        return {}
+    source = rows.sources_in(rows.layout)
+    at = upload(source, rows.device)
+    embeddings = call.get("decoder_input")
+    return {
+        "input_ids": call["input_ids"].to(rows.device).index_select(1, at),
+        "position_ids": upload(rows.spatial[:, None, source], rows.device),
+        # The tower computes equal pictures alike, so the gradient of all may enter by one of them.
+        "decoder_input": None if embeddings is None else embeddings.index_select(0, at),
+    }
 
 
 def _asked(
@@ -295,6 +324,7 @@ def _check_call(model: Any, call: dict[str, Any]) -> None:
         if call.get(name) is not None:
             raise NotImplementedError(f"folding inside the model does not support {name}: {reason}")
     params: Any = call.get("packed_seq_params")
+    _check_embeddings(model, call.get("decoder_input"), getattr(params, "picture_tokens", None), call.get("input_ids"))
     if getattr(params, "qkv_format", None) != "thd":
         found = "None" if params is None else f"qkv_format={params.qkv_format!r}"
         raise ValueError(
@@ -315,12 +345,37 @@ def _check_call(model: Any, call: dict[str, Any]) -> None:
         )
 
 
+def _check_embeddings(model: Any, embeddings: Any, pictures: Any, ids: Any) -> None:
+    """Reject embeddings that come without what compares them, in another shape, or for another model."""
+    if embeddings is None and pictures is None:
+        return
+    if model.position_embedding_type != "mrope" or pictures is None:
+        raise NotImplementedError(
+            "folding inside the model does not support decoder_input except with position_embedding_type='mrope' and "
+            "PicturePackedSeqParams(picture_tokens=...): rows are folded by their token ids; pass input_ids"
+        )
+    if model.config.sequence_parallel:
+        raise NotImplementedError(
+            "folding inside the model does not support pictures with sequence_parallel=True, whose ranks have parts of "
+            "decoder_input; set sequence_parallel=False"
+        )
+    if model.pre_process and (embeddings is None or embeddings.shape[:2] != ids.shape[::-1]):
+        found = "None" if embeddings is None else list(embeddings.shape)
+        raise ValueError(f"pictures need decoder_input [T, 1, h] for input_ids {list(ids.shape)}, not {found}")
+
+
 def _check_model(model: Any) -> None:
     """Refuse models that cannot fold, by the name of the setting or the layer."""
     if not isinstance(model, _MODELS):
         kinds = " or ".join(kind.__name__ for kind in _MODELS)
         raise TypeError(f"fold_inside takes a {kinds} or a provider of a GPTModel, not a {type(model).__name__}")
-    check_model(model)
+    check_model(model, takes_spatial=True)
+    kind: Any = type(model)
+    if model.position_embedding_type == "mrope" and kind.forward is not cast("Any", GPTModel).forward:
+        raise NotImplementedError(
+            f"position_embedding_type='mrope' of {kind.__name__}, whose own forward may give pictures to its layers: "
+            "folding inside the model supports M-RoPE only of GPTModel"
+        )
     if model.config.mtp_num_layers:
         raise NotImplementedError(
             f"mtp_num_layers={model.config.mtp_num_layers}: folding inside the model does not compute the losses of "
@@ -366,6 +421,8 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     _check_model(model)
     if inside.check_first:
         check_comparable(model.config)
+        if model.position_embedding_type == "mrope":
+            raise NotImplementedError("check_first does not support position_embedding_type='mrope'; set it to False")
     if hasattr(model, "folding"):
         raise ValueError("this model folds inside already")
     with_vocab_size(model, inside.vocab_size or getattr(model.config, "vocab_size", None))

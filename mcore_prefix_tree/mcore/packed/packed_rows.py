@@ -7,7 +7,7 @@ tokens of all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +24,13 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRows(HostRows):
-    """The rows of a packed micro-batch, on the host, without empty ones; ``device`` is that of the model."""
+    """The rows of a packed micro-batch, on the host, without empty ones; ``device`` is that of the model.
+
+    ``spatial`` are positions of M-RoPE from each row's first token, int64 ``[3, T]``, which ids number too, or None.
+    """
 
     device: torch.device
+    spatial: Int64Array | None = None
 
     def fold(self, *, pad_to_multiple_of: int) -> FoldedRows:
         """Fold the rows; raise ValueError for a token id that is negative or does not fit into 32 bits."""
@@ -60,6 +64,22 @@ class RoutedPackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     def of(cls, params: PackedSeqParams, routed_experts: torch.Tensor) -> RoutedPackedSeqParams:
         """Return the parameters of a trainer's packed rows with their experts ``[T, layers, top-k]``."""
         return cls(**vars(params), routed_experts=routed_experts)
+
+
+@dataclass
+class PicturePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Packed rows with pictures, for a model with M-RoPE that folds inside and is given ``decoder_input``.
+
+    ``picture_tokens`` are integers ``[T]``, the same on all ranks: -1 for a token of text, and for a token of a picture
+    a number that only tokens with the same embedding have, at the same place of equal pictures.
+    """
+
+    picture_tokens: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, params: PackedSeqParams, picture_tokens: torch.Tensor) -> PicturePackedSeqParams:
+        """Return the parameters of a trainer's packed rows with the numbers ``[T]`` of pictures' tokens."""
+        return cls(**vars(params), picture_tokens=picture_tokens)
 
 
 @dataclass
@@ -120,6 +140,25 @@ def read_rows(
     if positions:
         _check_restarts(positions[0], rows)
     return rows
+
+
+def with_spatial(rows: PackedRows, position_ids: torch.Tensor | None, packed_seq_params: Any) -> PackedRows:
+    """Return rows that share a token only while positions ``[3, 1, T]`` and numbers of pictures' tokens agree.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    if position_ids is None or position_ids.shape != (3, 1, rows.size):
+        found = "None" if position_ids is None else list(position_ids.shape)
+        raise ValueError(
+            f"position_embedding_type='mrope' needs position_ids [3, 1, {rows.size}] on every stage, not {found}"
+        )
+    pictures = getattr(packed_seq_params, "picture_tokens", None)
+    if pictures is not None and pictures.shape != (rows.size,):
+        raise ValueError(f"picture_tokens must be [{rows.size}], one for each of input_ids, not {list(pictures.shape)}")
+    position, *numbers = (one.cpu().numpy() for one in (position_ids[:, 0], pictures) if one is not None)
+    spatial = rows.from_first(position)
+    return replace(rows.compared_by(*numbers, *spatial), spatial=spatial)
 
 
 def _check_restarts(positions: Int64Array, rows: PackedRows) -> None:

@@ -45,7 +45,7 @@ class TreeSelfAttentionMixin:
         If layers take turns between embeddings (Gemma 3), the table is a stack ``[n, max_path_len, 1, 1, dim]``.
         """
         tree = get_tree_params(packed_seq_params)
-        if tree is not None and rotary_pos_emb is not None:
+        if tree is not None and rotary_pos_emb is not None and not tree.rotary_by_token:
             assert tree.tree_metadata is not None
             rotary_pos_emb = _gather_rotary(rotary_pos_emb, tree.tree_metadata)
         return super().forward(  # type: ignore[misc]

@@ -44,6 +44,7 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
             ``deterministic_mode`` of the model's config.
         depths: parameters of each depth of multi-token prediction; empty if the micro-batch does not train them.
         carry: keys and values of other micro-batches, for a chunk of a tree above the budget; None for whole samples.
+        rotary_by_token: whether rotary embeddings have a row for each token, as in M-RoPE, not for each position.
     """
 
     tree_metadata: TreeMetadata | None = None
@@ -51,6 +52,7 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     deterministic_attention: bool = False
     depths: tuple[DepthPackedSeqParams, ...] = ()
     carry: Carry | None = None
+    rotary_by_token: bool = False
 
     @classmethod
     def from_metadata(

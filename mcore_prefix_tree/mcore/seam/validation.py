@@ -173,8 +173,10 @@ def check_config(config: Any) -> None:
         raise NotImplementedError("prefix-tree training does not support " + "; nor ".join(found))
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, takes_spatial: bool = False) -> None:
     """Reject models whose positions or layers folding does not support; ``model`` comes without wrappers.
+
+    ``takes_spatial`` accepts positions in three dimensions, which a caller has to pass.
 
     Raises:
         NotImplementedError: see :func:`check_config` and :func:`check_pattern`, on every pipeline stage; also for
@@ -182,7 +184,7 @@ def check_model(model: Any) -> None:
     """
     check_config(model.config)
     check_pattern(getattr(model, "hybrid_layer_pattern", None) or "")
-    if model.position_embedding_type == "mrope":
+    if model.position_embedding_type == "mrope" and not takes_spatial:
         raise NotImplementedError(
             "prefix-tree training does not support position_embedding_type='mrope': its positions are "
             "three-dimensional; use 'rope', 'yarn', 'learned_absolute' or 'none'"
