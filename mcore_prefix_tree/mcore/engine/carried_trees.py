@@ -72,7 +72,7 @@ def why_not_carried(config: Any, objective: Objective | None) -> str | None:
     if objective is not None and not objective.sums_edges:
         return "the objective's loss reads whole samples"
     if config.experimental_attention_variant is not None or getattr(config, "is_hybrid_model", False):
-        return "layers of the model may carry a state along the path"
+        return "layers of the model may read more of a path than keys and values of attention"
     if config.mtp_num_layers and objective is not None and objective.is_weighted_sum:
         return "multi-token prediction reads tokens before a chunk"
     if config.num_moe_experts is not None:
