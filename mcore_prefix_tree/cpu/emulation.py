@@ -209,6 +209,12 @@ def _without_transformer_engine() -> list[tuple[object, str, object]]:
     if latent.HAVE_TE and not extension.HAVE_TE:
         # MultiLatentAttention asks whether its projection is a TELinear, of which only a stand-in was imported.
         found.append((latent, "HAVE_TE", False))
+    name = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
+    absorbed = importlib.import_module(name) if importlib.util.find_spec(name) else None
+    if getattr(absorbed, "Linear", True) is None:
+        # With TransformerEngine alone it knows projections that all ranks hold in full.
+        layers = importlib.import_module("megatron.core.post_training.modelopt.layers")
+        found.append((absorbed, "Linear", layers.Linear))
     return found
 
 

@@ -43,10 +43,13 @@ def _local_layers() -> Any:
     layers = dataclasses.replace(layers, mlp_layer=dataclasses.replace(layers.mlp_layer, module=MLPLayer))
     if "mla_layer" not in {field.name for field in dataclasses.fields(HybridStackSubmodules)}:
         return layers  # it came with megatron-core 0.19
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
+
     attention = layers.attention_layer
     own = attention.submodules.self_attention
     return dataclasses.replace(
         layers,
+        dsa_layer=exchanged(layers.dsa_layer, {MLASelfAttention: AbsorbedMLASelfAttention}),  # as TransformerEngine's
         mla_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=dataclasses.replace(

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
+from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 
 _KINDS: dict[str, Any] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
 
@@ -84,13 +85,13 @@ def cpu_spec(spec: Any, config: TransformerConfig, vp_stage: int | None = None) 
     ``spec`` is that of a layer, a block or multi-token prediction.
 
     Under sequence parallelism the result is a complete block: a layer's spec cannot set the final norm of the block,
-    and Megatron takes ``WrappedTorchNorm`` then. So it is with Gated DeltaNet, which upstream has no local layers of. A
-    layer is repeated as often as this stage has layers.
+    and Megatron takes ``WrappedTorchNorm`` then. So it is with Gated DeltaNet and sparse attention, which upstream
+    has no local layers of. A layer is repeated as often as this stage has layers.
     """
     if config.multi_latent_attention:
         spec = exchanged(spec, {DotProductAttention: LatentDotProductAttention})
-    has_states = config.experimental_attention_variant in ("gated_delta_net", "gdn")  # since 0.20
-    if not (config.sequence_parallel or has_states):
+    variant = _VARIANTS.get(config.experimental_attention_variant)
+    if not (config.sequence_parallel or variant):
         return spec
     spec = exchanged(spec, {WrappedTorchNorm: Norm})
     if isinstance(spec, MultiTokenPredictionBlockSubmodules):
@@ -101,7 +102,7 @@ def cpu_spec(spec: Any, config: TransformerConfig, vp_stage: int | None = None) 
             spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
         else:
             spec = spec.submodules
-    return _with_delta_nets(spec, config, vp_stage) if has_states else spec
+    return variant(spec, config, vp_stage) if variant else spec
 
 
 def _with_delta_nets(
@@ -130,3 +131,35 @@ def _with_delta_nets(
         for layer, has_state in zip(block.layer_specs, get_linear_attention_pattern(config)[first:], strict=False)
     ]
     return replace(block, layer_specs=layers)
+
+
+def _with_sparse_attention(
+    block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return a block with upstream's sparse attention in place of attention, on projections that all ranks hold."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_dsa_module_spec_for_backend
+    from megatron.core.post_training.modelopt.layers import Linear
+
+    class Backend(LocalSpecProvider):  # type: ignore[misc]
+        def linear(self) -> Any:
+            return Linear
+
+        def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+            return Norm
+
+    attention = get_dsa_module_spec_for_backend(config, Backend())
+    keys = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    layers = [
+        replace(
+            layer,
+            submodules=replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map=keys),
+        )
+        if not issubclass(layer.submodules.self_attention.module, attention.module)
+        else layer
+        for layer in block.layer_specs
+    ]
+    return replace(block, layer_specs=layers)
+
+
+_VARIANTS = dict.fromkeys(DELTA_NETS, _with_delta_nets) | {"dsa": _with_sparse_attention}

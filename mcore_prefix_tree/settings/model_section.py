@@ -159,10 +159,10 @@ class ModelConfig(Section):
             raise ValueError(f"{where}: a hybrid model has no model.rope_scaling; unset it")
         if has_experts(pattern) and not self.transformer.get("num_moe_experts"):
             raise ValueError(f"{where} has layers of experts, E, but no model.transformer.num_moe_experts; set it")
-        if ("+" in letters) != self._has_latents:
+        if ("+" in letters or "D" in letters) != self._has_latents:
             raise ValueError(
-                f"{where}: layers of multi-latent attention, +, and model.transformer.multi_latent_attention come "
-                "together; change one of them"
+                f"{where}: layers of multi-latent attention, + and D, and model.transformer.multi_latent_attention "
+                "come together; change one of them"
             )
 
     def _check_heads(self) -> None:

@@ -23,9 +23,9 @@ def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective:
     """
     if objective is not None and not objective.sums_edges:
         return "the objective's loss reads whole samples"
-    parts = layer_parts(pattern) or ()
-    if settings.get("experimental_attention_variant") is not None or not RECURRENT.keys().isdisjoint(parts):
-        return "layers of the model may carry a state along the path"
+    has_others = "D" in (pattern or "") or not RECURRENT.keys().isdisjoint(layer_parts(pattern) or ())
+    if settings.get("experimental_attention_variant") is not None or has_others:
+        return "layers of the model read more of a path than keys and values"
     if settings.get("mtp_num_layers") and objective is not None and objective.is_weighted_sum:
         return "multi-token prediction reads tokens before a chunk"
     if settings.get("num_moe_experts") is not None:

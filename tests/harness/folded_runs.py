@@ -45,6 +45,16 @@ DELTA_NET = (
     ("linear_num_key_heads", 2),
     ("linear_num_value_heads", 4),
 )
+SPARSE = (
+    ("experimental_attention_variant", "dsa"),
+    ("dsa_indexer_n_heads", 2),
+    ("dsa_indexer_head_dim", 16),
+    ("dsa_indexer_topk", 6),
+    ("dsa_indexer_loss_coeff", 0.5),
+    ("dsa_indexer_use_sparse_loss", True),
+    ("dsa_indexer_rotate_activation", False),
+    ("dsa_indexer_scoring_relu", False),
+)
 MAMBA = (("mamba_state_dim", 6), ("mamba_head_dim", 8), ("mamba_num_groups", 2), ("mamba_num_heads", 4))
 Result = tuple[float, dict[str, torch.Tensor]]
 

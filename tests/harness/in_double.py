@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -42,7 +43,29 @@ def kept_double() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.Tensor, "to", kept))
         stack.enter_context(mock.patch.object(torch.Tensor, "float", lambda x: x if is_wide(x) else narrow(x)))
+        for module in _modules_of_sparse_attention():
+            stack.enter_context(mock.patch.object(module, "torch", _DoubleTorch("torch")))
         yield
+
+
+class _DoubleTorch(ModuleType):
+    """``torch``, whose ``float32`` is fp64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _modules_of_sparse_attention() -> list[ModuleType]:
+    """Upstream's modules that name fp32 as the dtype of masks and sums, and compare it."""
+    from mcore_prefix_tree.mcore.compat import has_sparse_attention
+
+    if not has_sparse_attention():
+        return []
+    from megatron.core.transformer.experimental_attention_variant import dsa, dsa_masking
+
+    return [dsa, dsa_masking]
 
 
 def with_any_weights(model: torch.nn.Module) -> None:

@@ -228,7 +228,10 @@ def imported_from_core(file: Path) -> set[str]:
     [
         (
             ["seam", "outputs"],
-            [compat.SEAM, compat.HYBRID, compat.DELTA_NET, multi_token_names.TABLE, compat.TRANSFORMER_ENGINE],
+            [
+                *(compat.SEAM, compat.HYBRID, compat.DELTA_NET, compat.SPARSE_ATTENTION),
+                *(multi_token_names.TABLE, compat.TRANSFORMER_ENGINE),
+            ],
         ),
         (["engine"], [compat.SEAM, compat.ENGINE]),
         (["packed"], [compat.SEAM, compat.HYBRID, compat.PACKED]),

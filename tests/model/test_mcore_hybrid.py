@@ -32,7 +32,7 @@ from harness.seam_runs import (
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, LAYERS, check_pattern
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION, LAYERS, check_pattern
 from mcore_prefix_tree.mcore.seam.validation import check_model
 
 if not HAS_HYBRID_MODEL:
@@ -144,11 +144,12 @@ def test_the_table_knows_every_letter_and_layer_of_upstream() -> None:
 
 
 REFUSED = {
-    "D-": r"D \(DeepSeek sparse attention: it chooses keys along the flat layout\) in .* 'D-'; use \* \(attention",
     "*-/*-/*-": r"/ \(multi-token prediction: ",
-    "XD*": r"X \(a layer that .*\) nor D \(DeepSeek sparse attention: ",
+    "XY*": r"X \(a layer that .*\) nor Y \(a layer that .*\) in .* 'XY\*'; use \* \(attention",
     "*X": r"X \(a layer that this package does not know\)",
 }
+if not HAS_SPARSE_ATTENTION:
+    REFUSED["D-"] = r"D \(DeepSeek sparse attention: it follows a tree since megatron-core 0\.19\)"
 
 
 @pytest.mark.parametrize("pattern", REFUSED)
@@ -165,16 +166,17 @@ def test_layers_that_follow_a_tree_are_accepted(pattern: str) -> None:
 
 def test_stack_rejects_settings_before_building_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerLayer, "__init__", lambda *_, **__: pytest.fail("built a layer"))
-    with pytest.raises(NotImplementedError, match=r"support D \(DeepSeek"):
-        hybrid(tiny_config(num_layers=3), "-D-", with_prefix_tree(hybrid_stack))
+    monkeypatch.setitem(LAYERS, "*", dataclasses.replace(LAYERS["*"], refused="of this test"))
+    with pytest.raises(NotImplementedError, match=r"support \* \(attention: of this test"):
+        hybrid(tiny_config(num_layers=3), "-*-", with_prefix_tree(hybrid_stack))
 
 
 def test_a_model_is_refused_on_every_pipeline_stage() -> None:
     """By its full pattern, for any layers of this stage."""
     _, tree = hybrid_twins(tiny_config(num_layers=2), "*-")
     check_model(tree)
-    tree.hybrid_layer_pattern = "*-|D-"
-    with pytest.raises(NotImplementedError, match=r"support D \(DeepSeek"):
+    tree.hybrid_layer_pattern = "*-|X-"
+    with pytest.raises(NotImplementedError, match=r"support X \(a layer that"):
         check_model(tree)
 
 
@@ -187,8 +189,12 @@ def test_upstreams_own_spec_is_taken() -> None:
     tree = with_prefix_tree(spec)
     assert issubclass(tree.module, HybridStack)
     assert tree.module.__name__ == "HybridStack"
-    for name in ("dsa_layer", "mlp_layer"):
-        assert getattr(tree.submodules, name) == getattr(layers, name)
+    assert tree.submodules.mlp_layer == layers.mlp_layer
+    if HAS_SPARSE_ATTENTION:
+        chooses, stock = (one.dsa_layer.submodules.self_attention for one in (tree.submodules, layers))
+        cores = [one.submodules.core_attention.module for one in (chooses, stock)]
+        assert cores[0].__bases__[1] is cores[1]
+        assert chooses.module.__bases__[1] is stock.module
     assert issubclass(tree.submodules.moe_layer.module, layers.moe_layer.module)
     assert tree.submodules.moe_layer.module is not layers.moe_layer.module
     assert tree.submodules.mamba_layer.submodules.mixer.module.__bases__[1] is MambaMixer

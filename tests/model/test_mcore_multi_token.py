@@ -10,7 +10,7 @@ import torch
 from harness.in_double import kept_double
 from harness.oracles import worst
 from harness.seam_models import branching_samples, build, deep_samples, local_spec, tiny_config
-from harness.seam_runs import FP32_INSIDE, LATENT, MOE, WINDOWS_AND_SINKS, supervised, take_gradients
+from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINKS, supervised, take_gradients
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -44,6 +44,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "mup": ({"mtp_num_layers": 1, "use_mup": True, "mup_width_mult": 2.0}, {}),
     "latent attention": ({"mtp_num_layers": 2, **LATENT}, {}),
+    "sparse attention": ({"mtp_num_layers": 2, **SPARSE}, {}),
 }
 
 
@@ -86,6 +87,10 @@ def assert_equal_gradients(tree: GPTModel, expected: dict[str, Any], limit: floa
     found = take_gradients(tree)
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
+        if wanted is None:  # of an indexer without a loss
+            assert ".indexer." in name
+            assert found[name] is None
+            continue
         assert wanted.abs().max() > 0, name
         assert worst(found[name], wanted) < limit, f"{name}: {worst(found[name], wanted):.2e}"
 
@@ -259,6 +264,8 @@ BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias
     ("name", "value", "others"),
     [
         ("mtp_use_repeated_layer", True, {}),
+        ("dsa_indexer_loss_coeff", 0.1, {}),
+        ("dsa_indexer_topk_freq", 2, {}),
         ("moe_aux_loss_coeff", 0.1, MOE | {"moe_router_load_balancing_type": "aux_loss"}),
         ("moe_z_loss_coeff", 0.1, MOE),
         ("moe_router_bias_update_rate", 0.1, MOE | BIASED),

@@ -27,6 +27,11 @@ needs_hybrid = pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="HybridModel came
 
 EXPERTS = "{num_moe_experts: 4, moe_router_topk: 2, moe_ffn_hidden_size: 24}"
 STATES = "{linear_key_head_dim: 8, linear_value_head_dim: 8, linear_num_key_heads: 2, linear_num_value_heads: 4}"
+SPARSE = (
+    "{multi_latent_attention: true, q_lora_rank: 12, kv_lora_rank: 10, qk_head_dim: 8, qk_pos_emb_head_dim: 4, "
+    "v_head_dim: 6, original_max_position_embeddings: 8, dsa_indexer_n_heads: 2, dsa_indexer_head_dim: 8, "
+    "dsa_indexer_topk: 6, dsa_indexer_rotate_activation: false, dsa_indexer_scoring_relu: false}"
+)
 SSM = "{mamba_state_dim: 8, mamba_head_dim: 8, mamba_num_groups: 2, mamba_num_heads: 4}"
 
 
@@ -58,13 +63,14 @@ def test_every_step_equals_the_stock_hybrid_models_step(job: Path) -> None:
 @needs_hybrid
 @pytest.mark.parametrize(
     ("pattern", "transformer"),
-    [("*E-", EXPERTS), ("G-*", STATES), ("M-*", SSM)],
-    ids=["experts", "Gated DeltaNet", "Mamba"],
+    [("*E-", EXPERTS), ("G-*", STATES), ("M-*", SSM), ("D-D", SPARSE)],
+    ids=["experts", "Gated DeltaNet", "Mamba", "sparse attention"],
 )
 def test_other_layers_pass_verification(pattern: str, transformer: str, job: Path) -> None:
     if LAYERS[pattern[0]].refused is not None:
-        pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19")
-    result = run_command("verify", job, *pattern_options(pattern, transformer))
+        pytest.skip("Gated DeltaNet and sparse attention follow a tree since megatron-core 0.19")
+    groups = ["model.num_query_groups=null"] if transformer == SPARSE else []
+    result = run_command("verify", job, *pattern_options(pattern, transformer), *groups)
     assert result.exit_code == 0, result.output
     assert "TOO LARGE" not in result.output
 
@@ -99,7 +105,8 @@ def test_every_letter_that_follows_a_tree_has_its_flops() -> None:
         (["model.hybrid_layer_pattern='*-*'"], "has 3 layers, not model.num_layers=2"),
         (pattern_options("*X"), "has the letter X; Megatron knows [*] "),
         (pattern_options("*E"), "has layers of experts, E, but no model.transformer.num_moe_experts"),
-        (pattern_options("+-"), "multi-latent attention, [+], and .* come together"),
+        (pattern_options("+-"), "multi-latent attention, [+] and D, and .* come together"),
+        (pattern_options("D-"), "multi-latent attention, [+] and D, and .* come together"),
         ([*pattern_options("*-"), "model.rope_scaling=true"], "has no model.rope_scaling"),
     ],
 )
@@ -112,7 +119,6 @@ def test_contradictions_are_reported_before_megatron_is_imported(options: list[s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (pattern_options("D-"), "model.hybrid_layer_pattern: .* D [(]DeepSeek sparse attention"),
         (pattern_options("*|-|*"), "has 3 pipeline stages, but parallel asks for 1; put [|] between"),
     ],
 )

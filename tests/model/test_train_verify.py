@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.verification import FACTOR, VerifyReport
 from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
 from mcore_prefix_tree.mcore.loop.jobs import VerificationError, compare_first, run_once, verify_first
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import load_recipe
@@ -139,6 +139,17 @@ LATENT = (
     # Its queries and keys are products of two matrices: 0.3 would leave of bf16 one digit.
     "model.transformer.init_method_std=0.2",
 )
+SPARSE = (
+    *LATENT,
+    "model.transformer.experimental_attention_variant=dsa",
+    "model.transformer.dsa_indexer_n_heads=2",
+    "model.transformer.dsa_indexer_head_dim=8",
+    "model.transformer.dsa_indexer_topk=6",
+    "model.transformer.dsa_indexer_loss_coeff=0.1",
+    "model.transformer.dsa_indexer_rotate_activation=false",
+    "model.transformer.dsa_indexer_scoring_relu=false",
+)
+needs_sparse_attention = pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="it follows a tree since 0.19")
 
 
 @pytest.mark.parametrize("backend", ["path", "reference"])
@@ -155,6 +166,7 @@ LATENT = (
         ("float64", ("model.rope_scaling=true", "model.rotary_percent=0.5"), 1e-12),
         ("float64", YARN, 1e-12),
         ("float64", LATENT, 1e-12),
+        pytest.param("float64", SPARSE, 1e-5, marks=needs_sparse_attention),
         ("float64", ("fused_head=false",), 1e-12),
         ("float64", ("batch.share=prompt",), 1e-12),
         ("float64", ("batch.min_shared_tokens=7",), 1e-12),
@@ -171,6 +183,7 @@ LATENT = (
         "scaled positions",
         "yarn",
         "latent attention",
+        "sparse attention",
         "logits",
         "prompts",
         "long prefixes",

@@ -88,8 +88,8 @@ MISTAKES = [
     (GPT, "--dataloader-type cyclic", "prefix-tree training does not support --dataloader-type cyclic: "),
     (
         GPT,
-        "--experimental-attention-variant dsa",
-        "prefix-tree training does not support --experimental-attention-variant dsa: it chooses keys along",
+        "--dsa-kernel-backend cudnn",
+        "prefix-tree training does not support --dsa-kernel-backend cudnn: its kernels take one range of keys for",
     ),
     (
         GPT,

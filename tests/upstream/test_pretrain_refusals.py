@@ -159,8 +159,8 @@ OTHER = [
     ),
     ("--prefix-tree-score-all-tokens", "--prefix-tree-score-all-tokens needs --prefix-tree-score FILE"),
     (
-        "--hybrid-override-pattern *-D",
-        "prefix-tree training does not support D (DeepSeek sparse attention: it chooses keys along the flat layout)"
+        "--hybrid-override-pattern *-/*-",
+        "prefix-tree training does not support / (multi-token prediction: "
         if has_hybrid_model()
         else "--hybrid-override-pattern: hybrid models need HybridModel, which came with megatron-core 0.18; check out",
     ),

@@ -207,7 +207,6 @@ def test_a_step_in_double_precision(case: str, tmp_path: Path) -> None:
         ),
         pytest.param("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages", marks=pytest.mark.slow),
         pytest.param("--fp16", "--fp16: not proven", marks=pytest.mark.slow),
-        pytest.param(f"{HYBRID_LAYERS} D-*-", "does not support D (DeepSeek sparse", marks=pytest.mark.slow),
     ],
 )
 def test_unsupported_settings_get_one_sentence(arguments: str, says: str) -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LATENT, LONGEST, MAMBA, MOE, check, folded, oracle
+from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LATENT, LONGEST, MAMBA, MOE, SPARSE, check, folded, oracle
 from harness.worlds import Layout
 from inside_jobs import InsideJob, inside, unfolded_oracle
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
@@ -111,6 +111,27 @@ def test_state_spaces_in_every_layout(size: int, layout: Layout, job: Job) -> No
 def test_state_spaces_fold_inside_the_model() -> None:
     job = InsideJob(pattern=SPACES.pattern, config=SPACES.config, double=True, check_first=True)
     check(inside(2, TP2_SP, job), oracle(SPACES), FP64)
+
+
+CHOOSES = replace(STATES, pattern="D-DD", config=LATENT + SPARSE)
+GPT = replace(CHOOSES, pattern=None)
+
+
+@pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, TP2_SP, GPT, id="gpt-tp2-sp"),
+        pytest.param(2, PP2, replace(GPT, config=LATENT + SPARSE + RECOMPUTE), id="gpt-pp2-recompute"),
+        pytest.param(
+            2, TP2_SP, replace(CHOOSES, config=LATENT + SPARSE + RECOMPUTE), id="tp2-sp", marks=pytest.mark.ci
+        ),
+        pytest.param(2, PP2, replace(CHOOSES, pattern="D-|DD"), id="pp2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(), GPT, id="gpt-dp2", marks=pytest.mark.slow),
+    ],
+)
+def test_sparse_attention_in_every_layout(size: int, layout: Layout, job: Job) -> None:
+    check(folded(size, layout, job), oracle(job), FP64)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,8 @@ def _least_limit(config: Any, *, recurs: bool) -> float:
     # The router, the L2 norm and the gate always compute in fp32: a shared token's gradient is rounded
     # there once instead of once per sample. So does Megatron's cross-entropy of the depths.
     fp32_inside = fp32_inside or bool(config.mtp_num_layers)
+    # So does sparse attention in upstream's reference form.
+    fp32_inside = fp32_inside or getattr(config, "dsa_indexer_topk", None) is not None
     return 1e-5 if dtype is torch.float64 and fp32_inside else LEAST[dtype]
 
 

@@ -15,12 +15,12 @@ from mcore_prefix_tree.plan.model_shape import MTP, layer_letters
 HAS_HYBRID_MODEL = compat.has_hybrid_model()
 NEEDS_NEWER = "hybrid models need HybridModel, which came with megatron-core 0.18"
 
-HAS_DELTA_NET = compat.has_delta_net()
+HAS_DELTA_NET, HAS_SPARSE_ATTENTION = compat.has_delta_net(), compat.has_sparse_attention()
 
 if HAS_HYBRID_MODEL:
     compat.check(compat.HYBRID)
 
-_OLD = None if HAS_DELTA_NET else "it follows a tree since megatron-core 0.19"
+_OLD = "it follows a tree since megatron-core 0.19"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ LAYERS = {
     "-": HybridLayer("MLP", "mlp_layer"),
     "E": HybridLayer("experts", "moe_layer"),
     "M": HybridLayer("Mamba", "mamba_layer"),
-    "G": HybridLayer("Gated DeltaNet", "gdn_layer", _OLD),
-    "D": HybridLayer("DeepSeek sparse attention", "dsa_layer", "it chooses keys along the flat layout"),
+    "G": HybridLayer("Gated DeltaNet", "gdn_layer", None if HAS_DELTA_NET else _OLD),
+    "D": HybridLayer("DeepSeek sparse attention", "dsa_layer", None if HAS_SPARSE_ATTENTION else _OLD),
 }
 
 

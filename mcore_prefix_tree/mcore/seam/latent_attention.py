@@ -65,10 +65,14 @@ class PathRotaryEmbedding(torch.nn.Module):
     positions that the micro-batch needs, and passes the answer back to it for the table. So that answer has the tree.
     """
 
-    def __init__(self, base: torch.nn.Module) -> None:
-        """Wrap ``base``, a ``RotaryEmbedding`` or ``YarnRotaryEmbedding``, which has no state that is saved."""
+    def __init__(self, base: torch.nn.Module, *, has_batch: bool = False) -> None:
+        """Wrap ``base``, a ``RotaryEmbedding`` or ``YarnRotaryEmbedding``, which has no state that is saved.
+
+        With ``has_batch`` its queries and keys keep the batch's dimension.
+        """
         super().__init__()
         self.base: Any = base
+        self.has_batch = has_batch
 
     def get_rotary_seq_len(
         self,
@@ -98,11 +102,12 @@ class PathRotaryEmbedding(torch.nn.Module):
         """Return the base class's table ``[max_seq_len, 1, 1, dim]``, or a tree's ``[P, 1, dim]``; with YaRN's factor.
 
         A tree's rows lack a dimension because Megatron takes the batch's from queries and keys if there are
-        ``packed_seq_params``.
+        ``packed_seq_params``; ``has_batch`` says that it does not.
         """
         if not isinstance(max_seq_len, _RowsOf):
             return self.base(max_seq_len, *args, **kwargs)
         answer = self.base(max_seq_len.length, *args, **kwargs)
         table, *factor = answer if isinstance(answer, tuple) else (answer,)
-        rows = rows_by_position(table, max_seq_len.metadata).squeeze(1)
+        rows = rows_by_position(table, max_seq_len.metadata)
+        rows = rows if self.has_batch else rows.squeeze(1)
         return (rows, *factor) if factor else rows

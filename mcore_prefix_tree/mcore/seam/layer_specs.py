@@ -34,6 +34,7 @@ from mcore_prefix_tree.mcore.seam.experts import TreeExpertLayerMixin, has_exper
 from mcore_prefix_tree.mcore.seam.hybrid_layers import (
     HAS_DELTA_NET,
     HAS_HYBRID_MODEL,
+    HAS_SPARSE_ATTENTION,
     LAYERS,
     NEEDS_NEWER,
     check_pattern,
@@ -50,6 +51,7 @@ if HAS_HYBRID_MODEL:
 
 # Classes that mix the tokens of a layer, and what makes them follow a tree.
 _ATTENTIONS: dict[Any, Any] = {SelfAttention: TreeSelfAttentionMixin, MLASelfAttention: TreeLatentAttentionMixin}
+_CORES: dict[Any, Any] = {}
 _STATES: dict[Any, Any] = {}
 if HAS_DELTA_NET:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
@@ -57,6 +59,14 @@ if HAS_DELTA_NET:
     from mcore_prefix_tree.mcore.seam.delta_net import TreeDeltaNetMixin
 
     _STATES[GatedDeltaNet] = TreeDeltaNetMixin
+if HAS_SPARSE_ATTENTION:
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+
+    from mcore_prefix_tree.mcore.seam.sparse_attention import TreeSparseAttentionMixin
+
+    _ATTENTIONS[AbsorbedMLASelfAttention] = TreeLatentAttentionMixin
+    _CORES[DSAttention] = TreeSparseAttentionMixin
 _MIXERS: dict[Any, Any] = {MambaMixer: TreeMambaMixin} if HAS_HYBRID_MODEL else {}
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)
@@ -145,7 +155,7 @@ def check_attention(model: Any) -> None:
         if not isinstance(module, Attention):
             continue
         core = getattr(module, "core_attention", None)
-        if not isinstance(core, TreeCoreAttentionMixin):
+        if not isinstance(core, (TreeCoreAttentionMixin, *_CORES.values())):
             raise NotImplementedError(
                 f"{name}.core_attention is a {type(core).__name__} that does not follow a tree; Megatron-Bridge puts "
                 "it there under attention_backend=local: set another attention_backend"
@@ -220,7 +230,8 @@ def _core_attention(spec: Any) -> Any:
     module = get_module(spec)
     if not isinstance(module, type):
         raise NotImplementedError(f"prefix-tree training needs a class as core_attention, not {_name(module)}")
-    tree_module = tree_class(TreeCoreAttentionMixin, module)
+    mixins = [mixin for known, mixin in _CORES.items() if issubclass(module, known)]
+    tree_module = tree_class(*mixins or [TreeCoreAttentionMixin], module)
     return dataclasses.replace(spec, module=tree_module) if isinstance(spec, ModuleSpec) else tree_module
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore import multi_token_names
-from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION, check_pattern
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 from mcore_prefix_tree.utils.randomness import random_part
 
@@ -48,9 +48,22 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "(NVIDIA/Megatron-LM issue 1699); set sequence_parallel=True",
         ),
         (
-            config.experimental_attention_variant not in (None, *DELTA_NETS),
+            config.experimental_attention_variant
+            not in (None, *DELTA_NETS, "dsa" if HAS_SPARSE_ATTENTION else None),
             f"experimental_attention_variant={config.experimental_attention_variant!r}: its tokens mix in other ways "
-            "than attention or a state along a path; set experimental_attention_variant='gated_delta_net' or None",
+            "than attention or a state along a path; set experimental_attention_variant='gated_delta_net', 'dsa' with "
+            "megatron-core 0.19 or later, or None",
+        ),
+        (
+            getattr(config, "dsa_kernel_backend", "none") != "none",  # since 0.19
+            f"dsa_kernel_backend={getattr(config, 'dsa_kernel_backend', None)!r}: its kernels take one range of keys "
+            "for a query, and a path of a tree has several; set dsa_kernel_backend='none'",
+        ),
+        (
+            bool(getattr(config, "dsa_indexer_loss_coeff", None)) and not config.calculate_per_token_loss,
+            f"dsa_indexer_loss_coeff={getattr(config, 'dsa_indexer_loss_coeff', None)} with "
+            "calculate_per_token_loss=False: the mean over a sample's tokens is not a sum over those of a tree; set "
+            "calculate_per_token_loss=True",
         ),
         *(_multi_token_refusals(config) if config.mtp_num_layers else ()),
         (
@@ -96,6 +109,16 @@ def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
             getattr(config, "mtp_standalone", False),
             f"{depths} with a pipeline_model_parallel_layout that parts these layers from the loss: put both in one "
             "stage",
+        ),
+        (
+            bool(getattr(config, "dsa_indexer_loss_coeff", None)),
+            f"{depths} with dsa_indexer_loss_coeff={getattr(config, 'dsa_indexer_loss_coeff', None)}: stock layers "
+            "count the last tokens of a sample, which predict nothing, in the indexer's loss; set it to 0",
+        ),
+        (
+            getattr(config, "dsa_indexer_topk_freq", 1) > 1,
+            f"{depths} with dsa_indexer_topk_freq={getattr(config, 'dsa_indexer_topk_freq', None)}: not proven exact "
+            "under folding yet; set it to 1",
         ),
         *(
             (
