@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_prefix_tree.cpu.dot_product import LatentDotProductAttention
-from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 
 _KINDS: dict[str, Any] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
 
@@ -162,4 +161,5 @@ def _with_sparse_attention(
     return replace(block, layer_specs=layers)
 
 
-_VARIANTS = dict.fromkeys(DELTA_NETS, _with_delta_nets) | {"dsa": _with_sparse_attention}
+# By experimental_attention_variant; megatron-core 0.20 makes the second name of the first.
+_VARIANTS = {"gated_delta_net": _with_delta_nets, "gdn": _with_delta_nets, "dsa": _with_sparse_attention}

@@ -2,11 +2,10 @@
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it passes and the attributes that it reads. They are checked only by signature
-and source, when the folder that relies on them is imported: :data:`SEAM`, :data:`HYBRID`, :data:`DELTA_NET` and
-:data:`SPARSE_ATTENTION` by ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`PACKED`, :data:`MODELS` and :data:`LOOP`
-by the folders of these names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and
-:data:`MEGATRON_LM_RL` when its ``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all
-and prints them.
+and source, when the folder that relies on them is imported: :data:`SEAM`, :data:`HYBRID` and ``layer_names`` by
+``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`PACKED`, :data:`MODELS` and :data:`LOOP` by the folders of these
+names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and :data:`MEGATRON_LM_RL` when its
+``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore import layer_names, multi_token_names
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing, import_upstream
 
 OLDEST = "0.16.1"
@@ -38,8 +37,6 @@ _STATE = "megatron.core.parallel_state"
 _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
 _HYBRID = "megatron.core.models.hybrid"
 _SSM = "megatron.core.ssm"
-_DELTA_NET = f"{_SSM}.gated_delta_net"
-_SPARSE = "megatron.core.transformer.experimental_attention_variant"
 
 # The same of GPTModel and HybridModel: arguments of their forward, attributes, and those that folding inside reads too.
 _FORWARD = "input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output"
@@ -181,62 +178,6 @@ HYBRID = (
     Uses("megatron.core.transformer.transformer_config:TransformerConfig", keywords="use_mamba_mem_eff_path"),
     # The other latent attention of Megatron-Bridge's specs, which need a version that has hybrid models.
     Uses(f"{_LATENT}:FusedMLASelfAttention"),
-)
-
-# Only where has_delta_net(): TreeDeltaNetMixin, which stands before GatedDeltaNet of megatron-core 0.19 and later.
-DELTA_NET = (
-    Uses(
-        f"{_DELTA_NET}:GatedDeltaNet",
-        "config submodules layer_number",
-        attributes="A_log act_fn activation conv1d conv_kernel_dim dt_bias feat_dim_split gated_delta_rule in_proj "
-        "out_norm out_proj recompute_norm_out tp_group tp_size value_head_dim",
-    ),
-    Uses(f"{_DELTA_NET}:GatedDeltaNet.forward", "hidden_states attention_mask", "packed_seq_params"),
-    Uses(f"{_DELTA_NET}:GatedDeltaNet._gated_norm_and_a2a", "core_attn_out gate thd_cp_a2a_inv batch seq_len"),
-    Uses(f"{_DELTA_NET}:torch_chunk_gated_delta_rule", "q k v g beta", "initial_state output_final_state"),
-    *(Uses(f"{_DELTA_NET}:{name}") for name in ("common.HAVE_FLA", "gdn.causal_conv1d")),
-    Uses("megatron.core.tensor_parallel:reduce_from_tensor_model_parallel_region", "input_", "group"),
-    Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput", keywords="fp8"),
-    Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint", "run_function"),
-)
-
-# Since megatron-core 0.20 one method makes all inputs of its rule (True); before, two do.
-_INPUTS = f"{_DELTA_NET}:GatedDeltaNet._prepare_input_for_gated_delta_rule"
-DELTA_NET_INPUTS = {
-    True: (Uses(_INPUTS, "qkv gate A_log_local_cp dt_bias_local_cp batch seq_len gate_feats"),),
-    False: (
-        Uses(_INPUTS, "qkv gate batch seq_len gate_feats"),
-        Uses(f"{_DELTA_NET}:GatedDeltaNet._compute_g_and_beta", "A_log_local_cp dt_bias_local_cp alpha beta"),
-    ),
-}
-
-# Only where has_sparse_attention(): TreeSparseAttentionMixin, which stands before DSAttention.
-SPARSE_ATTENTION = (
-    Uses(
-        f"{_SPARSE}.dsa:DSAttention",
-        "config",
-        attributes="config indexer index_topk layer_number pg_collection skip_topk softmax_scale",
-    ),
-    Uses(
-        f"{_SPARSE}.dsa:DSAttention.forward",
-        "query key value attention_mask x qr",
-        "attn_mask_type packed_seq_params",
-    ),
-    Uses(f"{_SPARSE}.dsa:DSAIndexer", attributes="rotary_pos_emb"),
-    Uses(f"{_SPARSE}.dsa:DSAIndexer.forward_before_topk", "x qr packed_seq_params"),
-    Uses(f"{_SPARSE}.dsa:DSAIndexerLossAutoScaler"),
-    Uses(f"{_SPARSE}.dsa:DSAIndexerLossLoggingHelper.save_loss_to_tracker", keywords="layer_number num_layers"),
-    Uses(f"{_SPARSE}.dsa:_compute_index_scores", "q weights k", "use_relu"),
-    Uses(f"{_SPARSE}.dsa_indexer_loss:indexer_kl_per_row", "target predict_log_probs"),
-    Uses(f"{_SPARSE}.dsa_indexer_loss:normalize_indexer_target", "target"),
-    Uses(f"{_SPARSE}.dsa_masking:masked_log_softmax", "logits valid_mask"),
-    Uses(f"{_SPARSE}.dsa_masking:masked_softmax", "logits valid_mask"),
-    Uses(f"{_SPARSE}.absorbed_mla:AbsorbedMLASelfAttention", "config submodules layer_number"),
-    Uses(
-        "megatron.core.transformer.transformer_config:TransformerConfig",
-        keywords="dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_scoring_relu dsa_indexer_use_sparse_loss "
-        "dsa_kernel_backend",
-    ),
 )
 
 # Only where TransformerEngine is installed.
@@ -407,24 +348,13 @@ MEGATRON_LM_RL = (
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
 )
 
-# By the rooms that rely on them; HYBRID, DELTA_NET and SPARSE_ATTENTION where the function says that they are there.
+# By the rooms that rely on them; HYBRID, and the tables of layer_names, where a function says that they are there.
 TABLES = {"seam": SEAM, "engine": ENGINE, "packed": PACKED, "models": MODELS, "loop": LOOP}
 
 
 def has_hybrid_model() -> bool:
     """Return whether this megatron-core has HybridModel; releases before 0.18 have none."""
     return importlib.util.find_spec(_HYBRID) is not None
-
-
-def has_delta_net() -> bool:
-    """Return whether this megatron-core has a Gated DeltaNet whose rule can start from a state: 0.19 and later."""
-    found = importlib.util.find_spec(_DELTA_NET)
-    return found is not None and found.submodule_search_locations is not None
-
-
-def has_sparse_attention() -> bool:
-    """Return whether this megatron-core has a sparse attention that takes any mask: 0.19 and later."""
-    return importlib.util.find_spec(_SPARSE) is not None and bool(importlib.util.find_spec(f"{_SPARSE}.dsa_masking"))
 
 
 def check(table: Iterable[Uses]) -> None:
@@ -441,10 +371,10 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
     tables = dict(TABLES)
     if has_hybrid_model():
         tables["hybrid"] = HYBRID
-    if has_delta_net():
-        tables["Gated DeltaNet"] = DELTA_NET
-    if has_sparse_attention():
-        tables["sparse attention"] = SPARSE_ATTENTION
+    if layer_names.has_delta_net():
+        tables["Gated DeltaNet"] = layer_names.DELTA_NET
+    if layer_names.has_sparse_attention():
+        tables["sparse attention"] = layer_names.SPARSE_ATTENTION
     tables |= {"multi-token prediction": multi_token_names.TABLE} if multi_token_names.are_there() else {}
     if import_upstream("megatron.core.extensions.transformer_engine").HAVE_TE:
         tables["TransformerEngine"] = TRANSFORMER_ENGINE

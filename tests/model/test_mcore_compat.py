@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mcore_prefix_tree.cli.verify import show_installed
-from mcore_prefix_tree.mcore import compat, multi_token_names
+from mcore_prefix_tree.mcore import compat, layer_names, multi_token_names
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -229,7 +229,7 @@ def imported_from_core(file: Path) -> set[str]:
         (
             ["seam", "outputs"],
             [
-                *(compat.SEAM, compat.HYBRID, compat.DELTA_NET, compat.SPARSE_ATTENTION),
+                *(compat.SEAM, compat.HYBRID, layer_names.DELTA_NET, layer_names.SPARSE_ATTENTION),
                 *(multi_token_names.TABLE, compat.TRANSFORMER_ENGINE),
             ],
         ),

@@ -52,10 +52,11 @@ ALLOWED["__main__"] = {"cli"}
 # The rooms of mcore/ in the same way.
 IN_MCORE: dict[str, set[str]] = {
     "probe": set(),
+    "layer_names": {"probe"},
     "multi_token_names": {"probe"},
-    "compat": {"probe", "multi_token_names"},
+    "compat": {"probe", "layer_names", "multi_token_names"},
     "ranks": set(),
-    "seam": {"compat", "multi_token_names"},
+    "seam": {"compat", "layer_names", "multi_token_names"},
 }
 ORDER = ["seam", "outputs", "engine", "models", "checkpoints", "teachers", "loop"]
 for number, room in enumerate(ORDER[1:], start=1):

@@ -16,7 +16,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
 from mcore_prefix_tree.mcore.seam.levels import Levels, Padded, PaddedLevels, convolve_paths
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
@@ -24,7 +24,7 @@ from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
 MAKES_ALL_INPUTS = hasattr(GatedDeltaNet, "_compute_gates")
-compat.check(compat.DELTA_NET + compat.DELTA_NET_INPUTS[MAKES_ALL_INPUTS])
+compat.check(layer_names.DELTA_NET + layer_names.DELTA_NET_INPUTS[MAKES_ALL_INPUTS])
 
 
 class TreeDeltaNetMixin:

@@ -25,7 +25,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa_indexer_loss i
 from megatron.core.transformer.experimental_attention_variant.dsa_masking import masked_log_softmax, masked_softmax
 
 from mcore_prefix_tree.attention.reference import visibility
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size, tree_class
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.latent_attention import PathRotaryEmbedding
@@ -33,7 +33,7 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
-compat.check(compat.SPARSE_ATTENTION)
+compat.check(layer_names.SPARSE_ATTENTION)
 
 _LARGE = 2**30  # bytes of a layer's scores above which a user is told
 

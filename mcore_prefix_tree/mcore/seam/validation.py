@@ -48,8 +48,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "(NVIDIA/Megatron-LM issue 1699); set sequence_parallel=True",
         ),
         (
-            config.experimental_attention_variant
-            not in (None, *DELTA_NETS, "dsa" if HAS_SPARSE_ATTENTION else None),
+            config.experimental_attention_variant not in (None, *DELTA_NETS, "dsa" if HAS_SPARSE_ATTENTION else None),
             f"experimental_attention_variant={config.experimental_attention_variant!r}: its tokens mix in other ways "
             "than attention or a state along a path; set experimental_attention_variant='gated_delta_net', 'dsa' with "
             "megatron-core 0.19 or later, or None",
