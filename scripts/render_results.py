@@ -556,6 +556,46 @@ def families_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{versions}."])
 
 
+BATCHES = {
+    "shipped": "the shipped rollouts",
+    "forks": "16 rollouts that fork four times in their second half",
+    "prompted": "16 rollouts that share a quarter",
+}
+
+
+def over_budget_table(result: dict[str, Any]) -> str:
+    """Markdown for the times in the result of ``benchmarks/over_budget.py``: one row per batch and budget."""
+    lines = [
+        "| batch | budget | `repeat`: tokens, seconds | `carry`: tokens + forward once more, seconds | `auto` |",
+        "|---|---:|---|---|---|",
+    ]
+    for name, batch in BATCHES.items():
+        for repeat, carry, auto in zip(*(result.get(name, [])[way::3] for way in range(3)), strict=True):
+            again = f"{carry['tokens']:,.0f} + {carry['carried']:,.0f}, {carry['seconds']:.2f}"
+            once = (
+                "a sample is too long" if "refused" in repeat else f"{repeat['tokens']:,.0f}, {repeat['seconds']:.2f}"
+            )
+            way = "carry" if auto["carried"] else "repeat"
+            lines.append(f"| {batch} | {carry['budget']:,} | {once} | {again} | {way}, {auto['seconds']:.2f} |")
+    return "\n".join(lines)
+
+
+def long_sample_table(result: dict[str, Any]) -> str:
+    """Markdown for the memory in the same result: one row per length of a sample."""
+    lines = [
+        "| tokens of the sample | keys, values, gradients | estimate of them | other memory, beyond the first row |",
+        "|---:|---:|---:|---:|",
+    ]
+    first = result["memory"][0]
+    for one in result["memory"]:
+        held, estimate, other = (
+            f"{size / 2**20:,.1f} MiB"
+            for size in (one["held"], one["estimate"], one["peak"] - first["peak"] - one["held"] + first["held"])
+        )
+        lines.append(f"| {one['length']:,} | {held} | {estimate} | {other} |")
+    return "\n".join(lines)
+
+
 def _with_layouts(result: dict[str, Any]) -> str:
     return "yes" if all(isinstance(result[name], float) for name in ("TP=2", "PP=2")) else "yes, without TP"
 
@@ -576,6 +616,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "inside": ("inside.json", inside_table),
     "recurrent_steps": ("recurrent.json", recurrent_steps_table),
     "recurrent_trees": ("recurrent.json", recurrent_trees_table),
+    "over_budget": ("over_budget.json", over_budget_table),
+    "long_samples": ("over_budget.json", long_sample_table),
     "trl": ("trl.json", trl_table),
     "endings": ("endings.json", endings_table),
     "saving": ("step_*_cpu.json", saving),
@@ -610,6 +652,7 @@ PAGES = (
     "docs/huggingface.md",
     "docs/verl.md",
     "docs/sampling-replay.md",
+    "docs/howto/long-samples.md",
 )
 COSTS = ROOT / "mcore_prefix_tree" / "attention" / "costs.json"
 ROOFLINE = ROOT / "docs" / "attention_roofline.png"
