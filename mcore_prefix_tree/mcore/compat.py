@@ -2,11 +2,10 @@
 
 The tables name every class and function of megatron-core that this package calls, derives from or lets its own classes
 stand in for, with the parameters that it passes and the attributes that it reads. They are checked only by signature
-and source, when the folder that relies on them is imported: :data:`SEAM`, :data:`HYBRID`, :data:`DELTA_NET` and
-:data:`SPARSE_ATTENTION` by ``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`PACKED`, :data:`MODELS` and :data:`LOOP`
-by the folders of these names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and
-:data:`MEGATRON_LM_RL` when its ``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all
-and prints them.
+and source, when the folder that relies on them is imported: :data:`SEAM`, :data:`HYBRID` and :data:`DELTA_NET` by
+``mcore_prefix_tree.mcore``, :data:`ENGINE`, :data:`PACKED`, :data:`MODELS` and :data:`LOOP` by the folders of these
+names, :data:`MEGATRON_LM` before ``pretrain`` of a checkout is called, and :data:`MEGATRON_LM_RL` when its
+``train_rl.py`` is imported. ``mcore-prefix-tree verify`` without a recipe checks all and prints them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore import multi_token_names, sparse_attention_names
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing, import_upstream
 
 OLDEST = "0.16.1"
@@ -39,7 +38,6 @@ _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
 _HYBRID = "megatron.core.models.hybrid"
 _SSM = "megatron.core.ssm"
 _DELTA_NET = f"{_SSM}.gated_delta_net"
-_SPARSE = "megatron.core.transformer.experimental_attention_variant"
 
 # The same of GPTModel and HybridModel: arguments of their forward, attributes, and those that folding inside reads too.
 _FORWARD = "input_ids position_ids attention_mask labels packed_seq_params runtime_gather_output"
@@ -201,35 +199,6 @@ DELTA_NET = (
     Uses("megatron.core.tensor_parallel:reduce_from_tensor_model_parallel_region", "input_", "group"),
     Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput", keywords="fp8"),
     Uses("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint", "run_function"),
-)
-
-# Only where has_sparse_attention(): TreeSparseAttentionMixin, which stands before DSAttention.
-SPARSE_ATTENTION = (
-    Uses(
-        f"{_SPARSE}.dsa:DSAttention",
-        "config",
-        attributes="config indexer index_topk layer_number pg_collection skip_topk softmax_scale",
-    ),
-    Uses(
-        f"{_SPARSE}.dsa:DSAttention.forward",
-        "query key value attention_mask x qr",
-        "attn_mask_type packed_seq_params",
-    ),
-    Uses(f"{_SPARSE}.dsa:DSAIndexer", attributes="rotary_pos_emb"),
-    Uses(f"{_SPARSE}.dsa:DSAIndexer.forward_before_topk", "x qr packed_seq_params"),
-    Uses(f"{_SPARSE}.dsa:DSAIndexerLossAutoScaler"),
-    Uses(f"{_SPARSE}.dsa:DSAIndexerLossLoggingHelper.save_loss_to_tracker", keywords="layer_number num_layers"),
-    Uses(f"{_SPARSE}.dsa:_compute_index_scores", "q weights k", "use_relu"),
-    Uses(f"{_SPARSE}.dsa_indexer_loss:indexer_kl_per_row", "target predict_log_probs"),
-    Uses(f"{_SPARSE}.dsa_indexer_loss:normalize_indexer_target", "target"),
-    Uses(f"{_SPARSE}.dsa_masking:masked_log_softmax", "logits valid_mask"),
-    Uses(f"{_SPARSE}.dsa_masking:masked_softmax", "logits valid_mask"),
-    Uses(f"{_SPARSE}.absorbed_mla:AbsorbedMLASelfAttention", "config submodules layer_number"),
-    Uses(
-        "megatron.core.transformer.transformer_config:TransformerConfig",
-        keywords="dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_scoring_relu dsa_indexer_use_sparse_loss "
-        "dsa_kernel_backend",
-    ),
 )
 
 # Only where TransformerEngine is installed.
@@ -402,7 +371,7 @@ MEGATRON_LM_RL = (
     Uses("megatron.core.num_microbatches_calculator:get_num_microbatches"),
 )
 
-# By the rooms that rely on them; HYBRID, DELTA_NET and SPARSE_ATTENTION where the function says that they are there.
+# By the rooms that rely on them; HYBRID where has_hybrid_model(), DELTA_NET where has_delta_net().
 TABLES = {"seam": SEAM, "engine": ENGINE, "packed": PACKED, "models": MODELS, "loop": LOOP}
 
 
@@ -415,11 +384,6 @@ def has_delta_net() -> bool:
     """Return whether this megatron-core has a Gated DeltaNet whose rule can start from a state: 0.19 and later."""
     found = importlib.util.find_spec(_DELTA_NET)
     return found is not None and found.submodule_search_locations is not None
-
-
-def has_sparse_attention() -> bool:
-    """Return whether this megatron-core has a sparse attention that takes any mask: 0.19 and later."""
-    return importlib.util.find_spec(_SPARSE) is not None and bool(importlib.util.find_spec(f"{_SPARSE}.dsa_masking"))
 
 
 def check(table: Iterable[Uses]) -> None:
@@ -438,8 +402,7 @@ def missing_by_room(*, megatron_lm: bool = False) -> dict[str, list[str]]:
         tables["hybrid"] = HYBRID
     if has_delta_net():
         tables["Gated DeltaNet"] = DELTA_NET
-    if has_sparse_attention():
-        tables["sparse attention"] = SPARSE_ATTENTION
+    tables |= {"sparse attention": sparse_attention_names.TABLE} if sparse_attention_names.are_there() else {}
     tables |= {"multi-token prediction": multi_token_names.TABLE} if multi_token_names.are_there() else {}
     if import_upstream("megatron.core.extensions.transformer_engine").HAVE_TE:
         tables["TransformerEngine"] = TRANSFORMER_ENGINE

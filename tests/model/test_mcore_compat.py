@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mcore_prefix_tree.cli.verify import show_installed
-from mcore_prefix_tree.mcore import compat, multi_token_names
+from mcore_prefix_tree.mcore import compat, multi_token_names, sparse_attention_names
 from mcore_prefix_tree.mcore.probe import MegatronCoreError, Uses, find_missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -229,8 +229,8 @@ def imported_from_core(file: Path) -> set[str]:
         (
             ["seam", "outputs"],
             [
-                *(compat.SEAM, compat.HYBRID, compat.DELTA_NET, compat.SPARSE_ATTENTION),
-                *(multi_token_names.TABLE, compat.TRANSFORMER_ENGINE),
+                *(compat.SEAM, compat.HYBRID, compat.DELTA_NET, compat.TRANSFORMER_ENGINE),
+                *(multi_token_names.TABLE, sparse_attention_names.TABLE),
             ],
         ),
         (["engine"], [compat.SEAM, compat.ENGINE]),

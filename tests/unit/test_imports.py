@@ -53,9 +53,10 @@ ALLOWED["__main__"] = {"cli"}
 IN_MCORE: dict[str, set[str]] = {
     "probe": set(),
     "multi_token_names": {"probe"},
-    "compat": {"probe", "multi_token_names"},
+    "sparse_attention_names": {"probe"},
+    "compat": {"probe", "multi_token_names", "sparse_attention_names"},
     "ranks": set(),
-    "seam": {"compat", "multi_token_names"},
+    "seam": {"compat", "multi_token_names", "sparse_attention_names"},
 }
 ORDER = ["seam", "outputs", "engine", "models", "checkpoints", "teachers", "loop"]
 for number, room in enumerate(ORDER[1:], start=1):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import compat, sparse_attention_names
 from mcore_prefix_tree.plan.model_shape import MTP, layer_letters
 
 # Older versions of megatron-core have a MambaModel, whose pattern always has Mamba layers.
 HAS_HYBRID_MODEL = compat.has_hybrid_model()
 NEEDS_NEWER = "hybrid models need HybridModel, which came with megatron-core 0.18"
 
-HAS_DELTA_NET, HAS_SPARSE_ATTENTION = compat.has_delta_net(), compat.has_sparse_attention()
+HAS_DELTA_NET, HAS_SPARSE_ATTENTION = compat.has_delta_net(), sparse_attention_names.are_there()
 
 if HAS_HYBRID_MODEL:
     compat.check(compat.HYBRID)

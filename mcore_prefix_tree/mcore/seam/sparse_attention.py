@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention along a tree: an indexer chooses the keys of a query among those of its own path.
+"""DeepSeek sparse attention along a tree: an indexer chooses the keys of a query among those of the query's path.
 
 It is upstream's reference form (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1) with the tree as its
 mask. That form keeps a score for every pair of tokens of a micro-batch, whether they see each other or not.
@@ -25,7 +25,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa_indexer_loss i
 from megatron.core.transformer.experimental_attention_variant.dsa_masking import masked_log_softmax, masked_softmax
 
 from mcore_prefix_tree.attention.reference import visibility
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import compat, sparse_attention_names
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size, tree_class
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.latent_attention import PathRotaryEmbedding
@@ -33,9 +33,9 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
-compat.check(compat.SPARSE_ATTENTION)
+compat.check(sparse_attention_names.TABLE)
 
-_LARGE = 2**30  # bytes of a layer's scores above which a user is told
+_LARGE = 2**30  # bytes of a layer's scores that need a warning
 
 
 class TreeIndexerMixin:
