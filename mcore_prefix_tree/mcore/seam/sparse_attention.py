@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention along a tree: an indexer chooses the keys of a query among those of its own path.
+"""DeepSeek sparse attention along a tree: an indexer chooses the keys of a query among those of the query's path.
 
 It is upstream's reference form (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1) with the tree as its
 mask. That form keeps a score for every pair of tokens of a micro-batch, whether they see each other or not.
@@ -35,7 +35,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 
 compat.check(layer_names.SPARSE_ATTENTION)
 
-_LARGE = 2**30  # bytes of a layer's scores above which a user is told
+_LARGE = 2**30  # bytes of a layer's scores that need a warning
 
 
 class TreeIndexerMixin:
