@@ -2,7 +2,7 @@
 
 The fused head multiplies a chunk of hidden states with the rows of the output weight that any of its sets keeps. These
 K logits are all that is kept for backward, so that no product is computed twice. Each rank of a tensor-parallel group
-has the logits of its own columns; their sum over the group makes them known to all, and what follows is the same on
+has the logits of its columns; their sum over the group makes them known to all, and what follows is the same on
 every rank.
 
 Legend: P padded tokens, D rows (a predictor and a set), M edges (a row and the token drawn), K kept ids of all rows,

@@ -82,7 +82,7 @@ def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -
 
 
 def over_ranks(sums: RowSums, group: dist.ProcessGroup | None) -> RowSums:
-    """Join the ranks' sums, each of its own columns, over the group."""
+    """Join the sums of the ranks, each over the columns of that rank, over the group."""
     if group is None:
         return sums
     maximum = sums.maximum.clone()

@@ -41,7 +41,7 @@ _LARGE = 2**30  # bytes of a layer's scores that need a warning
 class TreeIndexerMixin:
     """An indexer whose scores have fp32 also in a model of fp64.
 
-    Upstream compares their dtype with that of a tree's mask, and multiplies them in the backward pass of its own loss.
+    Upstream compares their dtype with that of a tree's mask, and multiplies them in the backward pass of the loss.
     """
 
     config: Any
