@@ -39,7 +39,7 @@ from mcore_prefix_tree.mcore.models.config_fields import (
     settings_of_run,
     typed_settings,
 )
-from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, engine_stack, local_stack
+from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, has_pattern, stack_of_folder
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.core_attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
@@ -213,15 +213,9 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
     check_experts(provider.num_moe_experts, parallel)
     config = bridge.hf_pretrained.config.to_dict()
     of_folder = settings_of_folder(model.hf, config, provider, tensor_parallel=parallel.tensor_model_parallel_size)
-    is_hybrid = _is_hybrid(provider)
-    if is_hybrid and parallel.virtual_pipeline_model_parallel_size is not None:
-        raise RecipeError(
-            f"model.hf={model.hf}: Megatron-Bridge builds hybrid models without virtual pipeline stages; remove "
-            "parallel.virtual_pipeline_model_parallel_size"
-        )
+    is_hybrid = has_pattern(provider)
     if is_hybrid:
-        # A function: Megatron-Bridge sends configurations to other stages, and cannot send our classes.
-        spec: Any = engine_stack if model.transformer_impl == "transformer_engine" else local_stack
+        spec: Any = stack_of_folder(model, parallel)
     elif model.transformer_impl == "transformer_engine":
         check_transformer_engine()
         spec = partial(engine_layers, provider.transformer_layer_spec)
@@ -264,16 +258,11 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
     return provider
 
 
-def _is_hybrid(provider: Any) -> bool:
-    """Return whether Megatron-Bridge builds a ``HybridModel``."""
-    return getattr(provider, "hybrid_layer_pattern", None) is not None
-
-
 def _is_stock(provider: Any) -> bool:
     """Return whether Megatron-Bridge builds a ``GPTModel``, only from Megatron-Core's layers."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
 
-    if _is_hybrid(provider):
+    if has_pattern(provider):
         return False
     spec = provider.transformer_layer_spec
     spec = spec.func if isinstance(spec, functools.partial) else spec

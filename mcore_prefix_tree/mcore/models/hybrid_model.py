@@ -33,6 +33,24 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) 
         )
 
 
+def has_pattern(provider: Any) -> bool:
+    """Return whether Megatron-Bridge's provider builds a ``HybridModel``."""
+    return getattr(provider, "hybrid_layer_pattern", None) is not None
+
+
+def stack_of_folder(model: ModelConfig, parallel: ParallelConfig) -> Any:
+    """Return the function that gives a folder's stack; raise RecipeError for virtual pipeline stages.
+
+    Megatron-Bridge sends configurations to other stages, and cannot send our classes.
+    """
+    if parallel.virtual_pipeline_model_parallel_size is not None:
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge builds hybrid models without virtual pipeline stages; remove "
+            "parallel.virtual_pipeline_model_parallel_size"
+        )
+    return engine_stack if model.transformer_impl == "transformer_engine" else local_stack
+
+
 def engine_stack(config: Any) -> Any:
     """Return the spec of a hybrid stack of TransformerEngine's layers that follow the tree."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
