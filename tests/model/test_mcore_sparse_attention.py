@@ -20,6 +20,7 @@ from harness.seam_runs import (
 )
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
@@ -113,6 +114,12 @@ def test_layers_that_take_the_keys_of_another(loss: dict[str, Any]) -> None:
     stock, tree = twins(tiny_config(**settings))[0], twins(tiny_config(**settings | RECOMPUTE["layers"]))[1]
     assert [layer.self_attention.core_attention.indexer is None for layer in tree.decoder.layers] == [0, 1, 0, 1]
     assert_folded_is_unfolded(stock, tree, deep_samples(13))
+
+
+def test_the_first_check_does_not_know_the_scale_of_the_loss() -> None:
+    _, tree = twins(tiny_config(**SPARSE | LOSS | {"num_layers": 1}))
+    with pytest.raises(NotImplementedError, match=r"check_first does not support dsa_indexer_loss_coeff=0\.7"):
+        fold_inside(tree, check_first=True)
 
 
 def test_logged_loss_is_the_sum_over_samples() -> None:

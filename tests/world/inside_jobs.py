@@ -34,6 +34,7 @@ class InsideJob:
 
     ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by a custom output processor, ``processor``;
     ``packed_attention`` takes packed rows, as TransformerEngine's does; ``pattern`` is that of a HybridModel's layers.
+    With ``positions`` of "mrope", some tokens are given as those of pictures.
     """
 
     reads: str = "labels"
@@ -46,6 +47,7 @@ class InsideJob:
     vocab_size: int = VOCAB
     config: tuple[tuple[str, Any], ...] = ()
     double: bool = False
+    positions: str = "rope"
 
 
 def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> tuple[float, list[Any], float]:
@@ -59,7 +61,8 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
 
     config = tiny_gpt_config(layout=layout, **dict(job.config))
     padded = replace(job, vocab_size=-(-job.vocab_size // layout.tp) * layout.tp)
-    chunks = chunks_of(padded, config, packed_tree_spec if job.packed_attention else tree_spec)
+    spec = packed_tree_spec if job.packed_attention else tree_spec
+    chunks = chunks_of(padded, config, spec, positions=job.positions)
     chunks = [fold_inside(chunk, check_first=job.check_first, vocab_size=job.vocab_size) for chunk in chunks]
     trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
     dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -190,18 +193,21 @@ def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:
 def train_step(data_iterator: Any, model: Any, *, reads: str) -> Any:
     """``forward_step_func`` of a trainer."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from megatron.core.utils import unwrap_model
 
     from mcore_prefix_tree.mcore.packed import RowLogprobs
 
     batch = dict(next(data_iterator))
     weights, labels = batch.pop("weights"), batch.pop("labels")
+    bare = unwrap_model(model)
+    batch |= as_pictures(bare, batch) if bare.position_embedding_type == "mrope" else {"position_ids": None}
     given: dict[str, Any] = {
         "labels": {"labels": labels},
         "logits": {},
         "logprobs": {"output_processor": RowLogprobs(labels=labels)},
         "processor": {"output_processor": logits_of},
     }[reads]
-    output = model(position_ids=None, attention_mask=None, **batch, **given)
+    output = model(attention_mask=None, **batch, **given)
 
     def loss_func(output: torch.Tensor) -> Any:
         if reads == "labels":
@@ -216,6 +222,20 @@ def train_step(data_iterator: Any, model: Any, *, reads: str) -> Any:
         return loss, num_tokens, {"loss_sum": loss.detach(), "num_tokens": num_tokens}
 
     return output, loss_func
+
+
+def as_pictures(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for the same rows, whose larger ids are now tokens of pictures with the embeddings of those ids."""
+    from mcore_prefix_tree.mcore import PicturePackedSeqParams
+
+    ids, params = batch["input_ids"], batch["packed_seq_params"]
+    place = torch.arange(ids.shape[1])
+    first = params.cu_seqlens_q_padded[torch.searchsorted(params.cu_seqlens_q_padded, place, right=True) - 1]
+    positions = (place - first).expand(3, 1, -1)  # of text, whose M-RoPE is RoPE
+    embeddings = model.embedding(input_ids=ids, position_ids=positions) if model.pre_process else None
+    numbers = torch.where(ids[0] >= VOCAB // 2, ids[0], -1)
+    params = PicturePackedSeqParams.of(params, numbers)
+    return {"position_ids": positions, "decoder_input": embeddings, "packed_seq_params": params}
 
 
 def logits_of(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any) -> torch.Tensor:

@@ -151,3 +151,10 @@ def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads
 def test_states_fold_inside_the_model() -> None:
     job = InsideJob(pattern=STATES.pattern, config=STATES.config, double=True, check_first=True)
     check(inside(2, TP2_SP, job), oracle(STATES), FP64)
+
+
+@pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
+@pytest.mark.parametrize("pattern", [CHOOSES.pattern, None], ids=["hybrid", "gpt"])
+def test_sparse_attention_folds_inside_the_model(pattern: str | None) -> None:
+    job = InsideJob(pattern=pattern, config=CHOOSES.config, double=True)
+    check(inside(2, TP2_SP, job), oracle(replace(CHOOSES, pattern=pattern)), FP64)

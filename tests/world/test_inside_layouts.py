@@ -27,6 +27,12 @@ def test_every_layout(size: int, layout: Layout, reads: str) -> None:
     check(inside(size, layout, InsideJob(reads=reads)), unfolded_oracle(), FP64)
 
 
+@in_layouts("tp2", "pp2-vpp2", ci=["pp2", "tp2-pp2"])
+def test_pictures(size: int, layout: Layout) -> None:
+    job = InsideJob(positions="mrope", config=(("mrope_section", [4, 2, 2]),))
+    check(inside(size, layout, job), unfolded_oracle(), FP64)
+
+
 @pytest.mark.parametrize("reads", ["logprobs", pytest.param("processor", marks=NEEDS_PROCESSOR)])
 @in_layouts("tp2-sp", "pp2")
 def test_output_processors(size: int, layout: Layout, reads: str) -> None:

@@ -38,12 +38,14 @@ class FoldCheckError(RuntimeError):
 
 
 def check_comparable(config: Any) -> None:
-    """Raise NotImplementedError for models whose gradients cannot be computed without a change to ``.grad``."""
+    """Raise NotImplementedError for models whose gradients cannot be computed by themselves, without a step."""
     recomputed = set(config.recompute_modules or ()) - {"core_attn"}
     if config.gradient_accumulation_fusion:
         setting = "gradient_accumulation_fusion=True: its kernel writes into DDP's buffers"
     elif config.recompute_granularity == "selective" and recomputed:
         setting = f"recompute_modules={sorted(recomputed)}: torch.autograd.grad does not go through them"
+    elif getattr(config, "dsa_indexer_loss_coeff", None):
+        setting = f"dsa_indexer_loss_coeff={config.dsa_indexer_loss_coeff}: only a step knows the scale of its gradient"
     else:
         return
     raise NotImplementedError(f"check_first does not support {setting}; change it for the run that checks")
