@@ -22,6 +22,7 @@ RUN = [
     page for page in PAGES if any(not reason(name_of(page), one) for block in blocks_of(page) for one in block.commands)
 ]
 QUICK = {"docs/howto/own-trainer.md"}
+PICTURE = 90
 STEP = "step 1 | loss 10.379327 | grad 2.954 | lr 0.0e+00 | fold 6.40x | 14.5k tok/s"
 
 
@@ -50,7 +51,24 @@ def test_python_of_the_page_about_transformers_runs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
     batch = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 7]]
-    names: dict[str, Any] = {"path": str(tmp_path), "batch": batch}
+    vision_path, tokens = str(tmp_path / "pictures"), torch.tensor([[1, *[PICTURE] * 4, 2], [1, *[PICTURE] * 4, 3]])
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text = sizes | {"vocab_size": 96, "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
+    tower = {"depth": 1, "num_heads": 2, "in_channels": 1, "patch_size": 2, "temporal_patch_size": 1}
+    tower |= {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32, "num_position_embeddings": 16}
+    special = {"image_token_id": PICTURE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=tower | {"deepstack_visual_indexes": [0]}, **special
+    )
+    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(vision_path)
+    processed = {
+        "input_ids": tokens,
+        "pixel_values": torch.randn(16, 4).repeat(2, 1),  # of both rows, equal
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (tokens == PICTURE).int(),
+    }
+    names: dict[str, Any] = {"path": str(tmp_path), "batch": batch, "labels": tokens}
+    names |= {"vision_path": vision_path, "processor_output": processed}
     page = ROOT / "docs/transformers.md"
     lines = page.read_text().splitlines()
     for first, language, last in fences_of(page):
@@ -61,6 +79,8 @@ def test_python_of_the_page_about_transformers_runs(tmp_path: Path) -> None:
         alone = stock(torch.tensor([ids])).logits.log_softmax(-1)[0, :-1]
         expected = alone.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(row[1:], expected, rtol=1e-4, atol=1e-5)
+    stock = transformers.AutoModelForImageTextToText.from_pretrained(vision_path)
+    torch.testing.assert_close(names["loss"], stock(**processed, labels=tokens).loss, rtol=1e-5, atol=1e-5)
 
 
 def test_exceptions_fit_commands_of_pages() -> None:

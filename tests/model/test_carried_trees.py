@@ -215,8 +215,9 @@ def test_what_needs_whole_samples_is_named(changes: dict[str, Any], objective: s
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)
 def test_hybrid_models_of_attention() -> None:
-    assert why_not_carried({}, "*-+E|D", None) is None
-    assert "carry a state" in str(why_not_carried({}, "*-M", None))
+    assert why_not_carried({}, "*-+E|-", None) is None
+    for pattern in ("*-M", "*-D", "*-|G"):
+        assert "read more of a path" in str(why_not_carried({}, pattern, None))
     samples = deep_samples(7)
     stock, tree = hybrid_twins(tiny_config(is_hybrid_model=True, num_layers=4), "*-*-")
     size = fold(samples).physical_tokens

@@ -50,7 +50,7 @@ def run_schedule(
         for batch in micro_batches
     ]
     iterators = [_taken(waiting) for _ in chunks]
-    one_stage = one_stage or parallel_state.get_pipeline_model_parallel_world_size() == 1
+    has_others = not one_stage and parallel_state.get_pipeline_model_parallel_world_size() > 1
     with naming_memory(lambda: _needed(micro_batches, forward_only=forward_only)):
         reported: list[Any] = (forward_backward_no_pipelining if one_stage else get_forward_backward_func())(
             forward_step_func=forward_step,
@@ -61,7 +61,7 @@ def run_schedule(
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
-            **({} if one_stage else give_shapes(config, len(chunks), sizes)),
+            **(give_shapes(config, len(chunks), sizes) if has_others else {}),
         )
     return reported
 
