@@ -79,13 +79,8 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_model(folder: Path) -> Any:
-    """transformers' model of a folder.
-
-    Not by ``from_pretrained``, which in a process that has emulated a GPU leaves tables of rotary embeddings unset.
-    """
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).float()
-    model.load_state_dict(weights_in(folder))
-    return model.eval()
+    """transformers' model of a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def assert_same_folder(exported: Path, source: Path) -> None:
