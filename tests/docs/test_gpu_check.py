@@ -69,7 +69,7 @@ def test_rows_and_table_of_a_good_run(tmp_path):
 @pytest.mark.parametrize(
     ("end", "entry", "reason"),
     [
-        ("crash", "failed", "signal SIGSEGV: the last words"),
+        ("crash", "failed", "the last words"),
         ("hang", "failed", "stopped after 2 s without a result"),
         ("memory", "failed", "out of memory"),
         ("error", "failed", "ValueError: it does not compile"),
@@ -80,6 +80,8 @@ def test_failing_measurement_leaves_others(tmp_path, end, entry, reason):
     code, said, rows = run(tmp_path, FAKE_PART=end, FAKE_SECONDS="2" if end == "hang" else "60")
     assert code == (1 if entry == "failed" else 0)
     assert reason in rows["second"][entry]
+    # On a busy machine the last line of the row before may come after that row.
+    assert end != "crash" or "signal SIGSEGV: " in rows["second"][entry]
     assert [rows[name].get("seconds") for name in ("first", "third")] == [[0.5], [0.5]]
     assert seen(tmp_path) == list(gpu_parts.METHODS)
     if entry == "failed":
