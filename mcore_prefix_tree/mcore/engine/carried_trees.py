@@ -131,6 +131,11 @@ class _Tree:
         """The layout of the carried tokens."""
         return keep_tokens(self.layout, self.carried)
 
+    @cached_property
+    def by_index(self) -> Int64Array:
+        """int64 ``[X]``, the order of the carried tokens in ``layout``."""
+        return np.argsort(self.carried)
+
     def micro_batch(self, chunk: Chunk) -> MicroBatch:
         """Return a chunk's micro-batch."""
         start, end, *_ = chunk
@@ -142,8 +147,7 @@ class _Tree:
             padded_size=self.folding.padding.size(end - start),
             num_supervised=int(self.supervised[start:end].sum()),
         )
-        by_index = np.argsort(self.carried)
-        stack = by_index[np.searchsorted(self.carried, find_stack(self.layout, start), sorter=by_index)]
+        stack = self.by_index[np.searchsorted(self.carried, find_stack(self.layout, start), sorter=self.by_index)]
         own = np.flatnonzero(self.owner == number)
         if self.trains:  # the chunk before runs next
             last = np.unique(self.shelf[self.owner == number - 1])
