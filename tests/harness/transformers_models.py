@@ -44,6 +44,17 @@ class InDouble(TorchFunctionMode):
         return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
+class Noisy(torch.nn.Module):
+    """A layer with dropout that no attribute shows."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.inner(hidden), 0.1, self.training)
+
+
 def tiny(name: str, **settings: Any) -> Any:
     import transformers
 

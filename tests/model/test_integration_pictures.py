@@ -6,13 +6,12 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness.oracles import worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
-from harness.transformers_models import SMALL, InDouble, gradients  # noqa: E402
+from harness.transformers_models import SMALL, InDouble, Noisy, gradients  # noqa: E402
 
 from mcore_prefix_tree.integrations.trl import fold_backbone  # noqa: E402
 
@@ -273,17 +272,6 @@ def test_generation_and_the_towers_attention_are_untouched():
     call |= {"use_cache": True, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(*(model.generate(**call) for model in (stock, folds)))
     assert not folds.folding.report(with_grad=False).calls
-
-
-class Noisy(torch.nn.Module):
-    """A layer with dropout that no attribute shows."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden):
-        return F.dropout(self.inner(hidden), 0.1, self.training)
 
 
 def drop_in_the_tower(model):

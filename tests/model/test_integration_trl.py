@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
-from harness.transformers_models import SMALL, InDouble, gradients  # noqa: E402
+from harness.transformers_models import SMALL, InDouble, Noisy, gradients  # noqa: E402
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone  # noqa: E402
 
@@ -249,17 +249,6 @@ def test_the_saved_model_is_the_stock_one(tmp_path):
 
 def rate(module, name):
     return lambda model: setattr(model.get_submodule(module), name, 0.1)
-
-
-class Noisy(torch.nn.Module):
-    """A layer with dropout that no attribute shows."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden):
-        return F.dropout(self.inner(hidden), 0.1, self.training)
 
 
 def drop_unseen(model):
