@@ -29,6 +29,13 @@ COMPARED: dict[str, Allowed] = {
     },
     "glm4_moe": {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE},
     "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": {
+        "norm_topk_prob": (True,),
+        "num_experts_per_tok": _ABOVE_ONE,
+        "q_lora_rank": range(1, sys.maxsize),
+        "rope_type": ("default",),
+        "tie_word_embeddings": (False,),
+    },
     "gpt_oss": {  # constants in Megatron-Bridge's source
         "swiglu_limit": (7.0,),
         "swiglu_alpha": (1.702,),

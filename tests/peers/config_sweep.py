@@ -30,6 +30,7 @@ BASE = {
     "Qwen3.5": {"initializer_range": 0.05},
     "Qwen3.5-MoE": {"initializer_range": 0.05},
     "DeepSeek-V3": {"n_routed_experts": 8},
+    "GLM-5": {"n_routed_experts": 8},
     "GLM-4.7-Flash": {"n_routed_experts": 8},
     "GLM-4.5": {"n_routed_experts": 8, "num_experts": 8, "n_group": 2, "topk_group": 1},
 }
@@ -72,6 +73,7 @@ VALUES: dict[str, list[Any]] = {
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
     "layers_block_type": [["moe", "full_attention", "mlp", "linear_attention"], ["full_attention", "mlp"]],
+    "indexer_types": [["full", "full", "shared", "shared"], ["full", "shared", "full", "full"]],
     "mamba_hidden_act": ["gelu"],
     "mlp_hidden_act": ["silu"],
     "mtp_layers_block_type": [["full_attention"]],

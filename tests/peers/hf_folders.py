@@ -44,6 +44,8 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 16,
     "head_dim": 8,
 }
+# So many heads of an indexer that no key's score is exactly 0, and ties with another's.
+SPARSE: dict[str, Any] = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 32, "n_group": 1}
 DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -112,6 +114,9 @@ FAMILIES = {
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "use_qk_norm": True},
     ),
     "GLM-4.7-Flash": Family(name="Glm4MoeLite", settings=SIZES | LATENT),
+    "GLM-5": Family(
+        name="GlmMoeDsa", settings=SIZES | LATENT | SPARSE | {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+    ),
     "DeepSeek-V3": Family(name="DeepseekV3", settings=SIZES | LATENT),
     "gpt-oss": Family(
         name="GptOss", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}

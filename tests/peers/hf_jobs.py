@@ -103,7 +103,7 @@ def gradients(run: Resolved) -> dict[str, torch.Tensor]:
     assert step.logical_tokens > 1.5 * step.physical_tokens
     run_schedule(chunks, step.micro_batches, run.job.forward_step)
     for parameter in chunks[0].parameters():
-        parameter.data = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     assert run.recipe.model.hf is not None
     exported = dict(load_bridge(run.recipe.model.hf).export_hf_weights(chunks, cpu=True))
     # A weight that Megatron-Core centres at zero is exported with one added to it.
@@ -135,7 +135,7 @@ def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:
     errors = {"logprob": worst_score(scores, model)}
     sum(nll(model, row).sum() for row in rows()).backward()
     for parameter in model.parameters():
-        parameter.data = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(folder / "gradients")
     expected = weights_in(folder / "gradients")
     return errors | gradient_errors(found, expected)

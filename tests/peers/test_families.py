@@ -69,16 +69,19 @@ def test_layouts(family: str, layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "more", "says"),
+    ("family", "parallel", "more", "says"),
     [
-        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}, {}, "virtual pipeline stages"),
-        ({}, {"lora": LoraConfig()}, "get no adapters here"),
+        ("Nemotron-H", {"virtual_pipeline_model_parallel_size": 3}, {}, "virtual pipeline stages"),
+        ("Nemotron-H", {}, {"lora": LoraConfig()}, "get no adapters here"),
+        ("GLM-5", {"virtual_pipeline_model_parallel_size": 2}, {}, "the keys that a layer of another chose"),
+        ("GLM-5", {}, {}, "of TransformerEngine; set model.transformer_impl=transformer_engine"),
     ],
 )
-def test_hybrid_folders_refuse(parallel: dict[str, int], more: dict[str, Any], says: str, tmp_path: Path) -> None:
-    saved_model("Nemotron-H", tmp_path / "source", {})
+def test_folders_refuse(family: str, parallel: dict[str, int], more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    saved_model(family, tmp_path / "source", {})
     sizes = HuggingFaceFolder.read(tmp_path / "source").sizes
     model = ModelConfig(hf=str(tmp_path / "source"), transformer_impl="local", **sizes, **more)
+    parallel = {"pipeline_model_parallel_size": 2, **parallel} if parallel else {}
     with pytest.raises(RecipeError, match=says):
         make_provider(model, ParallelConfig(**parallel), on_gpu=False)
 

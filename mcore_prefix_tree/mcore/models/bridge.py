@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 
 from mcore_prefix_tree.cpu.emulation import transformer_engine_names
 from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers, latent_layers
-from mcore_prefix_tree.mcore.models.bridge_settings import settings_of_folder
+from mcore_prefix_tree.mcore.models.bridge_settings import READ_BY_BRIDGE, settings_of_folder
 from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, TextWeights, check_shapes
 from mcore_prefix_tree.mcore.models.config_fields import (
     check_experts,
@@ -49,12 +49,14 @@ from mcore_prefix_tree.utils.versions import install_command, installed_version_
 
 _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and, on a GPU, TransformerEngine"
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
-# and updates that balance experts, and multi-token prediction, whose weights keep their names in no provider.
+# beside the objective's, updates that balance experts, and multi-token prediction, whose weights keep their names in no
+# provider.
 OFF: dict[str, Any] = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "cross_entropy_loss_fusion": False,
+    "dsa_indexer_loss_coeff": 0.0,
     "gradient_accumulation_fusion": False,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
@@ -163,8 +165,8 @@ def load_bridge(path: str) -> Any:
     for name in vars(config).keys() & folder.config.keys():
         if not hasattr(own, name):
             delattr(config, name)
-    if config.model_type == "hy_v3":
-        config.first_k_dense_replace = 0  # of Megatron-Bridge; settings_of_folder reads mlp_layer_types instead
+    for name, value in READ_BY_BRIDGE.get(config.model_type, {}).items():
+        setattr(config, name, value)
     return bridge
 
 
@@ -212,7 +214,7 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     check_experts(provider.num_moe_experts, parallel)
     config = bridge.hf_pretrained.config.to_dict()
-    of_folder = settings_of_folder(model.hf, config, provider, tensor_parallel=parallel.tensor_model_parallel_size)
+    of_folder = settings_of_folder(model.hf, config, provider, parallel)
     is_hybrid = has_pattern(provider)
     if is_hybrid:
         spec: Any = stack_of_folder(model, parallel)
@@ -226,12 +228,6 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
         raise RecipeError(
             f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} does not divide the vocabulary "
             f"of model.hf={model.hf}, {provider.vocab_size}; choose a size that divides it"
-        )
-    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
-    if provider.num_layers % stages:
-        raise RecipeError(
-            f"model.hf={model.hf} has {provider.num_layers} layers, which {stages} stages of a pipeline cannot share "
-            "evenly; change parallel.pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
         )
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {"should_pad_vocab": False}
     fixed["hybrid_stack_spec" if is_hybrid else "transformer_layer_spec"] = spec

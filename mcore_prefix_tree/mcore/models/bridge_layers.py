@@ -41,9 +41,11 @@ def _with_epsilon(base: Any) -> type:
 
 def latent_layers(layers: Callable[..., Any], config: Any, vp_stage: int | None = None) -> Any:
     """Return the spec that a function gives, with transformers' epsilon in the norms of latent attention."""
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
     from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 
-    classes = [tree_class(TreeLatentAttentionMixin, one) for one in (MLASelfAttention, FusedMLASelfAttention)]
+    stock = (MLASelfAttention, FusedMLASelfAttention, AbsorbedMLASelfAttention)
+    classes = [tree_class(TreeLatentAttentionMixin, one) for one in stock]
     return exchanged(layers(config, vp_stage=vp_stage), {one: _with_latent_epsilon(one) for one in classes})
 
 

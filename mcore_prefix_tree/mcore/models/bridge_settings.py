@@ -5,13 +5,14 @@ Each rule was found by training tiny models whose configurations differ in one s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from mcore_prefix_tree.mcore.seam.core_attention import layer_window
-from mcore_prefix_tree.settings import RecipeError
+from mcore_prefix_tree.settings import ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_families import COMPARED
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
@@ -23,15 +24,22 @@ _YARN_SCALES = ("yarn_mscale", "yarn_mscale_all_dim")
 # Architectures that turn a share of the channels; transformers 5 keeps it in a place that Megatron-Bridge skips.
 _PARTLY_ROTARY = ("glm4_moe", "minimax_m2", "qwen3_next")
 
+# Keys that Megatron-Bridge reads of a configuration by its model_type, and transformers' has not: of what transformers
+# does always, or of what settings_of_folder finds under another key.
+READ_BY_BRIDGE: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {"indexer_rope_interleave": True},
+    "hy_v3": {"first_k_dense_replace": 0},
+}
 
-def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, tensor_parallel: int) -> dict[str, Any]:
+
+def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the fields of a provider that its folder decides and Megatron-Bridge left unset.
 
     ``config`` is transformers' configuration of the folder, with its defaults.
 
     Raises:
         RecipeError: the configuration has a setting that the provider's layers would pass over; the message names it.
-            Or ``tensor_parallel`` ranks cannot share the layers.
+            Or the layout's ranks cannot share the layers.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -41,6 +49,7 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, t
             f"model.hf={path}: config.json has the architecture {architecture}, and model_type={kind}, which is "
             f"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)} in transformers; correct one of them"
         )
+    tensor_parallel = parallel.tensor_model_parallel_size
     if tensor_parallel > 1 and kind == "olmoe":
         raise RecipeError(
             f"model.hf={path}: Megatron-Bridge's OLMoE normalises the queries of all heads together, which tensor-"
@@ -49,6 +58,7 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, t
     _check_rotary(path, config, provider)
     _check_needed(path, config)
     _check_groups(path, config)
+    _check_stages(path, config, provider.num_layers, parallel)
     _check_windows(path, config, provider)
     fields: dict[str, Any] = {}
     rope, is_latent = _read_rope(config), isinstance(provider, MLATransformerConfig)
@@ -57,8 +67,10 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, t
     # transformers reads neither for the rotary embeddings unless both are set.
     if _rope_kind(rope) == "yarn" and not (rope.get("mscale") and rope.get("mscale_all_dim")):
         fields |= {"mscale": 1.0, "mscale_all_dim": 0.0} if is_latent else dict.fromkeys(_YARN_SCALES)
-    if kind == "hy_v3":
+    if config.get("mlp_layer_types"):
         fields["moe_layer_freq"] = [int(layer == "sparse") for layer in config["mlp_layer_types"]]
+    if "shared" in (config.get("indexer_types") or ()):
+        fields |= _shared_choice(path, config["indexer_types"])
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share is not None and kind in _PARTLY_ROTARY:
         fields["rotary_percent"] = float(share)
@@ -68,6 +80,20 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, *, t
             "of this architecture"
         )
     return fields
+
+
+def _shared_choice(path: str, indexers: Sequence[str]) -> dict[str, int]:
+    """Return the fields by which layers take the keys that one before chose, from transformers' ``indexer_types``."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
+
+    layers = range(1, len(indexers) + 1)
+    for offset, every in itertools.product(layers, layers[1:]):
+        if all(is_dsa_skip_topk_layer(at, offset, every) == (indexers[at - 1] == "shared") for at in layers):
+            return {"dsa_indexer_skip_topk_offset": offset, "dsa_indexer_topk_freq": every}
+    raise RecipeError(
+        f"model.hf={path}: config.json has indexer_types={list(indexers)}, and Megatron-Core's layers choose keys at "
+        "regular distances"
+    )
 
 
 def _read_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,6 +148,20 @@ def _check_needed(path: str, config: Mapping[str, Any]) -> None:
                 f"model.hf={path}: config.json has {name}={value}, and Megatron-Core's layers of this "
                 f"architecture would compute other values than transformers unless it is {words}"
             )
+
+
+def _check_stages(path: str, config: Mapping[str, Any], layers: int, parallel: ParallelConfig) -> None:
+    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    if layers % stages:
+        raise RecipeError(
+            f"model.hf={path} has {layers} layers, which {stages} stages of a pipeline cannot share evenly; change "
+            "parallel.pipeline_model_parallel_size or virtual_pipeline_model_parallel_size"
+        )
+    if "shared" in (config.get("indexer_types") or ())[:: layers // stages]:
+        raise RecipeError(
+            f"model.hf={path}: with {stages} stages of a pipeline, the first layer of one takes the keys that a layer "
+            "of another chose (indexer_types of config.json); change parallel.pipeline_model_parallel_size"
+        )
 
 
 def _check_groups(path: str, config: Mapping[str, Any]) -> None:
