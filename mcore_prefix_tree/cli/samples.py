@@ -19,8 +19,8 @@ from mcore_prefix_tree.utils.inputs import MOST, parse_json
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
     from mcore_prefix_tree.data.batches import SampleOrder
+    from mcore_prefix_tree.data.chat import Vocabulary
     from mcore_prefix_tree.data.source import Source
-    from mcore_prefix_tree.data.vocabulary import Vocabulary
     from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import ModelWork
     from mcore_prefix_tree.sample import Sample

@@ -16,8 +16,7 @@ from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
-from mcore_prefix_tree.data.stream import StreamedGroups
-from mcore_prefix_tree.data.turn_order import read_turn, with_later_turns
+from mcore_prefix_tree.data.stream import StreamedGroups, read_turn, with_later_turns
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.choices import OnError, Order

@@ -20,9 +20,35 @@ from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, reso
 from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_files
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
-from mcore_prefix_tree.data.turn_order import Turn, goes_on
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.choices import OnError
+
+Turn = tuple[Hashable, int]
+
+
+def read_turn(sample: Sample) -> Turn | None:
+    """Return the rollout and the turn of a sample; None unless it names both."""
+    rollout, turn = sample.signals.unit("rollout"), sample.signals.turn
+    return None if rollout is None or turn is None else (rollout, turn)
+
+
+def goes_on(before: Turn | None, turn: Turn | None) -> bool:
+    """Return whether a turn is a later one of the rollout that the turn before it belongs to."""
+    return before is not None and turn is not None and before[0] == turn[0] and before[1] < turn[1]
+
+
+def with_later_turns(lines: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+    """Join neighbouring lines that hold successive turns of a rollout, for example from ``score``."""
+    joined: list[list[Sample]] = []
+    last = None
+    for line in lines:
+        if line and joined and goes_on(last, read_turn(line[0])):
+            joined[-1] += line
+        else:
+            joined.append(list(line))
+        last = read_turn(line[-1]) if line else last
+    return joined
+
 
 Int64Array = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]

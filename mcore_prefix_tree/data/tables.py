@@ -20,7 +20,7 @@ from pyarrow import types
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames, notice_unread
 from mcore_prefix_tree.data.foreign_names import shown, suggest_fields
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
-from mcore_prefix_tree.data.unchanged import Unchanged
+from mcore_prefix_tree.data.jsonl import Unchanged
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
 

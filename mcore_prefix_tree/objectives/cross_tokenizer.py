@@ -35,8 +35,7 @@ from mcore_prefix_tree.objectives.cross_tokenizer_rows import (
     refuse_temperatures,
 )
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample
-from mcore_prefix_tree.objectives.objective import Objective, Output, SecondModels
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, Objective, Output, SecondModels, refuse_unused
 from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import Targets
 from mcore_prefix_tree.sample import Sample, SampleError

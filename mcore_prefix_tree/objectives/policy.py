@@ -51,8 +51,7 @@ from mcore_prefix_tree.objectives.kl import (
 )
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample

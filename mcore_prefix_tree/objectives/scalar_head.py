@@ -16,8 +16,7 @@ from mcore_prefix_tree.objectives.advantages import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.preference import find_pairs, reward_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_routes
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets

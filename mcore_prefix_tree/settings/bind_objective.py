@@ -1,13 +1,29 @@
-"""A recipe's objective."""
+"""A recipe's objective; for one across tokenizers the tokenizers and projections, read before any model is built."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from pydantic import ValidationError
 
-from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
-from mcore_prefix_tree.settings.bind_xtoken import bind
-from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
+from mcore_prefix_tree.objectives import (
+    BoundCrossTokenizer,
+    CrossTokenizer,
+    Objective,
+    TeacherSide,
+    make_objective,
+    option_faults,
+)
+from mcore_prefix_tree.settings.model_section import ModelConfig
+from mcore_prefix_tree.settings.sections import DataConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import teacher_recipes
+from mcore_prefix_tree.trie import Sharing
+from mcore_prefix_tree.xtoken.modes import Reads
+from mcore_prefix_tree.xtoken.pairs import Pairing
+from mcore_prefix_tree.xtoken.projection_file import read_projection
+from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
 def make_settings(given: ObjectiveConfig) -> Objective:
@@ -70,3 +86,129 @@ def make_bound_objective(recipe: Recipe) -> Objective:
         pad_to_multiple_of=recipe.padding.multiple,
         block_rows=recipe.head_chunk_rows,
     )
+
+
+def bind(
+    settings: CrossTokenizer,
+    data: DataConfig,
+    teachers: Sequence[tuple[str, Recipe]],
+    *,
+    sharing: Sharing,
+    pad_to_multiple_of: int,
+    block_rows: int | None,
+) -> BoundCrossTokenizer:
+    """Return the objective of the settings in a recipe's ``objective.options``.
+
+    Args:
+        data: section that names the student's tokenizer.
+        teachers: paths of the teachers' recipes, and these, which name their tokenizers.
+        sharing, pad_to_multiple_of, block_rows: see :class:`BoundCrossTokenizer`.
+
+    Raises:
+        RecipeError: a tokenizer or a projection is missing, or does not fit.
+        ValueError, OSError: a tokenizer or a file cannot be read; names it.
+    """
+    reads = settings.losses.reads
+    projections = _projections(settings, reads, len(teachers))
+    student = _tokenizer(data, "data.tokenizer")
+    sides = []
+    for (path, teacher), projection in zip(teachers, projections, strict=True):
+        pairing = _pairing(settings, student, path, teacher.data, teacher.model)
+        sides.append(_side(pairing, reads, projection))
+    _check_columns(settings, sides)
+    try:
+        return BoundCrossTokenizer(
+            settings=settings,
+            sides=tuple(sides),
+            sharing=sharing,
+            pad_to_multiple_of=pad_to_multiple_of,
+            block_rows=block_rows,
+        )
+    except ValueError as error:
+        raise RecipeError(f"objective.options: {error}") from None
+
+
+def make_pairing(
+    settings: CrossTokenizer, data: DataConfig, path: str, teacher_data: DataConfig, teacher_model: ModelConfig
+) -> Pairing:
+    """Return the pairing of a recipe's samples with one teacher's.
+
+    Args:
+        path: path of the teacher's recipe.
+        teacher_data: data section of that recipe, which names the teacher's tokenizer.
+        teacher_model: model section of that recipe, which may have learned positions.
+
+    Raises:
+        RecipeError, ValueError: see :func:`bind`.
+    """
+    student = _tokenizer(data, "data.tokenizer")
+    return _pairing(settings, student, path, teacher_data, teacher_model)
+
+
+def _pairing(
+    settings: CrossTokenizer,
+    student: ChatTokenizer,
+    path: str,
+    data: DataConfig,
+    model: ModelConfig,
+) -> Pairing:
+    limits = {}
+    if model.position_embedding_type == "learned_absolute":
+        limits[f"model.max_position_embeddings of {path}"] = model.max_position_embeddings
+    tokenizer = _tokenizer(data, f"objective.teacher_recipe={path}: its data.tokenizer")
+    return Pairing(student, tokenizer, aligner=settings.aligner, teacher_limits=limits)
+
+
+def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:
+    from mcore_prefix_tree.xtoken.losses import Endings
+
+    tables = pairing.student, pairing.teacher
+    if projection is not None and not Path(projection).is_file():
+        raise RecipeError(
+            f"objective.options.projection={projection}: no such file; make it with mcore-prefix-tree xtoken "
+            "build-projection"
+        )
+    return TeacherSide(
+        pairing=pairing,
+        student_size=pairing.student.vocab_size,
+        teacher_size=pairing.teacher.vocab_size,
+        projection=None if projection is None else read_projection(projection, student=tables[0], teacher=tables[1]),
+        endings=Endings(*map(_bytes, tables)) if reads.token_bytes else None,
+    )
+
+
+def _bytes(table: TokenBytes) -> list[bytes | None]:
+    return [table.of(token) or None for token in range(table.vocab_size)]
+
+
+def _tokenizer(data: DataConfig, setting: str) -> ChatTokenizer:
+    if data.tokenizer is None:
+        raise RecipeError(f"{setting} is missing; objective.name=xtoken aligns the texts of two tokenizers")
+    return load_tokenizer(data.tokenizer, data.chat_template_kwargs)
+
+
+def _projections(settings: CrossTokenizer, reads: Reads, teachers: int) -> Sequence[str | None]:
+    given = settings.projection
+    if not reads.projection:
+        return [None] * teachers
+    if given is None:
+        raise RecipeError(
+            f"objective.options.projection is missing, which mode={settings.mode} reads; make one with "
+            "mcore-prefix-tree xtoken build-projection"
+        )
+    files = [given] if isinstance(given, str) else given
+    if len(files) != teachers:
+        raise RecipeError(
+            f"objective.options.projection names {len(files)} files, but objective.teacher_recipe {teachers} teachers; "
+            "name one for each"
+        )
+    return files
+
+
+def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide]) -> None:
+    for side in sides:
+        if settings.top_k is not None and settings.top_k > side.teacher_size:
+            raise RecipeError(
+                f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
+                "unset it to compare all"
+            )

@@ -22,9 +22,8 @@ from yaml import YAMLError
 from mcore_prefix_tree.settings.adapter_folder import AdapterFolder, layers_with, with_adapter
 from mcore_prefix_tree.settings.hf_folder import SIZES, HuggingFaceFolder, with_folder
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.section import AT_ODDS, broken_rules, collect_faults, keep_valid, suggest_key
+from mcore_prefix_tree.settings.section import AT_ODDS, NOT_LOCAL, broken_rules, collect_faults, keep_valid, suggest_key
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.value_types import NOT_LOCAL
 from mcore_prefix_tree.utils.inputs import local_path, read_text
 
 logger = logging.getLogger(__name__)

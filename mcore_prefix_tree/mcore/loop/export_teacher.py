@@ -27,8 +27,7 @@ from mcore_prefix_tree.objectives.cross_tokenizer_rows import refuse_temperature
 from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.bind_objective import make_settings
-from mcore_prefix_tree.settings.bind_xtoken import make_pairing
+from mcore_prefix_tree.settings.bind_objective import make_pairing, make_settings
 from mcore_prefix_tree.settings.score_section import TEACHER
 from mcore_prefix_tree.settings.teachers import check_asked_teachers, teacher_recipes
 from mcore_prefix_tree.trie import Sharing
