@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, load_job, local, local_data, local_file, takes
+from mcore_prefix_tree.cli.options import (
+    check_output_option,
+    load_job,
+    local,
+    local_data,
+    local_file,
+    overrides_like,
+    takes,
+)
 from mcore_prefix_tree.cli.samples import parse_json_object
 from mcore_prefix_tree.utils.choices import Aligner, OnError, Rendering
 from mcore_prefix_tree.utils.inputs import MOST
@@ -177,9 +185,7 @@ def export_teacher(
             ".parquet, .arrow or .feather file. An existing file is replaced once all samples are exported.",
         ),
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example data.path=held_out.jsonl.")
-    ] = None,
+    overrides: Annotated[list[str] | None, overrides_like("data.path=held_out.jsonl")] = None,
     top_k: Annotated[
         int, typer.Option(min=1, max=MOST, metavar="K", help="Tokens of each row, the teacher's likeliest.")
     ] = 64,

@@ -35,7 +35,8 @@ class HuggingFaceChatTokenizer:
     def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Load a folder written by ``save_pretrained``; see :func:`mcore_prefix_tree.data.load_tokenizer`."""
         self._tokenizer: Any = _loaded(folder)
-        self._folder = folder
+        self.name = self._folder = folder
+        self.vocab_size = len(self._tokenizer)
         self._templates = ChatTemplates(self._tokenizer, folder, chat_template_kwargs or {})
         self._texts = TurnTexts(self._templates, folder)
         added = self._tokenizer.added_tokens_decoder
@@ -55,16 +56,6 @@ class HuggingFaceChatTokenizer:
             encode=lambda messages: self._token_ids([self._templates.render(messages)])[0],
             decode=self._text,
         )
-
-    @property
-    def name(self) -> str:
-        """Argument of ``load_tokenizer``."""
-        return self._folder
-
-    @property
-    def vocab_size(self) -> int:
-        """Exclusive upper bound of the token ids."""
-        return len(self._tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``ChatTokenizer.decode``."""

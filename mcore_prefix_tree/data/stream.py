@@ -114,8 +114,8 @@ class StreamedGroups(Sequence[list[Sample]]):
         check: function called with the samples of each record, or group; the text of its SampleError becomes ``fault``.
         check_apart: function called with the samples of each group that has others between its records. It and ``key``
             may raise SampleError.
-        turn_of: function that returns the rollout and the turn of a sample, or None: neighbouring records that hold one
-            turn after another of a rollout are a group. Without it, and without ``key``, each record is one.
+        joins_turns: whether neighbouring records that hold one turn after another of a rollout are a group. Without it,
+            and without ``key``, each record is one.
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
@@ -138,7 +138,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         key: Callable[[Sample], Hashable] | None = None,
         check: Callable[[list[Sample]], None] | None = None,
         check_apart: Callable[[list[Sample]], None] | None = None,
-        turn_of: Callable[[Sample], Turn | None] | None = None,
+        joins_turns: bool = False,
     ) -> None:
         check_on_error(on_error)
         resolved = resolve_paths(paths)
@@ -156,16 +156,16 @@ class StreamedGroups(Sequence[list[Sample]]):
         )
         borders = [*(index.record_at(index.total_bytes * rank // size) for rank in range(size)), len(index)]
         records = range(*borders[ranks.rank : ranks.rank + 2])
-        own = _go_through(
-            index, records, options, skips=self._skips, progress=progress, key=key, check=check, turn_of=turn_of
+        everyone: list[_Found] = ranks.gather(
+            _go_through(index, records, options, skips=self._skips, progress=progress, key=key, check=check)
         )
-        everyone: list[_Found] = ranks.gather(own)
         _raise_failure(everyone, resolved, options, skipped)
         self.is_scored = any(found.is_scored for found in everyone)
         self.sizes = self._record_sizes = np.concatenate([found.sizes for found in everyone])
         if key is None:
             self.fault = next((found.fault for found in everyone if found.fault), "")
-            self._join_turns(everyone)
+            if joins_turns:
+                self._join_turns(everyone)
             return
         group_of, is_apart = self._join(np.concatenate([found.digests for found in everyone]))
         fault = self._check_again(np.flatnonzero(is_apart), check_apart, ranks)
@@ -323,7 +323,6 @@ def _go_through(
     progress: Callable[[int, int], None] | None,
     key: Callable[[Sample], Hashable] | None,
     check: Callable[[list[Sample]], None] | None,
-    turn_of: Callable[[Sample], Turn | None] | None,
 ) -> _Found:
     keyed = 0 if key is None else len(records)
     found = _Found(
@@ -339,8 +338,7 @@ def _go_through(
             found.sizes[place] = len(samples)
             if not samples:
                 continue
-            if turn_of is not None:
-                found.add_turns(place, turn_of(samples[0]), turn_of(samples[-1]))
+            found.add_turns(place, read_turn(samples[0]), read_turn(samples[-1]))
             found.is_scored = found.is_scored or any(sample.is_scored for sample in samples)
             digest = None if key is None else _digest(_read_key(samples, key), record)
             if digest is not None:
