@@ -259,8 +259,7 @@ class SampleOptions:
         """
         if self.recipe is None:
             return "repeat"
-        from mcore_prefix_tree.settings.bind_objective import make_bound_objective
-        from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
+        from mcore_prefix_tree.settings.bind_objective import choose_over_budget, make_bound_objective, why_not_carried
 
         model, objective = self.recipe.model, make_bound_objective(self.recipe)
         why = why_not_carried(model.transformer, model.hybrid_layer_pattern, objective)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -215,29 +215,14 @@ def _to_columns(batch: Any) -> Columns:
     return dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
-class _Table(Protocol):
-    """An open table, without the columns that are not read."""
-
-    name: str  # of a chunk
-    way_out: str  # for chunks that are too large, in addition to making them smaller
-
-    @property
-    def num_chunks(self) -> int: ...
-    def rows_of_chunks(self) -> list[int]: ...
-    def batches(self) -> Iterator[Any]: ...  # record batches, in order
-    # And the bytes unpacked for it. Beyond the limit the batch may be None, and the bytes as many as are known.
-    def chunk(self, number: int, limit: int) -> tuple[Any, int]: ...
-    def close(self) -> None: ...
-
-
-def _open(path: str, names: FieldNames) -> _Table:
+def _open(path: str, names: FieldNames) -> _Parquet | _Arrow:
+    """Return an open table, without the columns that are not read."""
     check_regular(path)
     if not is_utf8(path):
         raise SampleError(f"{path}: Arrow opens no path that is not UTF-8; rename the file")
     if path.lower().endswith(".parquet"):
         return _Parquet(path, names)
-    mapped = pa.memory_map(path).read_buffer()
-    return (_ArrowFile if mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC else _ArrowStream)(path, mapped, names)
+    return _Arrow(path, names)
 
 
 def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
@@ -311,59 +296,41 @@ class _Parquet:
         self._file.close()
 
 
-class _ArrowFile:
-    name, way_out = "a record batch", ", or uncompressed, which is mapped"
+class _Arrow:
+    """A file, which has an index of its record batches, or a stream, which has none and is one chunk."""
 
-    def __init__(self, path: str, mapped: Any, names: FieldNames) -> None:
-        self._mapped = mapped
-        # All columns: with only some of them asked for, Arrow copies.
-        self._reader = pa.ipc.open_file(mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
-        self._names = _known(path, self._reader.schema, names)
-
-    @property
-    def num_chunks(self) -> int:
-        return int(self._reader.num_record_batches)
-
-    def rows_of_chunks(self) -> list[int]:
-        return [batch.num_rows for batch in self.batches()]
-
-    def batches(self) -> Iterator[Any]:
-        for number in range(self.num_chunks):
-            yield _checked(self._reader.get_batch(number), self._names)
-
-    def chunk(self, number: int, limit: int) -> tuple[Any, int]:
-        batch = _checked(self._reader.get_batch(number), self._names)
-        return batch, _unpacked(batch, self._mapped)
-
-    def close(self) -> None:
-        """Do nothing: the last array that looks into the file unmaps it."""
-
-
-class _ArrowStream:
-    name, way_out = "a stream", ", uncompressed, or as an Arrow file"
-    num_chunks = 1
-
-    def __init__(self, path: str, mapped: Any, names: FieldNames) -> None:
-        self._mapped = mapped
-        self._names = _known(path, self._reader().schema, names)
+    def __init__(self, path: str, names: FieldNames) -> None:
+        self._mapped = pa.memory_map(path).read_buffer()
+        self._is_file = self._mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC
+        self.name, self.way_out = (
+            ("a record batch", ", or uncompressed, which is mapped")
+            if self._is_file
+            else ("a stream", ", uncompressed, or as an Arrow file")
+        )
+        reader = self._reader()
+        self.num_chunks = int(reader.num_record_batches) if self._is_file else 1
+        self._names = _known(path, reader.schema, names)
 
     def _reader(self) -> Any:
-        return pa.ipc.open_stream(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
+        # All columns: with only some of them asked for, Arrow copies.
+        opened = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
+        return opened(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
 
     def rows_of_chunks(self) -> list[int]:
-        return [sum(batch.num_rows for batch in self.batches())]
+        rows = [batch.num_rows for batch in self.batches()]
+        return rows if self._is_file else [sum(rows)]
 
     def batches(self) -> Iterator[Any]:
-        for batch in self._reader():
-            yield _checked(batch, self._names)
+        reader = self._reader()
+        found = map(reader.get_batch, range(self.num_chunks)) if self._is_file else reader
+        yield from (_checked(batch, self._names) for batch in found)
 
     def chunk(self, number: int, limit: int) -> tuple[Any, int]:
-        assert number == 0, "a stream is one chunk"
-        batches = list(self.batches())
+        batches = [_checked(self._reader().get_batch(number), self._names)] if self._is_file else list(self.batches())
         return pa.Table.from_batches(batches), sum(_unpacked(batch, self._mapped) for batch in batches)
 
     def close(self) -> None:
-        """Do nothing, as for a file."""
+        """Do nothing: the last array that looks into the file unmaps it."""
 
 
 def _leaves(kind: Any) -> list[Any]:

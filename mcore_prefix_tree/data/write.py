@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -17,10 +17,9 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
+from mcore_prefix_tree.data.files import TABLES, is_saved, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import JsonText, is_gzip
 from mcore_prefix_tree.data.packed_arrays import pack_array
-from mcore_prefix_tree.data.saved_datasets import is_saved
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Signals, Teacher
 from mcore_prefix_tree.utils.inputs import files_of_folder, is_same_file
@@ -111,7 +110,7 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
         from mcore_prefix_tree.data.write_tables import TableSpool
 
         is_parquet = str(path).lower().endswith(".parquet")
-        with whole_file(path) as unfinished, TableSpool(unfinished, is_parquet=is_parquet) as spool:
+        with whole_file(path) as unfinished, closing(TableSpool(unfinished, is_parquet=is_parquet)) as spool:
             yield spool
             spool.finish()
     else:

@@ -1,10 +1,15 @@
-"""A recipe's objective; for one across tokenizers the tokenizers and projections, read before any model is built."""
+"""A recipe's objective, with tokenizers and projections for one across tokenizers, and how it lets trees be cut.
+
+Tokenizers and projections are read before any model is built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
@@ -16,10 +21,12 @@ from mcore_prefix_tree.objectives import (
     make_objective,
     option_faults,
 )
+from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import DataConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import teacher_recipes
 from mcore_prefix_tree.trie import Sharing
+from mcore_prefix_tree.utils.choices import OverBudget
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
@@ -212,3 +219,34 @@ def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide]) -> No
                 f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
                 "unset it to compare all"
             )
+
+
+def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective: Objective | None) -> str | None:
+    """Return why the samples of a job are not cut, None if they can be.
+
+    Args:
+        settings: fields of the model's ``TransformerConfig``; one that is missing has upstream's default.
+        pattern: layers of a ``HybridModel``.
+        objective: None if samples are only scored.
+    """
+    if objective is not None and not objective.sums_edges:
+        return "the objective's loss reads whole samples"
+    has_others = "D" in (pattern or "") or not RECURRENT.keys().isdisjoint(layer_parts(pattern) or ())
+    if settings.get("experimental_attention_variant") is not None or has_others:
+        return "layers of the model read more of a path than keys and values"
+    if settings.get("mtp_num_layers") and objective is not None and objective.is_weighted_sum:
+        return "multi-token prediction reads tokens before a chunk"
+    if settings.get("num_moe_experts") is not None:
+        balances = np.any(settings.get("moe_aux_loss_coeff", 0)) and (
+            settings.get("moe_router_load_balancing_type") != "none"
+        )
+        if balances or settings.get("moe_z_loss_coeff") or settings.get("moe_router_enable_expert_bias"):
+            return "the model's routers balance experts by whole samples"
+    return None
+
+
+def choose_over_budget(asked: OverBudget, why_not: str | None) -> OverBudget:
+    """Return the way to cut; ``why_not`` is the reason not to carry. Raise RecipeError if just that is asked for."""
+    if asked == "carry" and why_not is not None:
+        raise RecipeError(f"batch.over_budget=carry is not possible: {why_not}; set batch.over_budget=repeat")
+    return asked if why_not is None else "repeat"
