@@ -87,7 +87,7 @@ _CLOSE = 0.85
 _seen: set[str] = set()
 
 
-def notice_unread(names: Iterable[str], known: Collection[str], source: str) -> None:
+def warn_unknown_fields(names: Iterable[str], known: Collection[str], source: str) -> None:
     """Warn once per process, on the first rank only, of each name that is not among the ``known`` fields."""
     for name in names:
         if name in known or name in _seen:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.fields import FieldNames, notice_unread
+from mcore_prefix_tree.data.fields import FieldNames, warn_unknown_fields
 from mcore_prefix_tree.data.formats import FIELDS
 from mcore_prefix_tree.data.json_fields import ChatError, Doubled
 from mcore_prefix_tree.data.packed_arrays import FILE_KEYS, array_of_file
@@ -90,9 +90,9 @@ class Line:
         if not isinstance(row, dict):
             raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
         if isinstance(row, Doubled):
-            raise SampleError(f"{self.source}: has the field '{row.twice()}' twice; drop one of them")
+            raise SampleError(f"{self.source}: has the field '{row.twice}' twice; drop one of them")
         known = names.of_file(row)
-        notice_unread((name for name in row if name not in known), FIELDS, self.source)
+        warn_unknown_fields((name for name in row if name not in known), FIELDS, self.source)
         found = {known[name]: value for name, value in row.items() if name in known and value is not None}
         routes = found.get("routed_experts")
         if isinstance(routes, dict) and routes.keys() == FILE_KEYS:

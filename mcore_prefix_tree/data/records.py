@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
-from mcore_prefix_tree.data.fields import FieldNames, notice_unread
+from mcore_prefix_tree.data.fields import FieldNames, warn_unknown_fields
 from mcore_prefix_tree.data.foreign_names import fault_of_unread
 from mcore_prefix_tree.data.formats import (
     READ,
@@ -132,7 +132,7 @@ def _parse(
     _check_readable(row, mark, source, options)
     examples = make_examples(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
-    notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)
+    warn_unknown_fields((name for name in row if name not in READ[mark]), READ[mark], source)
     carried = record.others({names.theirs(name) for name in READ[mark]}) if names.keeps_others else {}
     common = {name: row[name] for name in SIGNALS if name in row}
     excluded = read_excluded(row, source, mark)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames, notice_unread
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames, warn_unknown_fields
 from mcore_prefix_tree.data.foreign_names import shown, suggest_fields
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
 from mcore_prefix_tree.data.jsonl import Unchanged
@@ -228,7 +228,7 @@ def _open(path: str, names: FieldNames) -> _Parquet | _Arrow:
 def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     """Return the columns that are read; raises SampleError if there is nothing to make samples of."""
     known = names.of_file(schema.names)
-    notice_unread((name for name in schema.names if name not in known), FIELDS, path)
+    warn_unknown_fields((name for name in schema.names if name not in known), FIELDS, path)
     if not FORMATS.keys() & set(known.values()):
         mapping = suggest_fields(schema.names, FIELDS)
         if "prompt" in known.values() and not mapping:

@@ -114,7 +114,8 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
             yield spool
             spool.finish()
     else:
-        with whole_file(path) as unfinished, _open_text(unfinished, packed=is_gzip(str(path))) as stream:
+        opened = gzip.open if is_gzip(str(path)) else open
+        with whole_file(path) as unfinished, opened(unfinished, "wt", encoding="utf-8") as stream:
             yield _JsonLines(stream)
 
 
@@ -136,10 +137,6 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         raise OSError(error.errno, f"cannot be written: {reason or error}", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _open_text(path: Path, *, packed: bool) -> TextIO:
-    return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")
 
 
 class _JsonLines:

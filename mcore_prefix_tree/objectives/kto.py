@@ -48,7 +48,7 @@ class KTO(TokenObjective):
     desirable_weight: NonNegativeFloat = 1.0
     undesirable_weight: NonNegativeFloat = 1.0
     reference_point: Literal["mismatched", "zero"] = "mismatched"
-    improves_policy: ClassVar[bool] = True
+    starts_from_policy: ClassVar[bool] = True
     terms: ClassVar[Terms] = "sample"
 
     @property

@@ -69,15 +69,15 @@ class Objective(Protocol):
 
     Attributes:
         has_scalar_head: whether the model ends in a scalar head, whose values the loss reads.
-        watches_entropy: whether to report the entropy, also if the loss does not read it.
-        improves_policy: whether training starts from a policy that somebody trained before.
+        reports_entropy: whether to report the entropy, also if the loss does not read it.
+        starts_from_policy: whether training starts from a policy that somebody trained before.
         scored_as: field of the samples that ``score`` writes with a model of this objective.
         remedies: for fields that samples may lack, by name, a way out other than a command that writes them.
     """
 
     has_scalar_head: ClassVar[bool] = False
-    watches_entropy: ClassVar[bool] = False
-    improves_policy: ClassVar[bool] = False
+    reports_entropy: ClassVar[bool] = False
+    starts_from_policy: ClassVar[bool] = False
     scored_as: ClassVar[str] = "old_logprobs"
     remedies: ClassVar[Mapping[str, str]] = {}
 

@@ -143,8 +143,8 @@ class PolicyGradient(TokenObjective):
     entropy_coef: float = 0.0
     normalise: By = "sample"
     normalise_length: PositiveFloat | None = None
-    watches_entropy: ClassVar[bool] = True
-    improves_policy: ClassVar[bool] = True
+    reports_entropy: ClassVar[bool] = True
+    starts_from_policy: ClassVar[bool] = True
     remedies: ClassVar[Mapping[str, str]] = {
         "old_logprobs": "set the option on_policy=true if a step's samples were drawn with the weights it starts from"
     }

@@ -98,7 +98,7 @@ class Preference(TokenObjective):
     reference: bool = True
     average: bool = False
     nll_coef: NonNegativeFloat = 0.0
-    improves_policy: ClassVar[bool] = True
+    starts_from_policy: ClassVar[bool] = True
     terms: ClassVar[Terms] = "pair"
     grouped_by: ClassVar[GroupedBy | None] = "pair"
 

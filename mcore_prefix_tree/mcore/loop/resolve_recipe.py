@@ -165,7 +165,7 @@ class Resolved:
             return chunks
         if folder is None:
             hint = ""
-            if objective.improves_policy:
+            if objective.starts_from_policy:
                 name = recipe.objective.name
                 hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
             say(f"the weights are new, drawn with seed={recipe.seed}{hint}")
