@@ -98,7 +98,7 @@ def plan(
         sharing=options.sharing,
         over_budget=over_budget,
     )
-    objective = samples.objective
+    objective = options.objective
 
     def planned(step: Sequence[Sample], micro_batches: int | None = None) -> ForestPlan:
         together = None if objective is None else objective.together(step)

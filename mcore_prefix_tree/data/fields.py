@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_prefix_tree.data.foreign_names import is_telling
 from mcore_prefix_tree.data.formats import FIELDS, KNOWN
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.utils.launchers import is_first_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,5 +94,5 @@ def warn_unknown_fields(names: Iterable[str], known: Collection[str], source: st
             continue
         _seen.add(name)
         meant = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
-        if meant and os.environ.get("RANK", "0") == "0":
+        if meant and is_first_rank():
             logger.warning("%s: field '%s' is not read; is '%s' meant?", source, name, meant[0])

@@ -100,6 +100,11 @@ def format_json(value: object, field: str) -> str:
     return read_text_value(text, field)
 
 
+def shorten_json(value: object) -> str:
+    """Return the beginning of a value's JSON text, for an error."""
+    return f"{json.dumps(value, default=str):.40}"
+
+
 def json_kind(value: object) -> str:
     """Return JSON's name for the type of ``value``."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}

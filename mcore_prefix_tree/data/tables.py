@@ -32,6 +32,7 @@ _CACHE_BYTES = 1 << 29
 _CHUNK_OVERHEAD = 1 << 16
 _FILE_MAGIC = b"ARROW1"
 _FAULTS = (OSError, pa.ArrowException)
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
 Columns = Mapping[str, Any]
 
@@ -73,7 +74,7 @@ def _value_of(scalar: Any) -> Any:
     kind = scalar.type
     if types.is_struct(kind):
         return {name: value for name, inner in scalar.items() if (value := _value_of(inner)) is not None}
-    if _is_list(kind):
+    if isinstance(kind, _LISTS):
         return _to_array(scalar.values)
     return scalar.as_py()
 
@@ -81,9 +82,9 @@ def _value_of(scalar: Any) -> Any:
 def _to_array(values: Any) -> Any:
     """Return an array if one holds the list without loss: numbers, or as many numbers in each entry."""
     kind = values.type
-    if types.is_floating(kind) or (_is_plain(kind) and not values.null_count):
+    if types.is_floating(kind) or ((types.is_integer(kind) or types.is_boolean(kind)) and not values.null_count):
         return values.to_numpy(zero_copy_only=False)
-    if _is_list(kind) and len(values) and not values.null_count:
+    if isinstance(kind, _LISTS) and len(values) and not values.null_count:
         lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
         inner = _to_array(values.flatten())
         if isinstance(inner, np.ndarray) and (lengths == lengths[0]).all():
@@ -96,24 +97,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _is_list(kind: Any) -> bool:
-    return bool(
-        types.is_list(kind)
-        or types.is_large_list(kind)
-        or types.is_fixed_size_list(kind)
-        or types.is_list_view(kind)
-        or types.is_large_list_view(kind)
-    )
-
-
-def _has_integers(kind: Any) -> bool:
-    return _is_list(kind) and bool(types.is_integer(kind.value_type))
-
-
-def _is_plain(kind: Any) -> bool:
-    return bool(types.is_integer(kind) or types.is_boolean(kind))
 
 
 def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
@@ -240,7 +223,8 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
             f"{path}: has none of the columns {', '.join(map(names.theirs, FORMATS))}, only "
             f"{', '.join(schema.names) or 'none'}; {way_out}"
         )
-    ids = [name for name, kind in zip(schema.names, schema.types, strict=True) if name in known and _has_integers(kind)]
+    kinds = {name: kind for name, kind in zip(schema.names, schema.types, strict=True) if name in known}
+    ids = {name for name, kind in kinds.items() if isinstance(kind, _LISTS) and types.is_integer(kind.value_type)}
     if not {known[name] for name in ids} & FORMATS.keys():  # columns that only rows of token ids need may be large
         known = {name: mine for name, mine in known.items() if mine in KNOWN}
     columns = [name for name in schema.names if names.keeps_others or name in known]
@@ -341,7 +325,7 @@ def _leaves(kind: Any) -> list[Any]:
         return [leaf for field in kind for leaf in _leaves(field.type)]
     if types.is_map(kind):
         return [*_leaves(kind.key_type), *_leaves(kind.item_type)]
-    if _is_list(kind):
+    if isinstance(kind, _LISTS):
         return _leaves(kind.value_type)
     return [kind.index_type if types.is_dictionary(kind) else kind]
 

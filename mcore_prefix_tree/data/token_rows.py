@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
 from mcore_prefix_tree.data.packed_arrays import KEYS, unpack_array
 from mcore_prefix_tree.signals import PER_TOKEN
 
@@ -163,7 +162,7 @@ def _response_length(row: Mapping[str, Any], length: int) -> int | None:
         found = row["response_length"]
         if not _is_count(found) or found > length:
             raise ChatError(
-                f"field 'response_length' is {json.dumps(found, default=str):.40}; it must be the number of tokens at "
+                f"field 'response_length' is {shorten_json(found)}; it must be the number of tokens at "
                 f"the end of 'tokens' that are the response, 0 to {length}"
             )
         return int(found)

@@ -147,15 +147,8 @@ class CrossTokenizer(Objective):
 
     @property
     def losses(self) -> LossSettings:
-        return LossSettings(
-            mode=self.mode,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            reverse=self.reverse,
-            tail=self.tail,
-            theta=self.theta,
-            exported=self.teacher == "top_k",
-        )
+        given = {name: getattr(self, name) for name in LossSettings.__dataclass_fields__ if name != "exported"}
+        return LossSettings(**given, exported=self.teacher == "top_k")
 
     @property
     def reads_ce(self) -> bool:

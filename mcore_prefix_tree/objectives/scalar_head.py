@@ -40,9 +40,9 @@ class Critic(TokenObjective):
         clip_eps: clipping distance, see above; None does not clip.
         returns: source of the returns: ``given`` by the samples, or ``gae`` from their rewards and old values.
         gamma: discount, for ``gae``.
-        lam: lambda, for ``gae``. kl_coef: coefficient of the divergence from the reference policy that is subtracted
-                kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards,
-                for ``gae``: that of the policy which this critic advises, if it has ``kl_in=reward``.
+        lam: lambda, for ``gae``.
+        kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards, for
+            ``gae``: that of the policy which this critic advises, if it has ``kl_in=reward``.
         kl_estimator: estimator of that divergence, likewise; see :mod:`mcore_prefix_tree.objectives.kl`.
         normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
     """

@@ -25,7 +25,6 @@ from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import DataConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import teacher_recipes
-from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.utils.choices import OverBudget
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
@@ -81,88 +80,46 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
 
 
 def make_bound_objective(recipe: Recipe) -> Objective:
-    """Return a recipe's objective; raises RecipeError if a tokenizer, projection or teacher's recipe does not fit."""
-    objective = make_settings(recipe.objective)
-    if not isinstance(objective, CrossTokenizer):
-        return objective
-    return bind(
-        objective,
-        recipe.data,
-        teacher_recipes(recipe),
-        sharing=recipe.batch.sharing,
-        pad_to_multiple_of=recipe.padding.multiple,
-        block_rows=recipe.head_chunk_rows,
-    )
-
-
-def bind(
-    settings: CrossTokenizer,
-    data: DataConfig,
-    teachers: Sequence[tuple[str, Recipe]],
-    *,
-    sharing: Sharing,
-    pad_to_multiple_of: int,
-    block_rows: int | None,
-) -> BoundCrossTokenizer:
-    """Return the objective of the settings in a recipe's ``objective.options``.
-
-    Args:
-        data: section that names the student's tokenizer.
-        teachers: paths of the teachers' recipes, and these, which name their tokenizers.
-        sharing, pad_to_multiple_of, block_rows: see :class:`BoundCrossTokenizer`.
+    """Return a recipe's objective, for one across tokenizers with tokenizers and projections.
 
     Raises:
-        RecipeError: a tokenizer or a projection is missing, or does not fit.
+        RecipeError: a tokenizer, a projection or a teacher's recipe is missing, or does not fit.
         ValueError, OSError: a tokenizer or a file cannot be read; names it.
     """
-    reads = settings.losses.reads
+    settings = make_settings(recipe.objective)
+    if not isinstance(settings, CrossTokenizer):
+        return settings
+    reads, teachers = settings.losses.reads, teacher_recipes(recipe)
     projections = _projections(settings, reads, len(teachers))
-    student = _tokenizer(data, "data.tokenizer")
-    sides = []
-    for (path, teacher), projection in zip(teachers, projections, strict=True):
-        pairing = _pairing(settings, student, path, teacher.data, teacher.model)
-        sides.append(_side(pairing, reads, projection))
+    student = load_named_tokenizer(recipe.data, "data.tokenizer")
+    sides = [
+        _side(make_pairing(settings, student, path, teacher.data, teacher.model), reads, projection)
+        for (path, teacher), projection in zip(teachers, projections, strict=True)
+    ]
     _check_columns(settings, sides)
     try:
         return BoundCrossTokenizer(
             settings=settings,
             sides=tuple(sides),
-            sharing=sharing,
-            pad_to_multiple_of=pad_to_multiple_of,
-            block_rows=block_rows,
+            sharing=recipe.batch.sharing,
+            pad_to_multiple_of=recipe.padding.multiple,
+            block_rows=recipe.head_chunk_rows,
         )
     except ValueError as error:
         raise RecipeError(f"objective.options: {error}") from None
 
 
 def make_pairing(
-    settings: CrossTokenizer, data: DataConfig, path: str, teacher_data: DataConfig, teacher_model: ModelConfig
+    settings: CrossTokenizer, student: ChatTokenizer, path: str, data: DataConfig, model: ModelConfig
 ) -> Pairing:
-    """Return the pairing of a recipe's samples with one teacher's.
+    """Return the pairing of a student's samples with those of a teacher, by two sections of its recipe at ``path``.
 
-    Args:
-        path: path of the teacher's recipe.
-        teacher_data: data section of that recipe, which names the teacher's tokenizer.
-        teacher_model: model section of that recipe, which may have learned positions.
-
-    Raises:
-        RecipeError, ValueError: see :func:`bind`.
+    Raises RecipeError or ValueError as :func:`make_bound_objective`.
     """
-    student = _tokenizer(data, "data.tokenizer")
-    return _pairing(settings, student, path, teacher_data, teacher_model)
-
-
-def _pairing(
-    settings: CrossTokenizer,
-    student: ChatTokenizer,
-    path: str,
-    data: DataConfig,
-    model: ModelConfig,
-) -> Pairing:
     limits = {}
     if model.position_embedding_type == "learned_absolute":
         limits[f"model.max_position_embeddings of {path}"] = model.max_position_embeddings
-    tokenizer = _tokenizer(data, f"objective.teacher_recipe={path}: its data.tokenizer")
+    tokenizer = load_named_tokenizer(data, f"objective.teacher_recipe={path}: its data.tokenizer")
     return Pairing(student, tokenizer, aligner=settings.aligner, teacher_limits=limits)
 
 
@@ -188,7 +145,8 @@ def _bytes(table: TokenBytes) -> list[bytes | None]:
     return [table.of(token) or None for token in range(table.vocab_size)]
 
 
-def _tokenizer(data: DataConfig, setting: str) -> ChatTokenizer:
+def load_named_tokenizer(data: DataConfig, setting: str) -> ChatTokenizer:
+    """Return the tokenizer of a section; raises RecipeError, with the setting, if it names none."""
     if data.tokenizer is None:
         raise RecipeError(f"{setting} is missing; objective.name=xtoken aligns the texts of two tokenizers")
     return load_tokenizer(data.tokenizer, data.chat_template_kwargs)
