@@ -24,7 +24,7 @@ import torch
 from mcore_prefix_tree.bench.machine import describe_machine
 from mcore_prefix_tree.logprob import Edges, Head, head_block_losses
 from mcore_prefix_tree.utils.memory import PeakMemory
-from mcore_prefix_tree.xtoken.chunks import Chunks, Side
+from mcore_prefix_tree.xtoken.fold import Chunks, Side
 from mcore_prefix_tree.xtoken.losses import (
     Block,
     ChunkTerms,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +23,39 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 WAYS = ("folded", "packed", "small", "stock")
-STEP_COLUMNS = ("model", "times faster", "by CPU time", "bound", "of its bound", *WAYS)
+
+
+def table(alignment: str, headings: str, rows: Iterable[Sequence[object]], note: str = "") -> str:
+    """Markdown for rows under headings, which ``|`` separates, and a note below; ``l`` and ``r`` align the columns."""
+    rule = "".join("---:|" if side == "r" else "---|" for side in alignment)
+    lines = [f"| {headings} |", f"|{rule}", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+    return "\n".join([*lines, "", note] if note else lines)
 
 
 def bench_step_tables(results: list[dict[str, Any]]) -> str:
     """Markdown for results of ``mcore-prefix-tree bench step``."""
-    lines = [f"| {' | '.join(STEP_COLUMNS)} |", "|---|" + "---:|" * (len(STEP_COLUMNS) - 1)]
-    batches = []
+    rows, batches = [], []
     for model, result in _by_model(results):
         comparison, gain, cpu_gain = result["comparison"], result["gain"], result["cpu_gain"]
-        cells = [
-            f"**{_spread(gain['speedup'], '.2f', 'x')}**",
-            "-" if cpu_gain is None else _spread(cpu_gain["speedup"], ".2f", "x"),
-            f"{gain['bound']['ratio']:.2f}x",
-            _spread(gain["share_of_bound"], ".0%"),
-            *(_seconds_and_memory(way, comparison[way]) for way in WAYS),
-        ]
-        lines.append(f"| {model} | {' | '.join(cells)} |")
+        by_cpu = "-" if cpu_gain is None else _spread(cpu_gain["speedup"], ".2f", "x")
+        speedup, bound, share = _gains(gain)
+        rows.append(
+            (model, speedup, by_cpu, bound, share, *(_seconds_and_memory(way, comparison[way]) for way in WAYS))
+        )
         machine = result["machine"]
         batches.append(
             f"{result['recipe']['batch']['global_batch_size']} samples, {comparison['logical_tokens']:,} tokens "
             f"unfolded and {comparison['folded']['tokens']:,} folded; {device_of(machine)}, torch {machine['torch']}, "
             f"megatron-core {machine['megatron-core']}."
         )
-    return "\n".join([*lines, "", *dict.fromkeys(batches)])
+    headings = f"model | times faster | by CPU time | bound | of its bound | {' | '.join(WAYS)}"
+    return table("lrrrrrrrr", headings, rows, "\n".join(dict.fromkeys(batches)))
+
+
+def _gains(gain: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the cells of a speed-up, its bound, and its share of the bound."""
+    speedup = f"**{_spread(gain['speedup'], '.2f', 'x')}**"
+    return speedup, f"{gain['bound']['ratio']:.2f}x", _spread(gain["share_of_bound"], ".0%")
 
 
 def _spread(figures: dict[str, float], form: str, unit: str = "") -> str:
@@ -81,24 +90,24 @@ def _is_fastest(way: str, comparison: dict[str, Any]) -> bool:
 
 def bound_table(results: list[dict[str, Any]]) -> str:
     """Markdown for the bounds in the same results, by parts."""
-    lines = ["| model | body | attention | head | rest | bound |", "|---|---:|---:|---:|---:|---:|"]
+    rows = []
     for model, result in _by_model(results):
         bound = result["gain"]["bound"]
-        parts = [
+        parts = (
             f"{bound[name]['least_unfolded_seconds']:.3g} s / {bound[name]['ratio']:.2f}" for name in Parts._fields
-        ]
-        lines.append(f"| {model} | {' | '.join(parts)} | {bound['ratio']:.2f}x |")
-    return "\n".join(lines)
+        )
+        rows.append((model, *parts, f"{bound['ratio']:.2f}x"))
+    return table("lrrrrr", "model | body | attention | head | rest | bound", rows)
 
 
 def expected_table(results: list[dict[str, Any]]) -> str:
     """Markdown for the expected speed-ups in the same results, by parts."""
-    lines = ["| model | body | attention | head | expected speed-up |", "|---|---:|---:|---:|---:|"]
+    rows = []
     for model, result in _by_model(results):
         expected = result["comparison"]["expected_speedup"]
-        parts = [f"{expected[name]['ratio']:.2f}x of {expected[name]['share']:.0%}" for name in Work._fields]
-        lines.append(f"| {model} | {' | '.join(parts)} | {expected['ratio']:.2f}x |")
-    return "\n".join(lines)
+        parts = (f"{expected[name]['ratio']:.2f}x of {expected[name]['share']:.0%}" for name in Work._fields)
+        rows.append((model, *parts, f"{expected['ratio']:.2f}x"))
+    return table("lrrrr", "model | body | attention | head | expected speed-up", rows)
 
 
 def _by_model(results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -117,54 +126,52 @@ def _seconds_and_memory(name: str, way: dict[str, Any] | None) -> str:
 
 def bench_trie_table(result: dict[str, Any]) -> str:
     """Markdown for a result of scripts/bench_trie.py."""
-    times = result["median_ms"]
-    lines = ["| from samples to | milliseconds |", "|---|---|"]
-    lines += [f"| {name} | {times[key]:.0f} |" for name, key in (("a trie", "trie"), ("planned metadata", "all four"))]
-    peer = ""
+    peer, times = "", result["median_ms"]
     if result.get("areal_ms"):
         peer = f" AReaL's trie builder took {result['areal_ms']:,.0f} ms for the same samples in the same run."
-    lines += [
-        "",
+    return table(
+        "ll",
+        "from samples to | milliseconds",
+        [("a trie", f"{times['trie']:.0f}"), ("planned metadata", f"{times['all four']:.0f}")],
         f"{result['samples']:,} samples, {result['logical_tokens']:,} logical and {result['physical_tokens']:,} unique "
         f"tokens, one core ({result['machine']['cpu']}).{peer}",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def bench_plan_table(result: dict[str, Any]) -> str:
     """Markdown for a result of scripts/bench_plan.py."""
-    ways = list(result["results"][0]["over_lower_bound"])
-    lines = [
-        f"| input | ranks | {' | '.join(ways)} | plan, ms |",
-        f"|---|---|{'---|' * len(ways)}---|",
-    ]
+    ways, rows = list(result["results"][0]["over_lower_bound"]), []
     for row in result["results"]:
-        ratios = [row["over_lower_bound"].get(way) for way in ways]
-        cells = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        milliseconds = f"{row['plan_seconds'] * 1e3:,.0f}"
+        ratios = (row["over_lower_bound"].get(way) for way in ways)
+        cells = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
         name = f"{row['case']} ({row['samples']:,} samples)"
-        lines.append(f"| {name} | {row['dp_size']} | {' | '.join(cells)} | {milliseconds} |")
-    lines += ["", f"Planning by cost is timed on one core ({result['machine']['cpu']})."]
-    return "\n".join(lines)
+        rows.append((name, row["dp_size"], *cells, f"{row['plan_seconds'] * 1e3:,.0f}"))
+    note = f"Planning by cost is timed on one core ({result['machine']['cpu']})."
+    return table("lll" + "l" * len(ways), f"input | ranks | {' | '.join(ways)} | plan, ms", rows, note)
 
 
 def bench_order_table(result: dict[str, Any]) -> str:
     """Markdown for a result of scripts/bench_order.py."""
-    lines = ["| data | samples per step | shuffled | folded |", "|---|---:|---:|---:|"]
-    rows = {(row["lines"], row["step"], row["order"]): row for row in result["results"]}
-    for name, step in dict.fromkeys((lines, step) for lines, step, _ in rows):
-        ratios = [rows[name, step, order]["fold_ratio"] for order in ("shuffled", "folded")]
-        cells = [f"{one['mean']:.2f} ({one['lowest']:.2f} to {one['highest']:.2f})" for one in ratios]
-        lines.append(f"| {name} | {step} | {' | '.join(cells)} |")
+    found = {(row["lines"], row["step"], row["order"]): row for row in result["results"]}
+    rows = []
+    for name, step in dict.fromkeys((lines, step) for lines, step, _ in found):
+        ratios = [found[name, step, order]["fold_ratio"] for order in ("shuffled", "folded")]
+        cells = (f"{one['mean']:.2f} ({one['lowest']:.2f} to {one['highest']:.2f})" for one in ratios)
+        rows.append((name, step, *cells))
     first, later = (max(row["seconds"][epoch] for row in result["results"]) * 1e3 for epoch in (0, 1))
-    lines += [
-        "",
+    return table(
+        "lrrr",
+        "data | samples per step | shuffled | folded",
+        rows,
         f"{result['samples']:,} samples, {result['logical_tokens']:,} logical tokens; all of them in one step fold "
         f"{result['fold_ratio']:.2f}x. The mean counts the tokens of all steps of an epoch; lowest and highest step in "
         f"brackets. Drawing the first epoch takes at most {first:,.0f} ms, a later one {later:,.0f} ms "
         f"({result['machine']['cpu']}, one core).",
-    ]
-    return "\n".join(lines)
+    )
+
+
+def _of_ranks(ranks: Iterable[int]) -> str:
+    return " | ".join(f"{count} ranks" if count > 1 else "1 rank" for count in ranks)
 
 
 def verl_dealing_table(result: dict[str, Any]) -> str:
@@ -175,67 +182,66 @@ def verl_dealing_table(result: dict[str, Any]) -> str:
         for row in result["results"]
         for dealt in ("rows", "groups")
     }
-    lines = [
-        f"| prompt, answer | unit | {' | '.join(f'{count} ranks' if count > 1 else '1 rank' for count in ranks)} |",
-        "|---|---|" + "---:|" * len(ranks),
+    rows = [
+        (
+            f"{prompt:,}, {answer:,}",
+            "complete groups" if dealt == "groups" else "rows",
+            *(f"{cells[prompt, answer, dealt, 1, count]['fold_ratio']:.2f}" for count in ranks),
+        )
+        for prompt, answer, dealt in dict.fromkeys(key[:3] for key in cells)
     ]
-    for prompt, answer, dealt in dict.fromkeys(key[:3] for key in cells):
-        of_ranks = [cells[prompt, answer, dealt, 1, count]["fold_ratio"] for count in ranks]
-        name = "complete groups" if dealt == "groups" else "rows"
-        lines.append(f"| {prompt:,}, {answer:,} | {name} | {' | '.join(f'{ratio:.2f}' for ratio in of_ranks)} |")
     fullest = {
         (dealt, of): max(cell[of] for key, cell in cells.items() if key[2] == dealt)
         for dealt in ("rows", "groups")
         for of in ("fullest_rank", "fullest_of_updates")
     }
-    lines += [
-        "",
+    return table(
+        "ll" + "r" * len(ranks),
+        f"prompt, answer | unit | {_of_ranks(ranks)}",
+        rows,
         f"Fold ratio of a step of {result['prompts']} prompts with {result['answers']} answers each, of log-normal "
         "lengths with these means. In steps of one and of four updates, the fullest rank has at most "
         f"{fullest['rows', 'fullest_rank'] - 1:.1%} more unique tokens than the mean if rows are distributed, and "
         f"{fullest['groups', 'fullest_rank'] - 1:.1%} if groups are; summed over the updates, the fullest rank of each "
         f"has at most {fullest['rows', 'fullest_of_updates'] - 1:.0%} and "
         f"{fullest['groups', 'fullest_of_updates'] - 1:.0%} more.",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def slime_dealing_table(result: dict[str, Any]) -> str:
     """Markdown for a result of benchmarks/slime_dealing.py."""
     ranks = sorted({row["ranks"] for row in result["workloads"][0]["results"]})
-    lines = [
-        f"| rows | micro-batches | {' | '.join(f'{count} ranks' if count > 1 else '1 rank' for count in ranks)} |",
-        "|---|---|" + "---:|" * len(ranks),
-    ]
+    rows = []
     for workload in result["workloads"]:
         cells = {(row["way"], row["ranks"]): row for row in workload["results"]}
         for way in dict.fromkeys(way for way, _ in cells):
-            of_ranks = [f"{cells[way, n]['fold_ratio']:.2f} ({cells[way, n]['micro_batches']})" for n in ranks]
-            lines.append(f"| {workload['name']} | `{way}` | {' | '.join(of_ranks)} |")
+            of_ranks = (f"{cells[way, n]['fold_ratio']:.2f} ({cells[way, n]['micro_batches']})" for n in ranks)
+            rows.append((workload["name"], f"`{way}`", *of_ranks))
     notes = [
         f"{one['name']}: {one['step']} rows in a step, at most {one['budget']:,} tokens in a micro-batch, and a fold "
         f"ratio of {one['bound']:.2f} if each step is one micro-batch."
         for one in result["workloads"]
     ]
-    return "\n".join([*lines, "", " ".join(["Fold ratio, and in brackets the micro-batches of all ranks.", *notes])])
+    note = " ".join(["Fold ratio, and in brackets the micro-batches of all ranks.", *notes])
+    return table("ll" + "r" * len(ranks), f"rows | micro-batches | {_of_ranks(ranks)}", rows, note)
 
 
 def cost_table(result: dict[str, Any]) -> str:
     """Markdown for a result of ``mcore-prefix-tree calibrate``."""
-    cost, measured = result["cost"], result["measured"]
-    lines = ["| tokens | scored | visible pairs | seconds | as fitted |", "|---|---|---|---|---|"]
-    for one in measured:
+    cost, rows = result["cost"], []
+    for one in result["measured"]:
         fitted = CostModel(**cost).of_measured(Measured(**one))
-        counts = [f"{one.get(name, 0):,.0f}" for name in ("tokens", "scored", "pairs")]
-        lines.append(f"| {' | '.join(counts)} | {one['seconds']:.3f} | {fitted:.3f} |")
-    lines += [
-        "",
+        counts = (f"{one.get(name, 0):,.0f}" for name in ("tokens", "scored", "pairs"))
+        rows.append((*counts, f"{one['seconds']:.3f}", f"{fitted:.3f}"))
+    return table(
+        "lllll",
+        "tokens | scored | visible pairs | seconds | as fitted",
+        rows,
         f"`recipes/quickstart.yaml` on one thread ({result['machine']['cpu']}): a token costs "
         f"{cost['token'] * 1e6:.3g} µs, scoring it {cost.get('scored', 0) * 1e6:.3g} µs, a visible pair "
         f"{cost['pair'] * 1e6:.3g} µs, a micro-batch "
         f"{cost['micro_batch'] * 1e3:.3g} ms; the largest error of the fit is {result['worst_relative_error']:.0%}.",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def bench_head_tables(result: dict[str, Any]) -> str:
@@ -244,19 +250,20 @@ def bench_head_tables(result: dict[str, Any]) -> str:
     paragraphs = [f"{device_of(result['machine'])}, torch {result['machine']['torch']}, {dtype}."]
     for case in result["cases"]:
         heading = f"{case['rows']:,} rows, hidden {case['hidden']}, vocabulary {case['vocab']:,}"
-        lines = ["| way | ms | of unfused | peak memory | gradient error |", "|---|---:|---:|---:|---:|"]
-        unfused = case["ways"]["unfused"].get("seconds", [])
-        for name, way in case["ways"].items():
-            if "failed" in way or not unfused:
-                lines.append(f"| {name} | failed: {way.get('failed', 'unfused')} | | | |")
-                continue
-            ratio = statistics.median(own / other for own, other in zip(way["seconds"], unfused, strict=True))
-            lines.append(
-                f"| {name} | {way['median_seconds'] * 1e3:,.1f} | {ratio:.2f} | {way['peak_bytes'] / 2**20:,.0f} MiB "
-                f"| {way['gradient_error']:.0e} |"
-            )
-        paragraphs += [f"**{heading}, {case['supervised']:.0%} of them scored**", "\n".join(lines)]
+        rows = [_head_row(name, way, case["ways"]["unfused"].get("seconds", [])) for name, way in case["ways"].items()]
+        paragraphs += [
+            f"**{heading}, {case['supervised']:.0%} of them scored**",
+            table("lrrrr", "way | ms | of unfused | peak memory | gradient error", rows),
+        ]
     return "\n\n".join(paragraphs)
+
+
+def _head_row(name: str, way: dict[str, Any], unfused: Sequence[float]) -> tuple[str, ...]:
+    if "failed" in way or not unfused:
+        return name, f"failed: {way.get('failed', 'unfused')} | | |"
+    ratio = statistics.median(own / other for own, other in zip(way["seconds"], unfused, strict=True))
+    memory = f"{way['peak_bytes'] / 2**20:,.0f} MiB"
+    return name, f"{way['median_seconds'] * 1e3:,.1f}", f"{ratio:.2f}", memory, f"{way['gradient_error']:.0e}"
 
 
 def bench_kept_tables(result: dict[str, Any]) -> str:
@@ -280,9 +287,9 @@ def attention_tables(result: dict[str, Any]) -> str:
     ]
     headings = columns(result)
     for workload in result["workloads"]:
-        lines = [f"| {' | '.join(headings)} |", f"|---|---|{'---:|' * (len(headings) - 2)}"]
-        lines += [f"| {' | '.join(cells(line, result))} |" for line in lines_of(workload, result)]
-        paragraphs += [f"**{headline(workload)}**", "\n".join(lines)]
+        rows = (cells(line, result) for line in lines_of(workload, result))
+        alignment = "ll" + "r" * (len(headings) - 2)
+        paragraphs += [f"**{headline(workload)}**", table(alignment, " | ".join(headings), rows)]
     return "\n\n".join(paragraphs)
 
 
@@ -290,19 +297,19 @@ def fault_table(result: dict[str, Any]) -> str:
     """Markdown for the result that tests/faults writes: outcomes of faulty inputs, by reader."""
     right = ("refused in a sentence", "accepted, being valid")
     wrong = ("traceback", "crash", "hang", "silent acceptance", "wrong refusal")
-    lines = [f"| input | {' | '.join((*right, *wrong))} | other | executions |", "|---|" + "---:|" * 9]
+    rows = []
     for suite, part in result.items():
         kind = "malicious " if suite.startswith("malicious") else ""
         for row in part["rows"]:
             outcomes = row["outcomes"]
             counts = [outcomes.get(name, 0) for name in (*right, *wrong)]
-            cells = [*counts, sum(outcomes.values()) - sum(counts), part["executed"] if kind else "-"]
-            lines.append(f"| {kind}{row['reader']} | {' | '.join(map(str, cells))} |")
+            others = sum(outcomes.values()) - sum(counts)
+            rows.append((f"{kind}{row['reader']}", *counts, others, part["executed"] if kind else "-"))
     total = sum(sum(row["outcomes"].values()) for part in result.values() for row in part["rows"])
     slowest = max(part["slowest_seconds"] for part in result.values())
     malformed = f"seed {result['malformed']['seed']}" if "malformed" in result else "malformed inputs not yet measured"
-    lines += ["", f"{total:,} cases, {malformed}; the slowest took {slowest:.1f} s."]
-    return "\n".join(lines)
+    headings = f"input | {' | '.join((*right, *wrong))} | other | executions"
+    return table("l" + "r" * 9, headings, rows, f"{total:,} cases, {malformed}; the slowest took {slowest:.1f} s.")
 
 
 def device_of(machine: dict[str, Any]) -> str:
@@ -360,200 +367,179 @@ def attention_costs() -> str:
 
 def endings_table(result: dict[str, Any]) -> str:
     """Markdown for the result of tests/faults/test_endings.py."""
-    lines = [
-        "| signal to | signals | stages | cases | resumed to the same bits | slowest end |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
     by_target: dict[str, list[dict[str, Any]]] = {}
     for case in result["cases"]:
         layout = "the process" if case["target"] == "process" else f"the {case['target']}"
         where = f"{layout}, one rank" if case["ranks"] == 1 else f"{layout}, {case['ranks']} ranks under torchrun"
         by_target.setdefault(where, []).append(case)
-    for where, cases in sorted(by_target.items()):
-        signals = ", ".join(sorted({case["signal"] for case in cases}))
-        resumed = sum(case["outcome"] == "same bits" for case in cases)
-        slowest = max(case["seconds"] for case in cases)
-        stages = len({case["stage"] for case in cases})
-        lines.append(f"| {where} | {signals} | {stages} | {len(cases)} | {resumed} | {slowest:.1f} s |")
-    cases = result["cases"]
-    lines += [
-        "",
-        f"{len(cases)} cases; {device_of(result['machine'])}, megatron-core {result['machine']['megatron-core']}.",
+    rows = [
+        (
+            where,
+            ", ".join(sorted({case["signal"] for case in cases})),
+            len({case["stage"] for case in cases}),
+            len(cases),
+            sum(case["outcome"] == "same bits" for case in cases),
+            f"{max(case['seconds'] for case in cases):.1f} s",
+        )
+        for where, cases in sorted(by_target.items())
     ]
-    return "\n".join(lines)
+    return table(
+        "llrrrr",
+        "signal to | signals | stages | cases | resumed to the same bits | slowest end",
+        rows,
+        f"{len(result['cases'])} cases; {device_of(result['machine'])}, megatron-core "
+        f"{result['machine']['megatron-core']}.",
+    )
 
 
 def inside_table(result: dict[str, Any]) -> str:
     """Markdown for the result of benchmarks/inside.py."""
-    lines = [
-        "| rows | tokens | body | attention | head | expected | reading losses | reading logits | memory, GiB |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for row in result["workloads"]:
         expected, faster, peak = row["expected_speedup"], row["speedup"], row["peak_bytes"]
-        cells = [
-            f"{row['logical_tokens']:,}",
-            *(f"{expected[name]['ratio']:.2f}x" for name in Work._fields),
-            f"{expected['ratio']:.2f}x",
-            *(f"**{faster[way]:.2f}x**" for way in ("losses", "logits")),
-            " / ".join(f"{peak[way] / 2**30:.1f}" for way in ("losses", "logits", "stock")),
-        ]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    model, machine, rounds = result["model"], result["machine"], result["rounds"]
-    lines += [
-        "",
+        rows.append(
+            (
+                row["name"],
+                f"{row['logical_tokens']:,}",
+                *(f"{expected[name]['ratio']:.2f}x" for name in Work._fields),
+                f"{expected['ratio']:.2f}x",
+                *(f"**{faster[way]:.2f}x**" for way in ("losses", "logits")),
+                " / ".join(f"{peak[way] / 2**30:.1f}" for way in ("losses", "logits", "stock")),
+            )
+        )
+    model, rounds = result["model"], result["rounds"]
+    shared = table(
+        "lrrrrrrrr",
+        "rows | tokens | body | attention | head | expected | reading losses | reading logits | memory, GiB",
+        rows,
         f"A GPT of {model['num_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
-        f"{model['vocab_size']:,}, on {device_of(machine)}; medians of {rounds['shared']} rounds. Memory is the peak "
-        "of a step: folded reading losses, folded reading logits, stock.",
-        "",
-        "| rows that share nothing | tokens | step, stock | step, folding inside | of that, the hook |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    lines += [_unshared_row(row) for row in result["unshared"]]
-    lines += ["", f"The same model and machine; medians (and quartiles) of {rounds['unshared']} pairs of steps."]
-    return "\n".join(lines)
+        f"{model['vocab_size']:,}, on {device_of(result['machine'])}; medians of {rounds['shared']} rounds. Memory is "
+        "the peak of a step: folded reading losses, folded reading logits, stock.",
+    )
+    note = f"The same model and machine; medians (and quartiles) of {rounds['unshared']} pairs of steps."
+    return f"{shared}\n\n{_unshared_table('folding inside', result['unshared'], note)}"
 
 
-def _unshared_row(row: dict[str, Any]) -> str:
+def _unshared_table(way: str, rows: Iterable[dict[str, Any]], note: str) -> str:
     """Markdown for rows that share nothing: the step and its hook."""
+    return table(
+        "rrrrr",
+        f"rows that share nothing | tokens | step, stock | step, {way} | of that, the hook",
+        map(_unshared_row, rows),
+        note,
+    )
+
+
+def _unshared_row(row: dict[str, Any]) -> tuple[str, ...]:
     stock, folds = row["seconds"]["stock"], row["seconds"]["folds"]
     low, ratio, high = statistics.quantiles((b / a for a, b in zip(stock, folds, strict=True)), n=4)
-    return (
-        f"| {row['rows']} | {row['tokens']:,} | {statistics.median(stock) * 1e3:,.0f} ms "
-        f"| {ratio:.3f}x ({low:.2f}-{high:.2f}) | {row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%}) |"
-    )
+    hook = f"{row['hook_seconds'] * 1e3:.2f} ms ({row['hook_share']:.2%})"
+    tokens, median = f"{row['tokens']:,}", f"{statistics.median(stock) * 1e3:,.0f} ms"
+    return str(row["rows"]), tokens, median, f"{ratio:.3f}x ({low:.2f}-{high:.2f})", hook
 
 
 def recurrent_steps_table(result: dict[str, Any]) -> str:
     """Markdown for the steps of benchmarks/recurrent.py."""
-    lines = [
-        "| three of four mixers | fold ratio | times faster | bound | of its bound |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for row in result["steps"]:
-        gain = row["gain"]
-        cells = (
-            f"{row['fold_ratio']:.2f}x",
-            f"**{_spread(gain['speedup'], '.2f', 'x')}**",
-            f"{gain['bound']['ratio']:.2f}x",
-            _spread(gain["share_of_bound"], ".0%"),
-        )
-        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     machine, rounds = result["machine"], len(result["steps"][0]["cpu_seconds"]["folded"])
-    lines += [
-        "",
+    return table(
+        "lrrrr",
+        "three of four mixers | fold ratio | times faster | bound | of its bound",
+        ((row["model"], f"{row['fold_ratio']:.2f}x", *_gains(row["gain"])) for row in result["steps"]),
         f"CPU seconds of forward and backward, medians (and ranges) of {rounds} rounds; {device_of(machine)}, torch "
         f"{machine['torch']}, megatron-core {machine['megatron-core']}.",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def recurrent_trees_table(result: dict[str, Any]) -> str:
     """Markdown for the deep trees of benchmarks/recurrent.py: the share of the bound by model, levels and length."""
-    rows = {(row["model"], row["levels"], row["segment"]): row for row in result["trees"]}
-    lengths = sorted({length for *_, length in rows})
-    lines = [
-        f"| mixers | levels | {' | '.join(f'segments of {length}' for length in lengths)} |",
-        "|---|---:|" + "---:|" * len(lengths),
-    ]
-    for model, levels in dict.fromkeys((model, levels) for model, levels, _ in rows):
-        found = [rows[model, levels, length] for length in lengths]
-        cells = [
+    found = {(row["model"], row["levels"], row["segment"]): row for row in result["trees"]}
+    lengths, rows = sorted({length for *_, length in found}), []
+    for model, levels in dict.fromkeys((model, levels) for model, levels, _ in found):
+        of_lengths = (found[model, levels, length] for length in lengths)
+        cells = (
             f"{row['gain']['speedup']['median']:.2f}x at {row['fold_ratio']:.2f}x, "
             f"{row['gain']['share_of_bound']['median']:.0%}"
-            for row in found
-        ]
-        lines.append(f"| {model} | {levels} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            for row in of_lengths
+        )
+        rows.append((model, levels, *cells))
+    headings = " | ".join(["mixers", "levels", *(f"segments of {length}" for length in lengths)])
+    return table("lr" + "r" * len(lengths), headings, rows)
 
 
 def trl_table(result: dict[str, Any]) -> str:
     """Markdown for the result of benchmarks/trl_backbone.py."""
-    lines = [
-        "| rows | tokens | fold ratio | step, expected | step | scoring, expected | scoring |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    packing = [
-        "| rows | tokens computed, TRL's packing | here | keys copied per layer | on the host, TRL's packing | here |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    rows, packing = [], []
     for row in result["workloads"]:
         cells = [f"{row['logical_tokens']:,}", f"{row['fold_ratio']:.2f}"]
         for what in ("step", "score"):
             cells += [f"{row['expected_speedup'][what]:.2f}x", f"**{row['speedup'][what]:.2f}x**"]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+        rows.append((row["name"], *cells))
         pack = row["packing"]
-        numbers = [pack["tokens"]["trl"], pack["tokens"]["folds"], pack["copied_keys"]["trl"]]
-        times = [f"{pack['host_seconds'][way] * 1e3:.1f} ms" for way in ("trl", "folds")]
-        packing.append(f"| {row['name']} | {' | '.join([*(f'{number:,}' for number in numbers), *times])} |")
-    model, machine, rounds = result["model"], result["machine"], result["rounds"]
-    lines += [
-        "",
-        f"A Qwen3 of {model['num_hidden_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
-        f"{model['vocab_size']:,} in fp32, on {device_of(machine)}; medians of {rounds['shared']} rounds. Expected by "
-        "FLOPs, with a head that scores every row.",
-        "",
-        *packing,
-        "",
-        "| rows that share nothing | tokens | step, stock | step, folding | of that, the hook |",
-        "|---:|---:|---:|---:|---:|",
+        numbers = (f"{one:,}" for one in (pack["tokens"]["trl"], pack["tokens"]["folds"], pack["copied_keys"]["trl"]))
+        times = (f"{pack['host_seconds'][way] * 1e3:.1f} ms" for way in ("trl", "folds"))
+        packing.append((row["name"], *numbers, *times))
+    rounds = result["rounds"]
+    tables = [
+        table(
+            "lrrrrrr",
+            "rows | tokens | fold ratio | step, expected | step | scoring, expected | scoring",
+            rows,
+            f"{_describe_qwen(result)}; medians of {rounds['shared']} rounds. Expected by FLOPs, with a head that "
+            "scores every row.",
+        ),
+        table(
+            "lrrrrr",
+            "rows | tokens computed, TRL's packing | here | keys copied per layer | on the host, TRL's packing | here",
+            packing,
+        ),
+        _unshared_table(
+            "folding", result["unshared"], f"Medians (and quartiles) of {rounds['unshared']} pairs of steps."
+        ),
     ]
-    lines += [_unshared_row(row) for row in result["unshared"]]
-    lines += ["", f"Medians (and quartiles) of {rounds['unshared']} pairs of steps."]
-    return "\n".join(lines)
+    return "\n\n".join(tables)
+
+
+def _describe_qwen(result: dict[str, Any]) -> str:
+    model = result["model"]
+    return (
+        f"A Qwen3 of {model['num_hidden_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
+        f"{model['vocab_size']:,} in fp32, on {device_of(result['machine'])}"
+    )
 
 
 def verl_steps_table(result: dict[str, Any]) -> str:
     """Markdown for the result of benchmarks/verl_steps.py."""
-    lines = [
-        "| rows | step | verl's engine | folding inside | faster | expected |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    rows = []
     for row in result["workloads"]:
         for what, step in row["steps"].items():
-            cells = [f"{statistics.median(step['seconds'][way]):.2f} s" for way in ("stock", "folds")]
+            cells = (f"{statistics.median(step['seconds'][way]):.2f} s" for way in ("stock", "folds"))
             pairs = [a / b for a, b in zip(*step["seconds"].values(), strict=True)]
-            cells.append(f"**{step['speedup']:.2f}x** ({min(pairs):.1f}-{max(pairs):.1f})")
-            lines.append(f"| {row['name']} | {what} | {' | '.join(cells)} | {step['expected_speedup']:.2f}x |")
-    model = result["model"]
-    lines += [
-        "",
-        f"A Qwen3 of {model['num_hidden_layers']} layers, hidden size {model['hidden_size']} and a vocabulary of "
-        f"{model['vocab_size']:,} in fp32, on {device_of(result['machine'])}; micro-batches of at most "
-        f"{result['budget']:,} tokens. CPU seconds: medians of {result['rounds']} rounds, and the range of their "
-        "ratios. Expected by FLOPs of layers, attention and head.",
-    ]
-    return "\n".join(lines)
-
-
-FAMILY_COLUMNS = (
-    "family",
-    "log-probabilities",
-    "gradients",
-    "exported bits equal",
-    "on a CPU, without TransformerEngine",
-)
+            faster = f"**{step['speedup']:.2f}x** ({min(pairs):.1f}-{max(pairs):.1f})"
+            rows.append((row["name"], what, *cells, faster, f"{step['expected_speedup']:.2f}x"))
+    return table(
+        "llrrrr",
+        "rows | step | verl's engine | folding inside | faster | expected",
+        rows,
+        f"{_describe_qwen(result)}; micro-batches of at most {result['budget']:,} tokens. CPU seconds: medians of "
+        f"{result['rounds']} rounds, and the range of their ratios. Expected by FLOPs of layers, attention and head.",
+    )
 
 
 def families_table(result: dict[str, Any]) -> str:
     """Markdown for the result of ``benchmarks/families.py``: one row per family, with its layers for GPU training."""
-    lines = [f"| {' | '.join(FAMILY_COLUMNS)} |", "|---|---|---|---|---|"]
     by_layers = {
         layers: {one["family"]: one for one in result["results"] if one["layers"] == layers}
         for layers in ("transformer_engine", "local")
     }
+    rows = []
     for family, one in by_layers["transformer_engine"].items():
         local = by_layers["local"][family]
-        kept = [name for name in ("TP=2", "PP=2", "EP=2") if isinstance(one.get(name), float | bool)]
-        cells = [
-            f"{one['logprob']:.1e}",
-            f"{one['gradient']:.1e}",
-            ", ".join(kept),
-            _with_layouts(local) if "logprob" in local else f"no: {_reason(local)}",
-        ]
-        lines.append(f"| {' | '.join([family, *cells])} |")
+        kept = ", ".join(name for name in ("TP=2", "PP=2", "EP=2") if isinstance(one.get(name), float | bool))
+        on_cpu = _with_layouts(local) if "logprob" in local else f"no: {_reason(local)}"
+        rows.append((family, f"{one['logprob']:.1e}", f"{one['gradient']:.1e}", kept, on_cpu))
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n".join([*lines, "", f"{versions}."])
+    headings = "family | log-probabilities | gradients | exported bits equal | on a CPU, without TransformerEngine"
+    return table("lllll", headings, rows, f"{versions}.")
 
 
 BATCHES = {
@@ -565,10 +551,7 @@ BATCHES = {
 
 def over_budget_table(result: dict[str, Any]) -> str:
     """Markdown for the times in the result of ``benchmarks/over_budget.py``: one row per batch and budget."""
-    lines = [
-        "| batch | budget | `repeat`: tokens, seconds | `carry`: tokens + forward once more, seconds | `auto` |",
-        "|---|---:|---|---|---|",
-    ]
+    rows = []
     for name, batch in BATCHES.items():
         for repeat, carry, auto in zip(*(result.get(name, [])[way::3] for way in range(3)), strict=True):
             again = f"{carry['tokens']:,.0f} + {carry['carried']:,.0f}, {carry['seconds']:.2f}"
@@ -576,24 +559,20 @@ def over_budget_table(result: dict[str, Any]) -> str:
                 "a sample is too long" if "refused" in repeat else f"{repeat['tokens']:,.0f}, {repeat['seconds']:.2f}"
             )
             way = "carry" if auto["carried"] else "repeat"
-            lines.append(f"| {batch} | {carry['budget']:,} | {once} | {again} | {way}, {auto['seconds']:.2f} |")
-    return "\n".join(lines)
+            rows.append((batch, f"{carry['budget']:,}", once, again, f"{way}, {auto['seconds']:.2f}"))
+    headings = "batch | budget | `repeat`: tokens, seconds | `carry`: tokens + forward once more, seconds | `auto`"
+    return table("lrlll", headings, rows)
 
 
 def long_sample_table(result: dict[str, Any]) -> str:
     """Markdown for the memory in the same result: one row per length of a sample."""
-    lines = [
-        "| tokens of the sample | keys, values, gradients | estimate of them | other memory, beyond the first row |",
-        "|---:|---:|---:|---:|",
-    ]
-    first = result["memory"][0]
+    first, rows = result["memory"][0], []
     for one in result["memory"]:
-        held, estimate, other = (
-            f"{size / 2**20:,.1f} MiB"
-            for size in (one["held"], one["estimate"], one["peak"] - first["peak"] - one["held"] + first["held"])
-        )
-        lines.append(f"| {one['length']:,} | {held} | {estimate} | {other} |")
-    return "\n".join(lines)
+        other = one["peak"] - first["peak"] - one["held"] + first["held"]
+        sizes = (f"{size / 2**20:,.1f} MiB" for size in (one["held"], one["estimate"], other))
+        rows.append((f"{one['length']:,}", *sizes))
+    headings = "tokens of the sample | keys, values, gradients | estimate of them | other memory, beyond the first row"
+    return table("rrrr", headings, rows)
 
 
 def _with_layouts(result: dict[str, Any]) -> str:
@@ -660,13 +639,13 @@ ROOFLINE = ROOT / "docs" / "attention_roofline.png"
 
 def rendered(page: str) -> str:
     """Return a page with its tables written again."""
-    for name, (file, table) in TABLES.items():
+    for name, (file, render) in TABLES.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
         if begin not in page:
             continue
         before, rest = page.split(begin)
         _, after = rest.split(end)
-        page = f"{before}{begin}{table(loaded(file))}\n{end}{after}"
+        page = f"{before}{begin}{render(loaded(file))}\n{end}{after}"
     return page
 
 

@@ -28,10 +28,9 @@ from mcore_prefix_tree.data.write import check_output, make_row, rows_file
 from mcore_prefix_tree.mcore.engine.evaluation import Evaluation
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, load_recipe
-from mcore_prefix_tree.xtoken.pairs import Pairing
+from mcore_prefix_tree.xtoken.pairs import Pairing, iter_pairs
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies
 from mcore_prefix_tree.xtoken.projection_file import write_projection
-from mcore_prefix_tree.xtoken.read_pairs import PairReader, iter_pairs
 
 ROLLOUTS = Path("recipes/data/quickstart_rollouts.jsonl")
 FOLDER = Path("runs/xtoken")
@@ -86,10 +85,10 @@ def prepare() -> None:
         (FOLDER / f"{name}.jsonl").write_text("".join(part))
     student, teacher = load_tokenizer(STUDENT), load_tokenizer(TEACHER)
     # The chat format of this Tekken has no turns with both text and a call, so the teacher reads the student's text.
-    reader = PairReader(Pairing(student, teacher), rendering="student", expand_turns=True)
+    pairing = Pairing(student, teacher)
     for source, target in (("train", "teacher"), ("held_out", "teacher_held_out")):
         with rows_file(FOLDER / f"{target}.jsonl") as writer:
-            for pairs in iter_pairs([FOLDER / f"{source}.jsonl"], reader):
+            for pairs in iter_pairs([FOLDER / f"{source}.jsonl"], pairing, expand_turns=True):
                 writer.add([make_row(pair.teacher) for pair in pairs])
     projection = FOLDER / "projection.safetensors"
     if not projection.exists():

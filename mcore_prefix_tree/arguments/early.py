@@ -12,17 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from mcore_prefix_tree.arguments.checks import (
-    check_checkpoint_args,
-    check_checkpoints,
-    check_data,
-    check_extensions,
-    check_launched,
-    check_spec_named,
-    check_vocabulary_known,
-)
 from mcore_prefix_tree.arguments.flags import PREFIX, spell_option
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.group import add_argument_group, add_rl_argument_group, check_rl_arguments
 from mcore_prefix_tree.arguments.read_recipe import read_section
 from mcore_prefix_tree.arguments.refusals import (
     AT_ODDS_OF_FILES,
@@ -30,10 +21,16 @@ from mcore_prefix_tree.arguments.refusals import (
     UNSUPPORTED,
     ArgumentError,
     check_arguments,
+    check_checkpoint_args,
+    check_checkpoints,
+    check_data,
+    check_extensions,
+    check_launched,
     check_score,
+    check_spec_named,
+    check_vocabulary_known,
     refuse,
 )
-from mcore_prefix_tree.arguments.rl import add_rl_argument_group, check_rl_arguments
 from mcore_prefix_tree.data import check_tokenizer_named
 from mcore_prefix_tree.settings import BatchConfig
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder

@@ -1,6 +1,6 @@
-"""Arguments that Megatron-LM's ``pretrain_*.py`` scripts gain.
+"""Arguments that Megatron-LM's ``pretrain_*.py`` scripts and its ``train_rl.py`` gain.
 
-Scripts take them with ``extra_args_provider=add_prefix_tree_args``, which also checks the job; see
+The former take them with ``extra_args_provider=add_prefix_tree_args``, which also checks the job; see
 :mod:`mcore_prefix_tree.mcore.megatron_lm`.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_prefix_tree.arguments.flags import FILES, FOLDING, PREFIX, SCORING, add_flags
+from mcore_prefix_tree.arguments.refusals import ArgumentError, Rule, refuse
+from mcore_prefix_tree.attention.api import check_setting
 
 
 class _Enable(argparse.Action):
@@ -76,3 +78,65 @@ def add_checkout_argument(group: argparse._ArgumentGroup, versions: str) -> None
         help=f"Checkout of Megatron-LM, {versions}; its own megatron.core is used. Default: the environment's "
         "MEGATRON_LM_PATH, else the megatron.training that Python finds.",
     )
+
+
+# Rejected if the data are files; here they are the loop's own, or nothing reads them.
+_ALLOWED = {
+    "perform_rl_step",
+    "data_path",
+    "train_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "mock_data",
+    "valid_data_path",
+    "test_data_path",
+    "eod_mask_loss",
+    "full_validation",
+    "log_throughput",
+    "log_progress",
+}
+_VIRTUAL = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+_AT_ODDS: tuple[Rule, ...] = (
+    (
+        lambda args: any(getattr(args, name, None) is not None for name in _VIRTUAL),
+        "virtual pipeline stages: Megatron-LM's log-probabilities take only the first model chunk of a rank; remove "
+        "them",
+    ),
+    (
+        lambda args: args.rl_training_cuda_graphs,
+        "--rl-training-cuda-graphs: the shape of a tree changes with every micro-batch; remove it",
+    ),
+    (
+        lambda args: getattr(args, "batch_invariant_mode", False),
+        "--batch-invariant-mode: attention along a tree is computed in other blocks than that of a row; remove it",
+    ),
+)
+
+
+def add_rl_argument_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "prefix-tree" of ``train_rl.py`` and return the parser."""
+    group = parser.add_argument_group(
+        title="prefix-tree",
+        description="Fold trajectories that begin with the same tokens and compute every unique token once. All "
+        "arguments of train_rl.py keep their meaning. --micro-batch-size sets how many trajectories are folded into "
+        "one micro-batch on average, and how many may share in the passes that compute log-probabilities; "
+        "--micro-batch-size times --seq-length bounds the tokens of a micro-batch, as without folding.",
+    )
+    group.add_argument(PREFIX, action="store_true", help="Train folded. Needs --perform-rl-step.")
+    add_checkout_argument(group, "core_v0.19.0 or main")
+    add_flags(group, FOLDING)
+    return parser
+
+
+def check_rl_arguments(args: argparse.Namespace) -> None:
+    """Reject arguments of ``train_rl.py`` that ``--prefix-tree`` cannot have, as :func:`check_arguments` does."""
+    if not args.perform_rl_step:
+        raise ArgumentError(
+            "--prefix-tree needs --perform-rl-step here; -m mcore_prefix_tree.pretrain_gpt trains on files"
+        )
+    refuse(args, at_odds=_AT_ODDS, allowed=_ALLOWED)
+    check_setting(args.prefix_tree_attention_backend)

@@ -12,13 +12,10 @@ from mcore_prefix_tree.cli.samples import Samples, make_order
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mcore_prefix_tree.data.source import Source
-    from mcore_prefix_tree.plan import StepsReport
-    from mcore_prefix_tree.sample import Sample
-if TYPE_CHECKING:
-    from mcore_prefix_tree.cli.samples import Samples
     from mcore_prefix_tree.data.batches import SampleOrder
+    from mcore_prefix_tree.data.source import Source
     from mcore_prefix_tree.plan import Spread, StepsReport
+    from mcore_prefix_tree.sample import Sample
 
 # A setting is named if steps fold this much more with it.
 _GAIN = 1.05

@@ -10,20 +10,17 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, load_job, local_file
+from mcore_prefix_tree.cli.options import RecipeFile, Repeats, check_output_option, load_job, local_file, overrides_like
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_comparison
-from mcore_prefix_tree.utils.inputs import MOST
 
 app = typer.Typer(no_args_is_help=True, help="Measure training steps, and write the numbers.")
 
 
 @app.command()
 def step(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example attention_backend=cascade.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 5,
+    recipe: RecipeFile,
+    overrides: Annotated[list[str] | None, overrides_like("attention_backend=cascade")] = None,
+    repeats: Repeats = 5,
     output: Annotated[
         Path | None,
         typer.Option(

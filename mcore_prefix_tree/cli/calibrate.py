@@ -8,20 +8,17 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import check_output_option, load_job, local
-from mcore_prefix_tree.utils.inputs import MOST
+from mcore_prefix_tree.cli.options import RecipeFile, Repeats, check_output_option, load_job, local, overrides_like
 
 
 def calibrate(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example batch.max_tokens=32768.")
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Annotated[list[str] | None, overrides_like("batch.max_tokens=32768")] = None,
     output: Annotated[
         str | None,
         typer.Option(parser=local, metavar="FILE", help="Write the measurements, for batch.calibration and plan."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")] = 5,
+    repeats: Repeats = 5,
 ) -> None:
     """Time micro-batches of a recipe and fit the cost model that plans balance ranks by.
 

@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import HuggingFace, load_job, local
+from mcore_prefix_tree.cli.options import HuggingFace, load_job, local, overrides_like
 
 
 def export(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file that sets model.hf.")],
     path: Annotated[str, typer.Argument(parser=local, metavar="PATH", help="The folder to make; it must not exist.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example checkpoint.save=runs/mine.")
-    ] = None,
+    overrides: Annotated[list[str] | None, overrides_like("checkpoint.save=runs/mine")] = None,
     hf: HuggingFace = None,
 ) -> None:
     """Write the last checkpoint in checkpoint.save with the names, types, configuration and tokenizer of model.hf.

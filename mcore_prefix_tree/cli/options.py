@@ -14,7 +14,7 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.utils.errors import spelled
-from mcore_prefix_tree.utils.inputs import HUB, local_path
+from mcore_prefix_tree.utils.inputs import HUB, MOST, local_path
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.settings import Recipe
@@ -44,8 +44,15 @@ def local_file(given: str | Path) -> Path:
 HuggingFace = Annotated[
     str | None, typer.Option("--hf", metavar="PATH", help="Folder of a Hugging Face model; the same as model.hf=PATH.")
 ]
+RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")]
+Repeats = Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")]
 RANKS = 2**14
 SEEDS = 2**63 - 1
+
+
+def overrides_like(example: str) -> Any:
+    """Return the argument of a command that changes settings of its recipe, with an example for the help."""
+    return typer.Argument(metavar="[KEY=VALUE]...", help=f"For example {example}.")
 
 
 def check_output_option(

@@ -98,7 +98,7 @@ def plan(
         sharing=options.sharing,
         over_budget=over_budget,
     )
-    objective = samples.objective
+    objective = options.objective
 
     def planned(step: Sequence[Sample], micro_batches: int | None = None) -> ForestPlan:
         together = None if objective is None else objective.together(step)
@@ -184,20 +184,24 @@ def _print(
     computed = report.unique_tokens + report.repeated_tokens
     working = len(report.ranks) - report.idle_ranks
     idle = "idle ranks included" if report.idle_ranks else ""
+    carried, empty = report.carried_tokens, report.empty_micro_batches - report.idle_ranks * per_rank
     repeated = f"{numbers.share(report.repeated_tokens / report.unique_tokens)} of the unique ones"
     lines = [
         ("samples", numbers.count(len(samples.all)), ""),
         ("logical tokens", numbers.count(report.logical_tokens), ""),
         ("unique tokens", numbers.count(report.unique_tokens), ""),
         ("repeated context", numbers.count(report.repeated_tokens), repeated),
-        *_carried_rows(report.carried_tokens),
+        ("carried tokens", numbers.count(carried), "run forward once more") if carried else None,
         *states,
         ("fold ratio, as planned", numbers.ratio(report.logical_tokens / computed), "all samples in one step"),
         *steps_rows(steps, samples.order),
         ("padding", numbers.count(report.padding), f"{numbers.share(report.padding / computed)} of the computed ones"),
         ("micro-batches", str(per_rank), f"on each of {working} ranks, up to {max_tokens:,} tokens"),
-        *_empty_rows(report.empty_micro_batches - report.idle_ranks * per_rank, working * per_rank),
-        *_idle_rows(report.idle_ranks, len(report.ranks)),
+        ("  without samples", f"{empty:,} of {working * per_rank:,}", "use fewer --micro-batches") if empty else None,
+        # A smaller budget would give idle ranks no work.
+        ("ranks with work", f"{working} of {len(report.ranks)}", f"use {working} ranks, or more samples per step")
+        if report.idle_ranks
+        else None,
         ("slowest rank", numbers.short(report.slowest), unit),
         ("  over the mean", f"{report.imbalance:.3f}x", idle),
         ("  over the lower bound", f"{report.over_lower_bound:.3f}x", "idle ranks there too" if idle else ""),
@@ -222,7 +226,7 @@ def _print(
     if report.idle_ranks:
         say(console, f"… {report.idle_ranks:,} idle ranks", style="dim")
     console.print()
-    console.print(rows(lines))
+    console.print(rows(filter(None, lines)))
     print_alternatives(console, alternatives(samples, steps))
     for line in ways_to_more(samples, report.unique_tokens):
         console.print()
@@ -239,11 +243,6 @@ def _some(sizes: Iterable[str]) -> str:
     return f"{fit} … {len(listed) - fit.count(' ') - 1:,} more"
 
 
-def _carried_rows(tokens: int) -> list[tuple[str, str, str]]:
-    """Return a row about trees above the budget that are cut into chunks, if there are any."""
-    return [("carried tokens", numbers.count(tokens), "run forward once more")] if tokens else []
-
-
 def _states_rows(report: PlanReport, work: ModelWork) -> list[tuple[str, str, str]]:
     """Return rows about the largest micro-batch's levels and states at branch points, if layers keep any."""
     if not work.state_layers:
@@ -255,17 +254,3 @@ def _states_rows(report: PlanReport, work: ModelWork) -> list[tuple[str, str, st
         ("levels of segments", numbers.count(levels), "at most in a micro-batch"),
         ("states at branch points", numbers.count(states), kept),
     ]
-
-
-def _idle_rows(idle: int, ranks: int) -> list[tuple[str, str, str]]:
-    """Return rows that advise how to give idle ranks work; a smaller budget gives them none."""
-    if not idle:
-        return []
-    return [("ranks with work", f"{ranks - idle} of {ranks}", f"use {ranks - idle} ranks, or more samples per step")]
-
-
-def _empty_rows(empty: int, count: int) -> list[tuple[str, str, str]]:
-    """Return rows that name the micro-batches without samples of ranks that have work."""
-    if not empty:
-        return []
-    return [("  without samples", f"{empty:,} of {count:,}", "use fewer --micro-batches")]

@@ -19,8 +19,8 @@ from mcore_prefix_tree.utils.inputs import MOST, parse_json
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
     from mcore_prefix_tree.data.batches import SampleOrder
+    from mcore_prefix_tree.data.chat import Vocabulary
     from mcore_prefix_tree.data.source import Source
-    from mcore_prefix_tree.data.vocabulary import Vocabulary
     from mcore_prefix_tree.objectives import Objective
     from mcore_prefix_tree.plan import ModelWork
     from mcore_prefix_tree.sample import Sample
@@ -251,6 +251,15 @@ class SampleOptions:
 
         return Sharing(share=self.share or "all", min_shared_tokens=self.min_shared_tokens or 0)
 
+    @cached_property
+    def objective(self) -> Objective | None:
+        """Return the recipe's objective; None without a recipe."""
+        if self.recipe is None:
+            return None
+        from mcore_prefix_tree.settings.bind_objective import make_bound_objective
+
+        return make_bound_objective(self.recipe)
+
     @property
     def over_budget(self) -> OverBudget:
         """Return the way to cut trees above the budget in training.
@@ -259,11 +268,10 @@ class SampleOptions:
         """
         if self.recipe is None:
             return "repeat"
-        from mcore_prefix_tree.settings.bind_objective import make_bound_objective
-        from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
+        from mcore_prefix_tree.settings.bind_objective import choose_over_budget, why_not_carried
 
-        model, objective = self.recipe.model, make_bound_objective(self.recipe)
-        why = why_not_carried(model.transformer, model.hybrid_layer_pattern, objective)
+        model = self.recipe.model
+        why = why_not_carried(model.transformer, model.hybrid_layer_pattern, self.objective)
         return choose_over_budget(self.recipe.batch.over_budget, why)
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
@@ -344,15 +352,6 @@ class Samples:
             raise ValueError(f"model.transformer: cannot count FLOPs with these settings ({error})") from error
 
     @cached_property
-    def objective(self) -> Objective | None:
-        """Return the recipe's objective; None without a recipe."""
-        if self.options.recipe is None:
-            return None
-        from mcore_prefix_tree.settings.bind_objective import make_bound_objective
-
-        return make_bound_objective(self.options.recipe)
-
-    @cached_property
     def source(self) -> Source | None:
         """Return the source of training's samples, None for an unknown step size; raises as ``make_source``."""
         from mcore_prefix_tree.data import LineOptions, Ranks
@@ -361,9 +360,9 @@ class Samples:
         from mcore_prefix_tree.settings.sample_source import check_units, make_source
 
         options = self.options
-        if options.recipe is not None and self.objective is not None:
-            check_units(self.objective, options.recipe.batch, options.recipe.objective)
-            return make_source(options.recipe, self.objective, ranks=Ranks(), options=LineOptions())
+        if options.recipe is not None and options.objective is not None:
+            check_units(options.objective, options.recipe.batch, options.recipe.objective)
+            return make_source(options.recipe, options.objective, ranks=Ranks(), options=LineOptions())
         if options.global_batch_size is None:
             return None
         return Source(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import HuggingFace, check_output_option, load_job, local
+from mcore_prefix_tree.cli.options import HuggingFace, RecipeFile, check_output_option, load_job, local, overrides_like
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.utils.inputs import MOST
 
@@ -16,7 +16,7 @@ _SPELLINGS = {
 
 
 def score(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
+    recipe: RecipeFile,
     output: Annotated[
         str,
         typer.Option(
@@ -26,9 +26,7 @@ def score(
             ".parquet, .arrow or .feather. An existing file is replaced once all samples are scored.",
         ),
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example checkpoint.save=runs/mine.")
-    ] = None,
+    overrides: Annotated[list[str] | None, overrides_like("checkpoint.save=runs/mine")] = None,
     hf: HuggingFace = None,
     reference: Annotated[
         str | None,

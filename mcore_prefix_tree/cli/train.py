@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import HuggingFace, load_job
+from mcore_prefix_tree.cli.options import HuggingFace, RecipeFile, load_job, overrides_like
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_steps
 from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, FAILED, exit_with
 from mcore_prefix_tree.utils.os_signals import ended_at_once
@@ -15,10 +15,8 @@ from mcore_prefix_tree.utils.stdout import outlive_output
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example data.path=rollouts.jsonl.")
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Annotated[list[str] | None, overrides_like("data.path=rollouts.jsonl")] = None,
     hf: HuggingFace = None,
     resume: Annotated[
         bool,

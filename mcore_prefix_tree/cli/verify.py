@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import HuggingFace, load_job
+from mcore_prefix_tree.cli.options import HuggingFace, load_job, overrides_like
 from mcore_prefix_tree.utils.errors import FAILED, exit_with
 
 
@@ -19,9 +19,7 @@ def verify(
         str | None,
         typer.Argument(metavar="[RECIPE]", help="A YAML file; see recipes/. Without it the installation is checked."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example model.dtype=float64.")
-    ] = None,
+    overrides: Annotated[list[str] | None, overrides_like("model.dtype=float64")] = None,
     hf: HuggingFace = None,
     megatron_lm_path: Annotated[
         str | None,
@@ -38,8 +36,6 @@ def verify(
     if recipe is None:
         if hf is not None:
             raise ValueError("verify --hf needs a RECIPE, whose first batch it compares")
-        from mcore_prefix_tree.cli.verify import show_installed
-
         if not show_installed(megatron_lm_path, as_json=as_json):
             exit_with(FAILED)
         return

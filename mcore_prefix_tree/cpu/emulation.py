@@ -243,12 +243,7 @@ def _causal_conv1d(
     """Return the convolution of ``[b, s, D]`` with ``[D, W]``, each token with those before it, and no state."""
     if any(given.values()):
         raise NotImplementedError(f"on a CPU the convolution of Gated DeltaNet takes no {', '.join(given)}")
-    width = weight.shape[1]
-    row = torch.nn.functional.conv1d(
-        x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight)
-    )
-    row = row[..., : x.shape[1]].transpose(1, 2)
-    return torch.nn.functional.silu(row) if activation in ("silu", "swish") else row, None
+    return state_space.convolve(x.transpose(1, 2), weight, bias, activation).transpose(1, 2), None
 
 
 @contextmanager

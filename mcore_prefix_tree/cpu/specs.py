@@ -104,6 +104,11 @@ def cpu_spec(spec: Any, config: TransformerConfig, vp_stage: int | None = None) 
     return variant(spec, config, vp_stage) if variant else spec
 
 
+def _with_attention(layer: Any, attention: ModuleSpec, keys: Mapping[str, str]) -> Any:
+    submodules = replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map=keys)
+    return replace(layer, submodules=submodules)
+
+
 def _with_delta_nets(
     block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
@@ -121,10 +126,7 @@ def _with_delta_nets(
     }
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
-        replace(
-            layer,
-            submodules=replace(layer.submodules, self_attention=delta_net, sharded_state_dict_keys_map=keys),
-        )
+        _with_attention(layer, delta_net, keys)
         if has_state and not issubclass(layer.submodules.self_attention.module, GatedDeltaNet)
         else layer
         for layer, has_state in zip(block.layer_specs, get_linear_attention_pattern(config)[first:], strict=False)
@@ -150,12 +152,9 @@ def _with_sparse_attention(
     attention = get_dsa_module_spec_for_backend(config, Backend())
     keys = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     layers = [
-        replace(
-            layer,
-            submodules=replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map=keys),
-        )
-        if not issubclass(layer.submodules.self_attention.module, attention.module)
-        else layer
+        layer
+        if issubclass(layer.submodules.self_attention.module, attention.module)
+        else _with_attention(layer, attention, keys)
         for layer in block.layer_specs
     ]
     return replace(block, layer_specs=layers)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 
-def _convolve(
+def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
     """Return the causal convolution of ``[b, D, s]`` with ``[D, W]``, as ``causal_conv1d_fn``."""
@@ -87,7 +87,7 @@ def _split_convolve_scan(
     heads = len(dt_bias)
     channels = heads * (D.shape[1] if headdim is None else headdim)
     z, mixed, dt = zxbcdt.split([channels, zxbcdt.shape[-1] - channels - heads, heads], dim=-1)
-    mixed = _convolve(mixed.transpose(1, 2), conv1d_weight, conv1d_bias, activation).transpose(1, 2)
+    mixed = convolve(mixed.transpose(1, 2), conv1d_weight, conv1d_bias, activation).transpose(1, 2)
     x, B, C = mixed.tensor_split([channels, (channels + mixed.shape[-1]) // 2], dim=-1)
     wide = torch.promote_types(x.dtype, torch.float32)
     out = _scan(
@@ -147,7 +147,7 @@ def stand_ins() -> list[tuple[object, str, object]]:
     found: list[tuple[object, str, object]] = [
         (mixer, "HAVE_MAMBA_SSM", True),
         (mixer, "MAMBA_HAS_STATE_DTYPE", False),
-        (mixer, "causal_conv1d_fn", _convolve),
+        (mixer, "causal_conv1d_fn", convolve),
         (mixer, "mamba_chunk_scan_combined", _scan),
         (mixer, "mamba_split_conv1d_scan_combined", _split_convolve_scan),
         (mixer, "ExtendedRMSNorm", _GroupedNorm),

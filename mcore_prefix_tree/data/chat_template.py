@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -58,7 +59,7 @@ class ChatTemplates:
         # Keys of messages that no template names need not be given to one.
         self.words = frozenset(word for one in templates.values() for word in re.findall(r"\w+", one))
         self._environment = BoundedEnvironment(_compile_jinja_template("").environment)
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compile = cache(self._environment.from_string)
 
     def render(
         self,
@@ -70,7 +71,7 @@ class ChatTemplates:
     ) -> str:
         """Return a conversation's text with further template variables ``switches``; raise ChatError if unsuitable."""
         try:
-            template = self._template(self._tokenizer.get_chat_template(None, tools))
+            template = self._compile(self._tokenizer.get_chat_template(None, tools))
             # The variables that apply_chat_template gives a template.
             variables = {
                 **self._tokenizer.special_tokens_map,
@@ -88,11 +89,6 @@ class ChatTemplates:
                 f"field 'messages' does not fit the chat template of tokenizer '{self._folder}': "
                 f"{kind}{' '.join(str(error).split())[:200]}"
             ) from error
-
-    def _template(self, text: str) -> jinja2.Template:
-        if text not in self._compiled:
-            self._compiled[text] = self._environment.from_string(text)
-        return self._compiled[text]
 
 
 def _read_templates(tokenizer: Any, folder: str) -> dict[str, str]:

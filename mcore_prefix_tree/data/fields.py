@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_prefix_tree.data.foreign_names import is_telling
 from mcore_prefix_tree.data.formats import FIELDS, KNOWN
 from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.utils.launchers import is_first_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +87,12 @@ _CLOSE = 0.85
 _seen: set[str] = set()
 
 
-def notice_unread(names: Iterable[str], known: Collection[str], source: str) -> None:
+def warn_unknown_fields(names: Iterable[str], known: Collection[str], source: str) -> None:
     """Warn once per process, on the first rank only, of each name that is not among the ``known`` fields."""
     for name in names:
         if name in known or name in _seen:
             continue
         _seen.add(name)
         meant = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
-        if meant and os.environ.get("RANK", "0") == "0":
+        if meant and is_first_rank():
             logger.warning("%s: field '%s' is not read; is '%s' meant?", source, name, meant[0])

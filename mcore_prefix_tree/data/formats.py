@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mcore_prefix_tree.data.foreign_names import mapping_beside, shown, suggest_fields
-from mcore_prefix_tree.data.json_fields import ChatError, check_once
+from mcore_prefix_tree.data.json_fields import ChatError, check_once, shorten_json
 from mcore_prefix_tree.data.stopping import STOP_ALIASES, STOP_KEYS, STOP_LISTS, was_cut, were_cut
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
 from mcore_prefix_tree.data.turns import SWITCHES, check_record
@@ -110,8 +110,7 @@ def _from_sharegpt(entry: Any, name: str) -> Any:
     sender, value = entry.get("from"), entry.get("value")
     if not isinstance(sender, str) or sender not in _SHAREGPT_ROLES:
         raise ChatError(
-            f"field '{name}.from' is {json.dumps(sender, default=str):.40}; it must be one of "
-            f"{', '.join(_SHAREGPT_ROLES)}"
+            f"field '{name}.from' is {shorten_json(sender)}; it must be one of {', '.join(_SHAREGPT_ROLES)}"
         )
     if sender != "function_call":
         return rest | {"role": _SHAREGPT_ROLES[sender], "content": value}
@@ -305,7 +304,7 @@ def read_excluded(row: Row, source: str, mark: str | None = None) -> bool | list
 def _is_true(value: Any, source: str) -> bool:
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise SampleError(
-            f"{source}: field 'exclude' is {json.dumps(value, default=str):.40}; it must be true or false, or with "
+            f"{source}: field 'exclude' is {shorten_json(value)}; it must be true or false, or with "
             f"{' and '.join(map(repr, _LISTS))} a list of one for each; data.fields={{exclude: null}} leaves it unread"
         )
     return bool(value)

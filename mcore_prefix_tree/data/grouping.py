@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +16,7 @@ from mcore_prefix_tree.data.fingerprint import ALONE, Ranks
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
+from mcore_prefix_tree.utils.launchers import is_first_rank
 
 
 def whole_groups(
@@ -203,7 +203,7 @@ class EqualPairs:
     def warn(self) -> None:
         """Warn on the first rank, once for each file; all ranks together."""
         found = {source: None for of_rank in self.ranks.gather(self.found) for source in of_rank}
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_rank():
             return
         of_files: dict[str, list[str]] = defaultdict(list)
         for source in found:

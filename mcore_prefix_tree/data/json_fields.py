@@ -24,21 +24,17 @@ _JSON = re.compile(
 
 
 class Doubled(dict[str, Any]):
-    """An object that has a key more than once; the dictionary holds the last value."""
+    """An object that has a key more than once, the first of which is ``twice``; the dictionary holds the last value."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        self._times = Counter(name for name, _ in pairs)
-
-    def twice(self) -> str:
-        """Return the first such key."""
-        return next(name for name, times in self._times.items() if times > 1)
+        self.twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
 
 
 def check_once(value: object, field: str) -> None:
     """Raise ChatError for an object that has a key twice."""
     if isinstance(value, Doubled):
-        raise ChatError(f"field '{field}' has the key '{value.twice()}' twice; drop one of them")
+        raise ChatError(f"field '{field}' has the key '{value.twice}' twice; drop one of them")
 
 
 def check_depths(values: dict[str, Any], field: str) -> None:
@@ -102,6 +98,11 @@ def format_json(value: object, field: str) -> str:
     except TypeError as error:  # from a table: bytes, dates
         raise ChatError(f"field '{field}' cannot be written as JSON: {error}") from None
     return read_text_value(text, field)
+
+
+def shorten_json(value: object) -> str:
+    """Return the beginning of a value's JSON text, for an error."""
+    return f"{json.dumps(value, default=str):.40}"
 
 
 def json_kind(value: object) -> str:

@@ -18,13 +18,38 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.fields import FieldNames, notice_unread
+from mcore_prefix_tree.data.fields import FieldNames, warn_unknown_fields
 from mcore_prefix_tree.data.formats import FIELDS
 from mcore_prefix_tree.data.json_fields import ChatError, Doubled
 from mcore_prefix_tree.data.packed_arrays import FILE_KEYS, array_of_file
-from mcore_prefix_tree.data.unchanged import Unchanged
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import check_regular, open_input
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Size and time of the last change of a file, noted before it is indexed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def since_now(cls, path: str) -> Unchanged:
+        """Note a file's size and time; raises OSError if it does not exist any more."""
+        now = os.stat(path)
+        return cls(path, now.st_size, now.st_mtime_ns)
+
+    def check(self, descriptor: int | None = None) -> None:
+        """Raise SampleError if the file, by its open ``descriptor`` or its path, has changed, OSError if it is gone."""
+        now = os.stat(self.path if descriptor is None else descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise self.error()
+
+    def error(self) -> SampleError:
+        """Return the error for a file that is not the same."""
+        return SampleError(f"{self.path}: has changed since the run began; do not change the files while it runs")
+
 
 STDIN = "-"
 
@@ -65,9 +90,9 @@ class Line:
         if not isinstance(row, dict):
             raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
         if isinstance(row, Doubled):
-            raise SampleError(f"{self.source}: has the field '{row.twice()}' twice; drop one of them")
+            raise SampleError(f"{self.source}: has the field '{row.twice}' twice; drop one of them")
         known = names.of_file(row)
-        notice_unread((name for name in row if name not in known), FIELDS, self.source)
+        warn_unknown_fields((name for name in row if name not in known), FIELDS, self.source)
         found = {known[name]: value for name, value in row.items() if name in known and value is not None}
         routes = found.get("routed_experts")
         if isinstance(routes, dict) and routes.keys() == FILE_KEYS:

@@ -21,12 +21,11 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, SpecialTok
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, continuation
+from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, Vocabulary, continuation
 from mcore_prefix_tree.data.json_fields import ChatError, check_json_depth
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.tokenizers import FILES
 from mcore_prefix_tree.data.turns import check_said
-from mcore_prefix_tree.data.vocabulary import Vocabulary
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # mistral-common takes no answer without text; the tokens of this one are removed again.
@@ -52,28 +51,18 @@ class MistralChatTokenizer:
 
     def __init__(self, name: str) -> None:
         """``name``: a key of ``FILES``."""
-        self._name = name
+        self.name = name
         with as_file(files("mistral_common") / "data" / FILES[name]) as path:
             self._tokenizer: Any = MistralTokenizer.from_file(str(path), mode=ValidationMode.finetuning)
         text_tokenizer = self._tokenizer.instruct_tokenizer.tokenizer
         self._text_tokenizer: Any = text_tokenizer
-        self._vocab_size = int(text_tokenizer.n_words)
+        self.vocab_size = int(text_tokenizer.n_words)
         self._end_of_turn = int(text_tokenizer.eos_id)
         self._history_is_stable = bool(text_tokenizer.version >= TokenizerVersion.v7)
         before_turn = [SpecialTokens.bos, SpecialTokens.end_inst, SpecialTokens.end_tool_results]
         if self._history_is_stable:  # earlier vocabularies lack the token and would answer with <unk>
             before_turn.append(SpecialTokens.end_system)
         self._before_turn = [int(text_tokenizer.get_special_token(token.value)) for token in before_turn]
-
-    @property
-    def name(self) -> str:
-        """Argument of ``load_tokenizer``."""
-        return self._name
-
-    @property
-    def vocab_size(self) -> int:
-        """Exclusive upper bound of the token ids."""
-        return self._vocab_size
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``ChatTokenizer.decode``."""
@@ -120,7 +109,7 @@ class MistralChatTokenizer:
         """See ``ChatTokenizer.vocabulary``."""
         text_tokenizer = self._text_tokenizer
         special = frozenset(int(token) for token in text_tokenizer.special_ids)
-        ids = range(self._vocab_size)
+        ids = range(self.vocab_size)
         if isinstance(text_tokenizer, Tekkenizer):
             # A part of a character has no text, so its piece is its bytes; a control token's piece is its name.
             return Vocabulary(
@@ -179,18 +168,18 @@ class MistralChatTokenizer:
         if _is_empty(message) and any(other.role == "assistant" for other in beside):
             raise ChatError(
                 f"field '{field}' is an empty assistant message next to another one, which the chat format of "
-                f"tokenizer '{self._name}' writes as one turn; join them"
+                f"tokenizer '{self.name}' writes as one turn; join them"
             )
         if message.role == "assistant" and message.weight:
             check_said(message.others, field, has_thinking=False)
         if message.thinking:
             raise ChatError(
                 f"field '{field}' has thinking apart from its content, which the chat format of tokenizer "
-                f"'{self._name}' does not write; write it into content, as the model did"
+                f"'{self.name}' does not write; write it into content, as the model did"
             )
         if message.role == "tool" and message.tool_call_id is None:
             raise ChatError(
-                f"field '{field}' answers a call that is text, and the chat format of tokenizer '{self._name}' pairs "
+                f"field '{field}' answers a call that is text, and the chat format of tokenizer '{self.name}' pairs "
                 "each tool result with a call; give the call as tool_calls"
             )
 
@@ -200,7 +189,7 @@ class MistralChatTokenizer:
             for name in given:
                 if name not in model.model_fields:
                     raise ChatError(
-                        f"field '{field}' has the key '{name}', which the chat format of tokenizer '{self._name}' "
+                        f"field '{field}' has the key '{name}', which the chat format of tokenizer '{self.name}' "
                         f"cannot write, only {', '.join(model.model_fields)}; remove it if the model did not read it"
                     )
         said = {name: one for name, one in tool.function.items() if one is not None}
@@ -211,7 +200,7 @@ class MistralChatTokenizer:
 
     def _misfit(self, field: str, error: Exception) -> ChatError:
         reason = " ".join(str(error).split())[:200]
-        return ChatError(f"field '{field}' does not fit the chat format of tokenizer '{self._name}': {reason}")
+        return ChatError(f"field '{field}' does not fit the chat format of tokenizer '{self.name}': {reason}")
 
     def _encode(self, messages: list[Any], tools: list[MistralTool] | None) -> npt.NDArray[np.int32]:
         try:

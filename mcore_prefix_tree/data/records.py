@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
-from mcore_prefix_tree.data.fields import FieldNames, notice_unread
+from mcore_prefix_tree.data.fields import FieldNames, warn_unknown_fields
 from mcore_prefix_tree.data.foreign_names import fault_of_unread
 from mcore_prefix_tree.data.formats import (
     READ,
@@ -123,7 +123,7 @@ def _parse(
     row: Mapping[str, Any], record: Record, options: LineOptions, seen: set[str], left_out: Skipped | None
 ) -> list[Sample]:
     source, names = record.source, options.names
-    seen.update(_list_renamed(row, names))
+    seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
     left_out = Skipped() if left_out is None else left_out
     if read_excluded(row, source) is True and not names.keeps_others:
         left_out.excluded += 1
@@ -132,7 +132,7 @@ def _parse(
     _check_readable(row, mark, source, options)
     examples = make_examples(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
-    notice_unread((name for name in row if name not in READ[mark]), READ[mark], source)
+    warn_unknown_fields((name for name in row if name not in READ[mark]), READ[mark], source)
     carried = record.others({names.theirs(name) for name in READ[mark]}) if names.keeps_others else {}
     common = {name: row[name] for name in SIGNALS if name in row}
     excluded = read_excluded(row, source, mark)
@@ -145,16 +145,8 @@ def _parse(
         part = " ".join(filter(None, (source, example.part)))
         own = {**carried, names.theirs("exclude"): True} if is_excluded else carried
         made = _samples(example.content, common | dict(example.signals), merge_key, part, options)
-        samples += _carry(made, own)
+        samples += [sample.carrying(own) for sample in made] if own else made
     return samples
-
-
-def _list_renamed(row: Mapping[str, Any], names: FieldNames) -> list[str]:
-    return [theirs for mine, theirs in names.given.items() if theirs is not None and mine in row]
-
-
-def _carry(samples: list[Sample], others: Mapping[str, Any]) -> list[Sample]:
-    return [sample.carrying(others) for sample in samples] if others else samples
 
 
 def _check_readable(row: Mapping[str, Any], mark: str, source: str, options: LineOptions) -> None:
@@ -378,37 +370,39 @@ def _mask(length: int, turns: Sequence[tuple[EncodedTurn, float]]) -> npt.NDArra
 
 
 def _beyond_limits(sample: Sample, options: LineOptions) -> tuple[SampleError, Kind] | None:
+    kind: Kind = "too long"
+    fault = None
     for name, limit in options.limits.items():
         if len(sample) > limit:
-            error = SampleError(
-                f"{sample.source}: the sample has {len(sample)} tokens, but {name} is {limit}; raise {name} or shorten "
-                "the sample"
-            )
-            return error, "too long"
-    if options.vocab_size is not None and int(sample.tokens.max()) >= options.vocab_size:
-        at = int(np.argmax(sample.tokens >= options.vocab_size))
-        error = SampleError(
-            f"{sample.source}: field 'tokens' has {sample.tokens[at]} at index {at}, outside the model's vocabulary of "
-            f"{options.vocab_size}; use the model's tokenizer or a larger vocabulary"
+            fault = f"the sample has {len(sample)} tokens, but {name} is {limit}; raise {name} or shorten the sample"
+            break
+    if fault is None and options.vocab_size is not None:
+        kind, fault = "outside the vocabulary", _outside_vocabulary(sample, options.vocab_size)
+    return None if fault is None else (SampleError(f"{sample.source}: {fault}"), kind)
+
+
+def _outside_vocabulary(sample: Sample, size: int) -> str | None:
+    """Return a sentence about the first id that a model's vocabulary of a size lacks; None without any."""
+    tokens, teacher, mask = sample.tokens, sample.signals.teacher, sample.signals.sampling_mask
+    if int(tokens.max()) >= size:
+        at = int(np.argmax(tokens >= size))
+        return (
+            f"field 'tokens' has {tokens[at]} at index {at}, outside the model's vocabulary of {size}; use the model's "
+            "tokenizer or a larger vocabulary"
         )
-        return error, "outside the vocabulary"
-    teacher = sample.signals.teacher
-    if options.vocab_size is not None and teacher is not None and teacher.tokens is None:
-        beyond = (teacher.token_ids >= options.vocab_size).any(axis=1) & (sample.loss_mask != 0)
+    if teacher is not None and teacher.tokens is None:
+        beyond = (teacher.token_ids >= size).any(axis=1) & (sample.loss_mask != 0)
         beyond[:1] = False  # nothing predicts the first token
         if beyond.any():
-            error = SampleError(
-                f"{sample.source}: field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's "
-                f"vocabulary of {options.vocab_size}; distil from a teacher of the same vocabulary"
+            return (
+                f"field 'teacher' has a token at index {int(np.argmax(beyond))} outside the model's vocabulary of "
+                f"{size}; distil from a teacher of the same vocabulary"
             )
-            return error, "outside the vocabulary"
-    mask = sample.signals.sampling_mask
-    if options.vocab_size is not None and mask is not None and mask.token_ids.max(initial=0) >= options.vocab_size:
-        at = int(np.argmax(mask.token_ids >= options.vocab_size))
+    if mask is not None and mask.token_ids.max(initial=0) >= size:
+        at = int(np.argmax(mask.token_ids >= size))
         token = int(np.searchsorted(mask.offsets, at, side="right")) - 1
-        error = SampleError(
-            f"{sample.source}: field 'sampling_mask' keeps {mask.token_ids[at]} at index {token}, outside the model's "
-            f"vocabulary of {options.vocab_size}; use the model that drew the tokens"
+        return (
+            f"field 'sampling_mask' keeps {mask.token_ids[at]} at index {token}, outside the model's vocabulary of "
+            f"{size}; use the model that drew the tokens"
         )
-        return error, "outside the vocabulary"
     return None

@@ -16,8 +16,7 @@ from mcore_prefix_tree.data.jsonl import STDIN
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
-from mcore_prefix_tree.data.stream import StreamedGroups
-from mcore_prefix_tree.data.turn_order import read_turn, with_later_turns
+from mcore_prefix_tree.data.stream import StreamedGroups, with_later_turns
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.choices import OnError, Order
@@ -89,7 +88,7 @@ class Source:
             )
             with _naming_what_was_left_out(skipped):
                 groups = (
-                    stream(turn_of=read_turn if self._joins_turns else None)
+                    stream(joins_turns=self._joins_turns)
                     if self.grouped_by is None
                     else streamed_whole_groups(
                         stream,

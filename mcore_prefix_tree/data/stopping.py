@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
+from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def _is_cut(value: object, key: str, field: str) -> bool:
     if key in _FLAGS:
         if isinstance(value, (bool, int, float)) and value in (0, 1):
             return bool(value)
-        raise ChatError(f"field '{field}' is {_shown(value)}; it must be true or false")
+        raise ChatError(f"field '{field}' is {shorten_json(value)}; it must be true or false")
     if isinstance(value, dict):
         if isinstance(value.get("matched"), str):  # SGLang: a text stopped the model
             return True
@@ -116,7 +115,7 @@ def _is_cut(value: object, key: str, field: str) -> bool:
         return reason in _CUTS
     if isinstance(value, int) and not isinstance(value, bool):
         return False
-    raise ChatError(f'field \'{field}\' is {_shown(value)}; it must be text, such as "stop" or "length"')
+    raise ChatError(f'field \'{field}\' is {shorten_json(value)}; it must be text, such as "stop" or "length"')
 
 
 def _is_stopped_by_text(finish: object, stop: object) -> bool:
@@ -135,14 +134,10 @@ def _plain(reason: str) -> str:
 
 
 def _warn_unknown(value: str, field: str) -> None:
-    if value not in _unknown and os.environ.get("RANK", "0") == "0":
+    if value not in _unknown and is_first_rank():
         logger.warning(
             "field '%s' is %s, which is taken as an end that the model wrote; write \"length\" if it was cut",
             field,
-            _shown(value),
+            shorten_json(value),
         )
     _unknown.add(value)
-
-
-def _shown(value: object) -> str:
-    return f"{json.dumps(value, default=str):.40}"

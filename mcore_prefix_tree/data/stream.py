@@ -20,9 +20,35 @@ from mcore_prefix_tree.data.files import PathLike, index_files, no_samples, reso
 from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_files
 from mcore_prefix_tree.data.records import LineOptions, Record, samples_of_record
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
-from mcore_prefix_tree.data.turn_order import Turn, goes_on
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.choices import OnError
+
+Turn = tuple[Hashable, int]
+
+
+def read_turn(sample: Sample) -> Turn | None:
+    """Return the rollout and the turn of a sample; None unless it names both."""
+    rollout, turn = sample.signals.unit("rollout"), sample.signals.turn
+    return None if rollout is None or turn is None else (rollout, turn)
+
+
+def goes_on(before: Turn | None, turn: Turn | None) -> bool:
+    """Return whether a turn is a later one of the rollout that the turn before it belongs to."""
+    return before is not None and turn is not None and before[0] == turn[0] and before[1] < turn[1]
+
+
+def with_later_turns(lines: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+    """Join neighbouring lines that hold successive turns of a rollout, for example from ``score``."""
+    joined: list[list[Sample]] = []
+    last = None
+    for line in lines:
+        if line and joined and goes_on(last, read_turn(line[0])):
+            joined[-1] += line
+        else:
+            joined.append(list(line))
+        last = read_turn(line[-1]) if line else last
+    return joined
+
 
 Int64Array = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -88,8 +114,8 @@ class StreamedGroups(Sequence[list[Sample]]):
         check: function called with the samples of each record, or group; the text of its SampleError becomes ``fault``.
         check_apart: function called with the samples of each group that has others between its records. It and ``key``
             may raise SampleError.
-        turn_of: function that returns the rollout and the turn of a sample, or None: neighbouring records that hold one
-            turn after another of a rollout are a group. Without it, and without ``key``, each record is one.
+        joins_turns: whether neighbouring records that hold one turn after another of a rollout are a group. Without it,
+            and without ``key``, each record is one.
 
     Attributes:
         sizes: int32 ``[len(self)]``, number of samples of each record, or group.
@@ -112,7 +138,7 @@ class StreamedGroups(Sequence[list[Sample]]):
         key: Callable[[Sample], Hashable] | None = None,
         check: Callable[[list[Sample]], None] | None = None,
         check_apart: Callable[[list[Sample]], None] | None = None,
-        turn_of: Callable[[Sample], Turn | None] | None = None,
+        joins_turns: bool = False,
     ) -> None:
         check_on_error(on_error)
         resolved = resolve_paths(paths)
@@ -130,16 +156,16 @@ class StreamedGroups(Sequence[list[Sample]]):
         )
         borders = [*(index.record_at(index.total_bytes * rank // size) for rank in range(size)), len(index)]
         records = range(*borders[ranks.rank : ranks.rank + 2])
-        own = _go_through(
-            index, records, options, skips=self._skips, progress=progress, key=key, check=check, turn_of=turn_of
+        everyone: list[_Found] = ranks.gather(
+            _go_through(index, records, options, skips=self._skips, progress=progress, key=key, check=check)
         )
-        everyone: list[_Found] = ranks.gather(own)
         _raise_failure(everyone, resolved, options, skipped)
         self.is_scored = any(found.is_scored for found in everyone)
         self.sizes = self._record_sizes = np.concatenate([found.sizes for found in everyone])
         if key is None:
             self.fault = next((found.fault for found in everyone if found.fault), "")
-            self._join_turns(everyone)
+            if joins_turns:
+                self._join_turns(everyone)
             return
         group_of, is_apart = self._join(np.concatenate([found.digests for found in everyone]))
         fault = self._check_again(np.flatnonzero(is_apart), check_apart, ranks)
@@ -219,10 +245,10 @@ class StreamedGroups(Sequence[list[Sample]]):
 
     def _find_fault(self, group: int, check: Callable[[list[Sample]], None]) -> str:
         try:
-            samples = self[group]
+            check(self[group])
         except SampleError as error:
             return str(error)
-        return _fault(samples, check)
+        return ""
 
     def __len__(self) -> int:
         """Number of records, those without samples included; or of groups."""
@@ -297,7 +323,6 @@ def _go_through(
     progress: Callable[[int, int], None] | None,
     key: Callable[[Sample], Hashable] | None,
     check: Callable[[list[Sample]], None] | None,
-    turn_of: Callable[[Sample], Turn | None] | None,
 ) -> _Found:
     keyed = 0 if key is None else len(records)
     found = _Found(
@@ -313,8 +338,7 @@ def _go_through(
             found.sizes[place] = len(samples)
             if not samples:
                 continue
-            if turn_of is not None:
-                found.add_turns(place, turn_of(samples[0]), turn_of(samples[-1]))
+            found.add_turns(place, read_turn(samples[0]), read_turn(samples[-1]))
             found.is_scored = found.is_scored or any(sample.is_scored for sample in samples)
             digest = None if key is None else _digest(_read_key(samples, key), record)
             if digest is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames, notice_unread
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames, warn_unknown_fields
 from mcore_prefix_tree.data.foreign_names import shown, suggest_fields
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
-from mcore_prefix_tree.data.unchanged import Unchanged
+from mcore_prefix_tree.data.jsonl import Unchanged
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
 
@@ -32,6 +32,7 @@ _CACHE_BYTES = 1 << 29
 _CHUNK_OVERHEAD = 1 << 16
 _FILE_MAGIC = b"ARROW1"
 _FAULTS = (OSError, pa.ArrowException)
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
 Columns = Mapping[str, Any]
 
@@ -73,7 +74,7 @@ def _value_of(scalar: Any) -> Any:
     kind = scalar.type
     if types.is_struct(kind):
         return {name: value for name, inner in scalar.items() if (value := _value_of(inner)) is not None}
-    if _is_list(kind):
+    if isinstance(kind, _LISTS):
         return _to_array(scalar.values)
     return scalar.as_py()
 
@@ -81,9 +82,9 @@ def _value_of(scalar: Any) -> Any:
 def _to_array(values: Any) -> Any:
     """Return an array if one holds the list without loss: numbers, or as many numbers in each entry."""
     kind = values.type
-    if types.is_floating(kind) or (_is_plain(kind) and not values.null_count):
+    if types.is_floating(kind) or ((types.is_integer(kind) or types.is_boolean(kind)) and not values.null_count):
         return values.to_numpy(zero_copy_only=False)
-    if _is_list(kind) and len(values) and not values.null_count:
+    if isinstance(kind, _LISTS) and len(values) and not values.null_count:
         lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
         inner = _to_array(values.flatten())
         if isinstance(inner, np.ndarray) and (lengths == lengths[0]).all():
@@ -96,24 +97,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _is_list(kind: Any) -> bool:
-    return bool(
-        types.is_list(kind)
-        or types.is_large_list(kind)
-        or types.is_fixed_size_list(kind)
-        or types.is_list_view(kind)
-        or types.is_large_list_view(kind)
-    )
-
-
-def _has_integers(kind: Any) -> bool:
-    return _is_list(kind) and bool(types.is_integer(kind.value_type))
-
-
-def _is_plain(kind: Any) -> bool:
-    return bool(types.is_integer(kind) or types.is_boolean(kind))
 
 
 def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
@@ -215,35 +198,20 @@ def _to_columns(batch: Any) -> Columns:
     return dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
-class _Table(Protocol):
-    """An open table, without the columns that are not read."""
-
-    name: str  # of a chunk
-    way_out: str  # for chunks that are too large, in addition to making them smaller
-
-    @property
-    def num_chunks(self) -> int: ...
-    def rows_of_chunks(self) -> list[int]: ...
-    def batches(self) -> Iterator[Any]: ...  # record batches, in order
-    # And the bytes unpacked for it. Beyond the limit the batch may be None, and the bytes as many as are known.
-    def chunk(self, number: int, limit: int) -> tuple[Any, int]: ...
-    def close(self) -> None: ...
-
-
-def _open(path: str, names: FieldNames) -> _Table:
+def _open(path: str, names: FieldNames) -> _Parquet | _Arrow:
+    """Return an open table, without the columns that are not read."""
     check_regular(path)
     if not is_utf8(path):
         raise SampleError(f"{path}: Arrow opens no path that is not UTF-8; rename the file")
     if path.lower().endswith(".parquet"):
         return _Parquet(path, names)
-    mapped = pa.memory_map(path).read_buffer()
-    return (_ArrowFile if mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC else _ArrowStream)(path, mapped, names)
+    return _Arrow(path, names)
 
 
 def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     """Return the columns that are read; raises SampleError if there is nothing to make samples of."""
     known = names.of_file(schema.names)
-    notice_unread((name for name in schema.names if name not in known), FIELDS, path)
+    warn_unknown_fields((name for name in schema.names if name not in known), FIELDS, path)
     if not FORMATS.keys() & set(known.values()):
         mapping = suggest_fields(schema.names, FIELDS)
         if "prompt" in known.values() and not mapping:
@@ -255,7 +223,8 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
             f"{path}: has none of the columns {', '.join(map(names.theirs, FORMATS))}, only "
             f"{', '.join(schema.names) or 'none'}; {way_out}"
         )
-    ids = [name for name, kind in zip(schema.names, schema.types, strict=True) if name in known and _has_integers(kind)]
+    kinds = {name: kind for name, kind in zip(schema.names, schema.types, strict=True) if name in known}
+    ids = {name for name, kind in kinds.items() if isinstance(kind, _LISTS) and types.is_integer(kind.value_type)}
     if not {known[name] for name in ids} & FORMATS.keys():  # columns that only rows of token ids need may be large
         known = {name: mine for name, mine in known.items() if mine in KNOWN}
     columns = [name for name in schema.names if names.keeps_others or name in known]
@@ -311,59 +280,41 @@ class _Parquet:
         self._file.close()
 
 
-class _ArrowFile:
-    name, way_out = "a record batch", ", or uncompressed, which is mapped"
+class _Arrow:
+    """A file, which has an index of its record batches, or a stream, which has none and is one chunk."""
 
-    def __init__(self, path: str, mapped: Any, names: FieldNames) -> None:
-        self._mapped = mapped
-        # All columns: with only some of them asked for, Arrow copies.
-        self._reader = pa.ipc.open_file(mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
-        self._names = _known(path, self._reader.schema, names)
-
-    @property
-    def num_chunks(self) -> int:
-        return int(self._reader.num_record_batches)
-
-    def rows_of_chunks(self) -> list[int]:
-        return [batch.num_rows for batch in self.batches()]
-
-    def batches(self) -> Iterator[Any]:
-        for number in range(self.num_chunks):
-            yield _checked(self._reader.get_batch(number), self._names)
-
-    def chunk(self, number: int, limit: int) -> tuple[Any, int]:
-        batch = _checked(self._reader.get_batch(number), self._names)
-        return batch, _unpacked(batch, self._mapped)
-
-    def close(self) -> None:
-        """Do nothing: the last array that looks into the file unmaps it."""
-
-
-class _ArrowStream:
-    name, way_out = "a stream", ", uncompressed, or as an Arrow file"
-    num_chunks = 1
-
-    def __init__(self, path: str, mapped: Any, names: FieldNames) -> None:
-        self._mapped = mapped
-        self._names = _known(path, self._reader().schema, names)
+    def __init__(self, path: str, names: FieldNames) -> None:
+        self._mapped = pa.memory_map(path).read_buffer()
+        self._is_file = self._mapped[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC
+        self.name, self.way_out = (
+            ("a record batch", ", or uncompressed, which is mapped")
+            if self._is_file
+            else ("a stream", ", uncompressed, or as an Arrow file")
+        )
+        reader = self._reader()
+        self.num_chunks = int(reader.num_record_batches) if self._is_file else 1
+        self._names = _known(path, reader.schema, names)
 
     def _reader(self) -> Any:
-        return pa.ipc.open_stream(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
+        # All columns: with only some of them asked for, Arrow copies.
+        opened = pa.ipc.open_file if self._is_file else pa.ipc.open_stream
+        return opened(self._mapped, options=pa.ipc.IpcReadOptions(use_threads=False))
 
     def rows_of_chunks(self) -> list[int]:
-        return [sum(batch.num_rows for batch in self.batches())]
+        rows = [batch.num_rows for batch in self.batches()]
+        return rows if self._is_file else [sum(rows)]
 
     def batches(self) -> Iterator[Any]:
-        for batch in self._reader():
-            yield _checked(batch, self._names)
+        reader = self._reader()
+        found = map(reader.get_batch, range(self.num_chunks)) if self._is_file else reader
+        yield from (_checked(batch, self._names) for batch in found)
 
     def chunk(self, number: int, limit: int) -> tuple[Any, int]:
-        assert number == 0, "a stream is one chunk"
-        batches = list(self.batches())
+        batches = [_checked(self._reader().get_batch(number), self._names)] if self._is_file else list(self.batches())
         return pa.Table.from_batches(batches), sum(_unpacked(batch, self._mapped) for batch in batches)
 
     def close(self) -> None:
-        """Do nothing, as for a file."""
+        """Do nothing: the last array that looks into the file unmaps it."""
 
 
 def _leaves(kind: Any) -> list[Any]:
@@ -374,7 +325,7 @@ def _leaves(kind: Any) -> list[Any]:
         return [leaf for field in kind for leaf in _leaves(field.type)]
     if types.is_map(kind):
         return [*_leaves(kind.key_type), *_leaves(kind.item_type)]
-    if _is_list(kind):
+    if isinstance(kind, _LISTS):
         return _leaves(kind.value_type)
     return [kind.index_type if types.is_dictionary(kind) else kind]
 

@@ -333,17 +333,12 @@ def _replaced(value: Any, _: _Weight, rest: list[Any], __: _Weight) -> int:
 
 # Cost of a filter or method beyond its value and its arguments: (value, its weight, arguments, their weight).
 _GROWTH: dict[str, Callable[[Any, _Weight, list[Any], _Weight], int]] = {
-    "center": lambda value, held, rest, given: given.largest,
-    "ljust": lambda value, held, rest, given: given.largest,
-    "rjust": lambda value, held, rest, given: given.largest,
-    "zfill": lambda value, held, rest, given: given.largest,
-    "to_bytes": lambda value, held, rest, given: given.largest,
-    "round": lambda value, held, rest, given: given.largest,
+    **dict.fromkeys(
+        ("center", "ljust", "rjust", "zfill", "to_bytes", "round"), lambda value, held, rest, given: given.largest
+    ),
+    **dict.fromkeys(("translate", "wordwrap", "urlize"), lambda value, held, rest, given: held.size * given.size),
     "expandtabs": lambda value, held, rest, given: held.size * given.largest if "\t" in str(value) else 0,
-    "translate": lambda value, held, rest, given: held.size * given.size,
     "indent": lambda value, held, rest, given: len(str(value).splitlines()) * (given.size + given.largest),
-    "wordwrap": lambda value, held, rest, given: held.size * given.size,
-    "urlize": lambda value, held, rest, given: held.size * given.size,
     "tojson": lambda value, held, rest, given: held.elements * held.levels * (given.size + given.largest),
     "pprint": lambda value, held, rest, given: held.elements * held.size,
     "sum": lambda value, held, rest, given: held.elements * _length(value) if given.elements or rest else 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
 from mcore_prefix_tree.data.packed_arrays import KEYS, unpack_array
 from mcore_prefix_tree.signals import PER_TOKEN
 
@@ -72,9 +71,9 @@ def read_token_row(row: Mapping[str, Any]) -> TokenRow:
     aligned = _Aligned(length=len(ids), response=response)
     kept = _kept(row, aligned)
     mask = _loss_mask(row, ids, aligned, kept)
-    signals = {name: aligned.field(row, name)[kept] for name in PER_TOKEN if name in row}
+    signals = {name: aligned.value(row[name], name)[kept] for name in PER_TOKEN if name in row}
     if isinstance(row.get("advantage"), (list, np.ndarray)):
-        signals["advantage"] = aligned.field(row, "advantage")[kept]
+        signals["advantage"] = aligned.value(row["advantage"], "advantage")[kept]
     if isinstance(row.get("teacher"), dict) and set(row["teacher"]) == set(_TEACHER_ROWS):
         signals["teacher"] = aligned.teacher(row["teacher"], kept)
     if row.get("sampling_mask") is not None:
@@ -91,12 +90,8 @@ class _Aligned:
     length: int
     response: int | None
 
-    def field(self, row: Mapping[str, Any], name: str, fill: Any = None) -> Any:
-        """Return a list or array with an entry for each token, ``fill`` for those of the prompt."""
-        return self.value(row[name], name, fill)
-
     def value(self, value: Any, name: str, fill: Any = None) -> Any:
-        """Return ``field`` for a value."""
+        """Return a list or array with an entry for each token, ``fill`` for those of the prompt."""
         if not isinstance(value, list) and not (isinstance(value, np.ndarray) and value.ndim):
             raise ChatError(f"field '{name}' must be a list with an entry for each token")
         if len(value) == self.length:
@@ -114,7 +109,7 @@ class _Aligned:
 
     def mask(self, row: Mapping[str, Any], name: str, says: str) -> BoolArray:
         """Return a mask of 0 and 1 for each token."""
-        value = self.field(row, name, fill=0)
+        value = self.value(row[name], name, fill=0)
         array = _array(value)
         if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
             raise ChatError(f"field '{name}' must be a list of 0 and 1: {says}")
@@ -167,7 +162,7 @@ def _response_length(row: Mapping[str, Any], length: int) -> int | None:
         found = row["response_length"]
         if not _is_count(found) or found > length:
             raise ChatError(
-                f"field 'response_length' is {json.dumps(found, default=str):.40}; it must be the number of tokens at "
+                f"field 'response_length' is {shorten_json(found)}; it must be the number of tokens at "
                 f"the end of 'tokens' that are the response, 0 to {length}"
             )
         return int(found)
@@ -222,7 +217,7 @@ def _loss_mask(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice)
     given: dict[str, BoolArray] = {}
     weights = None
     if "loss_mask" in row:
-        weights = _array(aligned.field(row, "loss_mask", fill=0))
+        weights = _array(aligned.value(row["loss_mask"], "loss_mask", fill=0))
         if weights.ndim != 1 or weights.dtype.kind not in "biuf":
             raise ChatError("field 'loss_mask' must be a flat list of numbers")
         weights = weights[kept]
@@ -240,7 +235,7 @@ def _loss_mask(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice)
 
 
 def _scored_by_labels(row: Mapping[str, Any], ids: Any, aligned: _Aligned, kept: slice) -> BoolArray:
-    labels = _array(aligned.field(row, "labels", fill=_IGNORED))
+    labels = _array(aligned.value(row["labels"], "labels", fill=_IGNORED))
     if labels.ndim != 1 or (labels.size and labels.dtype.kind not in "iu"):
         raise ChatError("field 'labels' must be a flat list of integers: token ids, or -100 for unscored tokens")
     tokens = np.asarray(ids)

@@ -33,11 +33,7 @@ def parse_tools(value: object) -> list[Tool]:
     if isinstance(value, str):
         if not value.strip():
             return []
-        check_json_depth(value, "tools")
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise ChatError("field 'tools' is not valid JSON; give a list of tools") from None
+        value = _parse(value, "tools", "a list of tools")
     if not isinstance(value, list):
         raise ChatError(f"field 'tools' must be a list, not {json_kind(value)}")
     return [_tool(entry, f"tools[{index}]") for index, entry in enumerate(value)]
@@ -64,13 +60,18 @@ def _tool(entry: object, field: str) -> Tool:
     return Tool(definition=definition)
 
 
+def _parse(text: str, field: str, wanted: str) -> object:
+    check_json_depth(text, field)
+    try:
+        parsed: object = json.loads(text)
+    except ValueError:
+        raise ChatError(f"field '{field}' is not valid JSON; give {wanted}") from None
+    return parsed
+
+
 def _schema(value: object, field: str) -> object:
     if isinstance(value, str):
-        check_json_depth(value, field)
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise ChatError(f"field '{field}' is not valid JSON; give a JSON schema") from None
+        value = _parse(value, field, "a JSON schema")
     if not isinstance(value, dict):
         raise ChatError(f"field '{field}' must be an object or its JSON text, not {json_kind(value)}")
     return value

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.utils.inputs import read_regular
+from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class TurnEnds:
 
     def warn_unended(self) -> None:
         """Warn once that a turn ends with no token that stops the model."""
-        if not self._has_warned and os.environ.get("RANK", "0") == "0":
+        if not self._has_warned and is_first_rank():
             logger.warning(
                 "tokenizer '%s': its chat template ends an assistant turn with no token, so that nothing trains the "
                 "model to stop; add the end-of-turn token to the template",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mcore_prefix_tree.data.chat import ChatMessage, Tool
@@ -26,6 +26,9 @@ _OPENED_THINKING = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thought|reason)\w*\|?[
 # Variables with which chat templates turn thinking off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _LONGEST_TAG = 64
+# A message as templates read it, and a template's function from messages and switches to text.
+Turn = dict[str, Any]
+Render = Callable[..., str]
 # A text that a rendering can be searched for.
 _PROBE = "7q1Zx"
 
@@ -52,94 +55,45 @@ class TurnTexts:
 
     def of(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[TurnText]:
         """Return the texts of every assistant turn; raises ChatError if the template does not write all of it."""
-        told = [tool.definition for tool in tools] or None
+        render = partial(self._templates.render, tools=[tool.definition for tool in tools] or None)
         converted = [self._convert(message, f"messages[{index}]") for index, message in enumerate(messages)]
         texts = []
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                prompt = self._opening(told) if index == 0 else self._prompt(converted[:index], told)
-                answered = self._templates.render(converted[: index + 1], told)
-                self._check_written(message, f"messages[{index}]", answered, converted[: index + 1], told)
-                if answered.startswith(prompt):
-                    prompt = self._with_empty_thinking(prompt, answered, message, converted[: index + 1], told)
-                else:
-                    prompt = self._with_or_without_thinking(prompt, answered, message, converted[:index], told)
+                history, turn = converted[:index], converted[index]
+                prompt = render(history, add_generation_prompt=True) if history else self._opening(render)
+                answered = render([*history, turn])
+                self._check_written(message, f"messages[{index}]", answered, history, turn, render)
+                is_continued = answered.startswith(prompt)
+                adapt = _with_empty_thinking if is_continued else _with_or_without_thinking
+                prompt = adapt(prompt, answered, message, history, turn, render)
                 texts.append(TurnText(index=index, prompt=prompt, answered=answered))
         return texts
 
-    def _prompt(self, history: list[dict[str, Any]], told: list[dict[str, Any]] | None) -> str:
-        return self._templates.render(history, told, add_generation_prompt=True)
-
-    def _opening(self, told: list[dict[str, Any]] | None) -> str:
+    def _opening(self, render: Render) -> str:
         """Return the prompt of a conversation that the assistant begins."""
         try:
-            return self._prompt([], told)
+            return render([], add_generation_prompt=True)
         except ChatError as error:
             raise ChatError(
                 "field 'messages[0]' is an assistant message with no message before it, and the chat template of "
                 f"tokenizer '{self._folder}' needs one; begin with a system or user message"
             ) from error
 
-    def _with_or_without_thinking(
-        self,
-        prompt: str,
-        answered: str,
-        message: ChatMessage,
-        history: list[dict[str, Any]],
-        told: list[dict[str, Any]] | None,
-    ) -> str:
-        """Return the prompt that a turn continues, if the usual one turns thinking on for a turn without, or off."""
-        thinks = bool(message.thinking) or "</think>" in message.content
-        switched = self._templates.render(
-            history, told, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, thinks)
-        )
-        others = (switched,) if thinks else (switched, _unopened(prompt))
-        return next((other for other in others if answered.startswith(other)), prompt)
-
-    def _with_empty_thinking(
-        self,
-        prompt: str,
-        answered: str,
-        message: ChatMessage,
-        converted: list[dict[str, Any]],
-        told: list[dict[str, Any]] | None,
-    ) -> str:
-        """Return a turn's prompt with the empty block of thinking, if any, that the template gives the model."""
-        block = _EMPTY_THINKING.match(answered, len(_unopened(prompt)))
-        if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
-            return prompt
-        *history, turn = converted
-        switches = dict.fromkeys(_THINKING_SWITCHES, False)
-        opens, opens_without = (
-            self._templates.render(history, told, add_generation_prompt=True, **off)[
-                len(self._templates.render(history, told, **off)) :
-            ]
-            for off in ({}, switches)
-        )
-        inserted = opens_without.removeprefix(opens)
-        if inserted != opens_without and inserted.strip() and answered.startswith(prompt + inserted):
-            return prompt + inserted
-        # The block's last whitespace may be the text's own.
-        other = self._templates.render([*history, turn | {"content": f"b{message.content}"}], told)
-        end = len(prompt)
-        while end < block.end() and answered[end] == other[end]:
-            end += 1
-        return answered[:end]
-
     def _check_written(
         self,
         message: ChatMessage,
         field: str,
         answered: str,
-        converted: list[dict[str, Any]],
-        told: list[dict[str, Any]] | None,
+        history: list[Turn],
+        turn: Turn,
+        render: Render,
     ) -> None:
         """Reject a scored turn of which the template drops a part: it would be trained on as if that were not there."""
-        *history, turn = converted
 
         def is_read(name: str) -> bool:
             without = {key: one for key, one in turn.items() if key != name}
-            return self._templates.render([*history, without], told) != answered
+            return render([*history, without]) != answered
 
         if message.weight:
             has_thinking = bool(message.thinking) or "</think>" in message.content
@@ -159,8 +113,7 @@ class TurnTexts:
         shape = frozenset(parts), bool(message.thinking)
         for part, changed in parts.items():
             if (part, shape) not in self._parts_written:
-                other_text = self._templates.render([*history, changed], told)
-                self._parts_written[part, shape] = other_text != answered
+                self._parts_written[part, shape] = render([*history, changed]) != answered
             if not self._parts_written[part, shape] and message.weight:
                 named = f"thinking ({', '.join(THINKING)})" if part == "thinking" else part
                 raise ChatError(
@@ -226,6 +179,38 @@ class TurnTexts:
             except ChatError:  # a template that refuses the role says so with the record's own messages
                 self._roles_written[role] = role != "developer"
         return self._roles_written[role]
+
+
+def _with_or_without_thinking(
+    prompt: str, answered: str, message: ChatMessage, history: list[Turn], turn: Turn, render: Render
+) -> str:
+    """Return the prompt that a turn continues, if the usual one turns thinking on for a turn without, or off."""
+    thinks = bool(message.thinking) or "</think>" in message.content
+    switched = render(history, add_generation_prompt=True, **dict.fromkeys(_THINKING_SWITCHES, thinks))
+    others = (switched,) if thinks else (switched, _unopened(prompt))
+    return next((other for other in others if answered.startswith(other)), prompt)
+
+
+def _with_empty_thinking(
+    prompt: str, answered: str, message: ChatMessage, history: list[Turn], turn: Turn, render: Render
+) -> str:
+    """Return a turn's prompt with the empty block of thinking, if any, that the template gives the model."""
+    block = _EMPTY_THINKING.match(answered, len(_unopened(prompt)))
+    if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
+        return prompt
+    opens, opens_without = (
+        render(history, add_generation_prompt=True, **off)[len(render(history, **off)) :]
+        for off in ({}, dict.fromkeys(_THINKING_SWITCHES, False))
+    )
+    inserted = opens_without.removeprefix(opens)
+    if inserted != opens_without and inserted.strip() and answered.startswith(prompt + inserted):
+        return prompt + inserted
+    # The block's last whitespace may be the text's own.
+    other = render([*history, turn | {"content": f"b{message.content}"}])
+    end = len(prompt)
+    while end < block.end() and answered[end] == other[end]:
+        end += 1
+    return answered[:end]
 
 
 def _unopened(prompt: str) -> str:

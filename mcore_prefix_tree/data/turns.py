@@ -144,17 +144,13 @@ def read_weight(message: Mapping[str, Any], role: str, field: str) -> float:
             )
         return 1.0  # nobody reads it
     if len(set(weights.values())) > 1:
-        (first, one), (second, other) = _contradiction(weights)
+        (first, one), *others = weights.items()
+        second, other = next(pair for pair in others if pair[1] != one)
         raise ChatError(
             f"fields '{field}.{first}' and '{field}.{second}' contradict each other: their weights are {one:g} and "
             f"{other:g}; give one of them"
         )
     return next(iter(weights.values()), 1.0)
-
-
-def _contradiction(weights: Mapping[str, float]) -> tuple[tuple[str, float], tuple[str, float]]:
-    first, *others = weights.items()
-    return first, next(other for other in others if other[1] != first[1])
 
 
 def _weight(value: object, name: str, field: str) -> float:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -17,10 +17,9 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.files import TABLES, is_table, require_pyarrow
+from mcore_prefix_tree.data.files import TABLES, is_saved, is_table, require_pyarrow
 from mcore_prefix_tree.data.jsonl import JsonText, is_gzip
 from mcore_prefix_tree.data.packed_arrays import pack_array
-from mcore_prefix_tree.data.saved_datasets import is_saved
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import RoutedExperts, SamplingMask, Signals, Teacher
 from mcore_prefix_tree.utils.inputs import files_of_folder, is_same_file
@@ -111,11 +110,12 @@ def rows_file(path: str | Path) -> Iterator[RowWriter]:
         from mcore_prefix_tree.data.write_tables import TableSpool
 
         is_parquet = str(path).lower().endswith(".parquet")
-        with whole_file(path) as unfinished, TableSpool(unfinished, is_parquet=is_parquet) as spool:
+        with whole_file(path) as unfinished, closing(TableSpool(unfinished, is_parquet=is_parquet)) as spool:
             yield spool
             spool.finish()
     else:
-        with whole_file(path) as unfinished, _open_text(unfinished, packed=is_gzip(str(path))) as stream:
+        opened = gzip.open if is_gzip(str(path)) else open
+        with whole_file(path) as unfinished, opened(unfinished, "wt", encoding="utf-8") as stream:
             yield _JsonLines(stream)
 
 
@@ -137,10 +137,6 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         raise OSError(error.errno, f"cannot be written: {reason or error}", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _open_text(path: Path, *, packed: bool) -> TextIO:
-    return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")
 
 
 class _JsonLines:

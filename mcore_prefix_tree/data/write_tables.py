@@ -10,7 +10,6 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,8 @@ class TableSpool:
         # Of each column, the kind of its values, and the row that was the first to say it.
         self._kinds: dict[str, tuple[str, str]] = {}
 
-    def __enter__(self) -> TableSpool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Remove the parts."""
         self._spool.close()
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from mcore_prefix_tree.objectives.option_checks import known_name
+from mcore_prefix_tree.objectives.objective import known_name
 from mcore_prefix_tree.objectives.scored import Float64Array, Int64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.signals import GroupedBy, SampleError
 

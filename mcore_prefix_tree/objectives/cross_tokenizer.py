@@ -35,8 +35,7 @@ from mcore_prefix_tree.objectives.cross_tokenizer_rows import (
     refuse_temperatures,
 )
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample
-from mcore_prefix_tree.objectives.objective import Objective, Output, SecondModels
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, Objective, Output, SecondModels, refuse_unused
 from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import Targets
 from mcore_prefix_tree.sample import Sample, SampleError
@@ -148,15 +147,8 @@ class CrossTokenizer(Objective):
 
     @property
     def losses(self) -> LossSettings:
-        return LossSettings(
-            mode=self.mode,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            reverse=self.reverse,
-            tail=self.tail,
-            theta=self.theta,
-            exported=self.teacher == "top_k",
-        )
+        given = {name: getattr(self, name) for name in LossSettings.__dataclass_fields__ if name != "exported"}
+        return LossSettings(**given, exported=self.teacher == "top_k")
 
     @property
     def reads_ce(self) -> bool:

@@ -34,8 +34,7 @@ from pydantic.dataclasses import dataclass
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import Output, SecondModels, TokenObjective
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, Output, SecondModels, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample

@@ -14,8 +14,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.option_checks import STRICT
+from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
@@ -49,7 +48,7 @@ class KTO(TokenObjective):
     desirable_weight: NonNegativeFloat = 1.0
     undesirable_weight: NonNegativeFloat = 1.0
     reference_point: Literal["mismatched", "zero"] = "mismatched"
-    improves_policy: ClassVar[bool] = True
+    starts_from_policy: ClassVar[bool] = True
     terms: ClassVar[Terms] = "sample"
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import AfterValidator, ConfigDict
+from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput
@@ -12,6 +15,36 @@ from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.lazy_torch import torch
+
+# Of every objective: a misspelt option is an error, and so is an option that is not a finite number.
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def known_name(known: Iterable[str]) -> AfterValidator:
+    """Accept only known names, and reject others in pydantic's words for a ``Literal``."""
+    names = tuple(known)
+    *but_last, last = map(repr, names)
+
+    def check(name: str) -> str:
+        if name not in names:
+            expected = {"expected": f"{', '.join(but_last)} or {last}"}
+            raise PydanticCustomError("literal_error", "Input should be {expected}", expected)
+        return name
+
+    return AfterValidator(check)
+
+
+def refuse_unused(objective: Any, settings: Iterable[tuple[str, bool, str]]) -> None:
+    """Raise ValueError for the first setting that is set without effect.
+
+    ``settings`` are the name of each, whether it has an effect with the others, and which of those would give it one.
+    """
+    fields = type(objective).__pydantic_fields__
+    for name, has_effect, without in settings:
+        value = getattr(objective, name)
+        if not has_effect and value != fields[name].default:
+            raise ValueError(f"{name}={value} has no effect without {without}; remove it")
+
 
 # Output of the last pipeline stage that a loss is computed from: a weighted sum of log-probabilities, or each token's;
 # values of a scalar head; divergences from a teacher's distributions; losses of chunks of text.
@@ -36,15 +69,15 @@ class Objective(Protocol):
 
     Attributes:
         has_scalar_head: whether the model ends in a scalar head, whose values the loss reads.
-        watches_entropy: whether to report the entropy, also if the loss does not read it.
-        improves_policy: whether training starts from a policy that somebody trained before.
+        reports_entropy: whether to report the entropy, also if the loss does not read it.
+        starts_from_policy: whether training starts from a policy that somebody trained before.
         scored_as: field of the samples that ``score`` writes with a model of this objective.
         remedies: for fields that samples may lack, by name, a way out other than a command that writes them.
     """
 
     has_scalar_head: ClassVar[bool] = False
-    watches_entropy: ClassVar[bool] = False
-    improves_policy: ClassVar[bool] = False
+    reports_entropy: ClassVar[bool] = False
+    starts_from_policy: ClassVar[bool] = False
     scored_as: ClassVar[str] = "old_logprobs"
     remedies: ClassVar[Mapping[str, str]] = {}
 

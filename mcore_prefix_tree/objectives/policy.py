@@ -51,8 +51,7 @@ from mcore_prefix_tree.objectives.kl import (
 )
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens, rollout_keys
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
@@ -144,8 +143,8 @@ class PolicyGradient(TokenObjective):
     entropy_coef: float = 0.0
     normalise: By = "sample"
     normalise_length: PositiveFloat | None = None
-    watches_entropy: ClassVar[bool] = True
-    improves_policy: ClassVar[bool] = True
+    reports_entropy: ClassVar[bool] = True
+    starts_from_policy: ClassVar[bool] = True
     remedies: ClassVar[Mapping[str, str]] = {
         "old_logprobs": "set the option on_policy=true if a step's samples were drawn with the weights it starts from"
     }

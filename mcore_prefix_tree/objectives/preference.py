@@ -28,8 +28,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
@@ -99,7 +98,7 @@ class Preference(TokenObjective):
     reference: bool = True
     average: bool = False
     nll_coef: NonNegativeFloat = 0.0
-    improves_policy: ClassVar[bool] = True
+    starts_from_policy: ClassVar[bool] = True
     terms: ClassVar[Terms] = "pair"
     grouped_by: ClassVar[GroupedBy | None] = "pair"
 

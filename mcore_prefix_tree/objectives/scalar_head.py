@@ -16,8 +16,7 @@ from mcore_prefix_tree.objectives.advantages import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
 from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import TokenObjective
-from mcore_prefix_tree.objectives.option_checks import STRICT, refuse_unused
+from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.preference import find_pairs, reward_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_routes
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
@@ -41,9 +40,9 @@ class Critic(TokenObjective):
         clip_eps: clipping distance, see above; None does not clip.
         returns: source of the returns: ``given`` by the samples, or ``gae`` from their rewards and old values.
         gamma: discount, for ``gae``.
-        lam: lambda, for ``gae``. kl_coef: coefficient of the divergence from the reference policy that is subtracted
-                kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards,
-                for ``gae``: that of the policy which this critic advises, if it has ``kl_in=reward``.
+        lam: lambda, for ``gae``.
+        kl_coef: coefficient of the divergence from the reference policy that is subtracted from the rewards, for
+            ``gae``: that of the policy which this critic advises, if it has ``kl_in=reward``.
         kl_estimator: estimator of that divergence, likewise; see :mod:`mcore_prefix_tree.objectives.kl`.
         normalise: unit that the mean is over; see :func:`~mcore_prefix_tree.objectives.normalise.normalise`.
     """

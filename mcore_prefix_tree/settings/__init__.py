@@ -7,6 +7,7 @@ Its keys are in :mod:`mcore_prefix_tree.settings.sections`, :mod:`mcore_prefix_t
 from mcore_prefix_tree.settings.load import load_recipe
 from mcore_prefix_tree.settings.model_section import LoraConfig, ModelConfig, YarnConfig
 from mcore_prefix_tree.settings.monitoring import LogConfig, ValidationConfig, VerifyConfig
+from mcore_prefix_tree.settings.section import Dtype
 from mcore_prefix_tree.settings.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -17,7 +18,6 @@ from mcore_prefix_tree.settings.sections import (
     Recipe,
     RecipeError,
 )
-from mcore_prefix_tree.settings.value_types import Dtype
 
 __all__ = [
     "BatchConfig",

@@ -1,13 +1,35 @@
-"""A recipe's objective."""
+"""A recipe's objective, with tokenizers and projections for one across tokenizers, and how it lets trees be cut.
+
+Tokenizers and projections are read before any model is built.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 from pydantic import ValidationError
 
-from mcore_prefix_tree.objectives import CrossTokenizer, Objective, make_objective, option_faults
-from mcore_prefix_tree.settings.bind_xtoken import bind
-from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
+from mcore_prefix_tree.objectives import (
+    BoundCrossTokenizer,
+    CrossTokenizer,
+    Objective,
+    TeacherSide,
+    make_objective,
+    option_faults,
+)
+from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts
+from mcore_prefix_tree.settings.model_section import ModelConfig
+from mcore_prefix_tree.settings.sections import DataConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import teacher_recipes
+from mcore_prefix_tree.utils.choices import OverBudget
+from mcore_prefix_tree.xtoken.modes import Reads
+from mcore_prefix_tree.xtoken.pairs import Pairing
+from mcore_prefix_tree.xtoken.projection_file import read_projection
+from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
 def make_settings(given: ObjectiveConfig) -> Objective:
@@ -58,15 +80,131 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
 
 
 def make_bound_objective(recipe: Recipe) -> Objective:
-    """Return a recipe's objective; raises RecipeError if a tokenizer, projection or teacher's recipe does not fit."""
-    objective = make_settings(recipe.objective)
-    if not isinstance(objective, CrossTokenizer):
-        return objective
-    return bind(
-        objective,
-        recipe.data,
-        teacher_recipes(recipe),
-        sharing=recipe.batch.sharing,
-        pad_to_multiple_of=recipe.padding.multiple,
-        block_rows=recipe.head_chunk_rows,
+    """Return a recipe's objective, for one across tokenizers with tokenizers and projections.
+
+    Raises:
+        RecipeError: a tokenizer, a projection or a teacher's recipe is missing, or does not fit.
+        ValueError, OSError: a tokenizer or a file cannot be read; names it.
+    """
+    settings = make_settings(recipe.objective)
+    if not isinstance(settings, CrossTokenizer):
+        return settings
+    reads, teachers = settings.losses.reads, teacher_recipes(recipe)
+    projections = _projections(settings, reads, len(teachers))
+    student = load_named_tokenizer(recipe.data, "data.tokenizer")
+    sides = [
+        _side(make_pairing(settings, student, path, teacher.data, teacher.model), reads, projection)
+        for (path, teacher), projection in zip(teachers, projections, strict=True)
+    ]
+    _check_columns(settings, sides)
+    try:
+        return BoundCrossTokenizer(
+            settings=settings,
+            sides=tuple(sides),
+            sharing=recipe.batch.sharing,
+            pad_to_multiple_of=recipe.padding.multiple,
+            block_rows=recipe.head_chunk_rows,
+        )
+    except ValueError as error:
+        raise RecipeError(f"objective.options: {error}") from None
+
+
+def make_pairing(
+    settings: CrossTokenizer, student: ChatTokenizer, path: str, data: DataConfig, model: ModelConfig
+) -> Pairing:
+    """Return the pairing of a student's samples with those of a teacher, by two sections of its recipe at ``path``.
+
+    Raises RecipeError or ValueError as :func:`make_bound_objective`.
+    """
+    limits = {}
+    if model.position_embedding_type == "learned_absolute":
+        limits[f"model.max_position_embeddings of {path}"] = model.max_position_embeddings
+    tokenizer = load_named_tokenizer(data, f"objective.teacher_recipe={path}: its data.tokenizer")
+    return Pairing(student, tokenizer, aligner=settings.aligner, teacher_limits=limits)
+
+
+def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide:
+    from mcore_prefix_tree.xtoken.losses import Endings
+
+    tables = pairing.student, pairing.teacher
+    if projection is not None and not Path(projection).is_file():
+        raise RecipeError(
+            f"objective.options.projection={projection}: no such file; make it with mcore-prefix-tree xtoken "
+            "build-projection"
+        )
+    return TeacherSide(
+        pairing=pairing,
+        student_size=pairing.student.vocab_size,
+        teacher_size=pairing.teacher.vocab_size,
+        projection=None if projection is None else read_projection(projection, student=tables[0], teacher=tables[1]),
+        endings=Endings(*map(_bytes, tables)) if reads.token_bytes else None,
     )
+
+
+def _bytes(table: TokenBytes) -> list[bytes | None]:
+    return [table.of(token) or None for token in range(table.vocab_size)]
+
+
+def load_named_tokenizer(data: DataConfig, setting: str) -> ChatTokenizer:
+    """Return the tokenizer of a section; raises RecipeError, with the setting, if it names none."""
+    if data.tokenizer is None:
+        raise RecipeError(f"{setting} is missing; objective.name=xtoken aligns the texts of two tokenizers")
+    return load_tokenizer(data.tokenizer, data.chat_template_kwargs)
+
+
+def _projections(settings: CrossTokenizer, reads: Reads, teachers: int) -> Sequence[str | None]:
+    given = settings.projection
+    if not reads.projection:
+        return [None] * teachers
+    if given is None:
+        raise RecipeError(
+            f"objective.options.projection is missing, which mode={settings.mode} reads; make one with "
+            "mcore-prefix-tree xtoken build-projection"
+        )
+    files = [given] if isinstance(given, str) else given
+    if len(files) != teachers:
+        raise RecipeError(
+            f"objective.options.projection names {len(files)} files, but objective.teacher_recipe {teachers} teachers; "
+            "name one for each"
+        )
+    return files
+
+
+def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide]) -> None:
+    for side in sides:
+        if settings.top_k is not None and settings.top_k > side.teacher_size:
+            raise RecipeError(
+                f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
+                "unset it to compare all"
+            )
+
+
+def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective: Objective | None) -> str | None:
+    """Return why the samples of a job are not cut, None if they can be.
+
+    Args:
+        settings: fields of the model's ``TransformerConfig``; one that is missing has upstream's default.
+        pattern: layers of a ``HybridModel``.
+        objective: None if samples are only scored.
+    """
+    if objective is not None and not objective.sums_edges:
+        return "the objective's loss reads whole samples"
+    has_others = "D" in (pattern or "") or not RECURRENT.keys().isdisjoint(layer_parts(pattern) or ())
+    if settings.get("experimental_attention_variant") is not None or has_others:
+        return "layers of the model read more of a path than keys and values"
+    if settings.get("mtp_num_layers") and objective is not None and objective.is_weighted_sum:
+        return "multi-token prediction reads tokens before a chunk"
+    if settings.get("num_moe_experts") is not None:
+        balances = np.any(settings.get("moe_aux_loss_coeff", 0)) and (
+            settings.get("moe_router_load_balancing_type") != "none"
+        )
+        if balances or settings.get("moe_z_loss_coeff") or settings.get("moe_router_enable_expert_bias"):
+            return "the model's routers balance experts by whole samples"
+    return None
+
+
+def choose_over_budget(asked: OverBudget, why_not: str | None) -> OverBudget:
+    """Return the way to cut; ``why_not`` is the reason not to carry. Raise RecipeError if just that is asked for."""
+    if asked == "carry" and why_not is not None:
+        raise RecipeError(f"batch.over_budget=carry is not possible: {why_not}; set batch.over_budget=repeat")
+    return asked if why_not is None else "repeat"

@@ -30,6 +30,7 @@ from mcore_prefix_tree.settings.teachers import (
     teacher_recipes,
 )
 from mcore_prefix_tree.utils.inputs import local_path
+from mcore_prefix_tree.utils.launchers import is_first_rank
 from mcore_prefix_tree.utils.versions import install_command
 
 
@@ -151,7 +152,7 @@ def _check_tokenizer(name: str | None, chat_template_kwargs: Mapping[str, Any]) 
 
 def _check_saved(folder: str | None) -> None:
     # A network folder may show other machines' files late to other ranks.
-    is_missing = folder is not None and os.environ.get("RANK", "0") == "0" and not os.path.isdir(folder)
+    is_missing = folder is not None and is_first_rank() and not os.path.isdir(folder)
     _refuse(is_missing, f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
 
 

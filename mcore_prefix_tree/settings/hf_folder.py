@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from mcore_prefix_tree.settings.hf_families import COMPARED, TEXT_MODELS
 from mcore_prefix_tree.settings.section import collect_faults
 from mcore_prefix_tree.utils.inputs import check_folder_files, local_path, open_regular, read_text
+from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +299,7 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool, bool]:
         )
     if "quantization_config" in config:
         raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
-    if _CODE in config and os.environ.get("RANK", "0") == "0":
+    if _CODE in config and is_first_rank():
         says = "%s has '%s': the folder's code is ignored, and the model is transformers' own %s"
         logger.warning(says, folder / CONFIG, _CODE, kind)
     if has_pictures:

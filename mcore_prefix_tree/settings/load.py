@@ -22,10 +22,10 @@ from yaml import YAMLError
 from mcore_prefix_tree.settings.adapter_folder import AdapterFolder, layers_with, with_adapter
 from mcore_prefix_tree.settings.hf_folder import SIZES, HuggingFaceFolder, with_folder
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.section import AT_ODDS, broken_rules, collect_faults, keep_valid, suggest_key
+from mcore_prefix_tree.settings.section import AT_ODDS, NOT_LOCAL, broken_rules, collect_faults, keep_valid, suggest_key
 from mcore_prefix_tree.settings.sections import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.value_types import NOT_LOCAL
 from mcore_prefix_tree.utils.inputs import local_path, read_text
+from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def _notice_doubled(overrides: Sequence[str]) -> None:
     given: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.partition("=")
-        if given.setdefault(key, value) != value and os.environ.get("RANK", "0") == "0":
+        if given.setdefault(key, value) != value and is_first_rank():
             logger.warning("%s is set twice, to %s and to %s; the last counts", key, _short(given[key]), _short(value))
         given[key] = value
 

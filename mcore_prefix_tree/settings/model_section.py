@@ -11,8 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.plan import LatentAttention
 from mcore_prefix_tree.plan.model_shape import PATTERN_PARTS, has_experts, layer_letters
-from mcore_prefix_tree.settings.section import Section
-from mcore_prefix_tree.settings.value_types import (
+from mcore_prefix_tree.settings.section import (
     STRICT,
     Dtype,
     LocalPath,
@@ -20,6 +19,7 @@ from mcore_prefix_tree.settings.value_types import (
     Number,
     PositiveFloat,
     PositiveInt,
+    Section,
 )
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -8,8 +8,7 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from mcore_prefix_tree.settings.section import Section
-from mcore_prefix_tree.settings.value_types import STRICT, DataPath, LocalPath, PositiveFloat, PositiveInt
+from mcore_prefix_tree.settings.section import STRICT, DataPath, LocalPath, PositiveFloat, PositiveInt, Section
 
 
 def _json_lines(name: str) -> str:

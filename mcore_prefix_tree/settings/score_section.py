@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic.dataclasses import dataclass
 
-from mcore_prefix_tree.settings.value_types import STRICT, LocalPath, PositiveInt
+from mcore_prefix_tree.settings.section import STRICT, LocalPath, PositiveInt
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.objectives import Objective

@@ -1,4 +1,4 @@
-"""Sections that check the rules between their keys when they are built, and sections that lack their invalid keys."""
+"""Types of a recipe's values, sections that check the rules between their keys, and sections without invalid keys."""
 
 from __future__ import annotations
 
@@ -9,13 +9,64 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from inspect import cleandoc
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from mcore_prefix_tree.data.fields import check_names
 from mcore_prefix_tree.utils.errors import format_error
+from mcore_prefix_tree.utils.inputs import HUB, MOST, local_path
+
+# The type of an error whose sentence quotes the value.
+NOT_LOCAL = "not_local"
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def _no_boolean(value: object) -> object:
+    """Reject a boolean, which Python takes for a number: ``train_iters: true`` is a slip."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("not_a_number", "input should be a number, not a boolean")
+    return value
+
+
+def _names(value: dict[str, str | None]) -> dict[str, str | None]:
+    try:
+        check_names(value)
+    except ValueError as error:
+        raise PydanticCustomError("field_names", "{error}", {"error": str(error)}) from None
+    return value
+
+
+def local(value: str | list[str] | None) -> str | list[str] | None:
+    """Return :func:`local_path` of a path, or of each; raises the error that pydantic reports."""
+    try:
+        return [local_path(one) for one in value] if isinstance(value, list) else value and local_path(value)
+    except ValueError as error:
+        raise PydanticCustomError(NOT_LOCAL, "{error}", {"error": str(error)}) from None
+
+
+def _data(value: str | list[str] | None) -> str | list[str] | None:
+    if isinstance(value, list):
+        return [one if one.startswith(HUB) else str(local(one)) for one in value]
+    return value if value is None or value.startswith(HUB) else local(value)
+
+
+Number = BeforeValidator(_no_boolean)
+PositiveInt = Annotated[int, Field(gt=0, le=MOST), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
+# torch's generators take 64 bits, and ranks add a little to theirs.
+Seed = Annotated[int, Field(ge=0, lt=2**63), Number]
+PositiveFloat = Annotated[float, Field(gt=0), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0), Number]
+Fields = Annotated[dict[str, str | None], AfterValidator(_names)]
+# A path of this machine, or several; of data, also a name on the hub.
+LocalPath = AfterValidator(local)
+DataPath = AfterValidator(_data)
+Dtype = Literal["float64", "float32", "bfloat16"]
+
 
 # The type of an error about several keys together, each of which has a valid value.
 AT_ODDS = "at_odds"

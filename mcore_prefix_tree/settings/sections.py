@@ -15,8 +15,7 @@ from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.monitoring import LogConfig, ValidationConfig, VerifyConfig
-from mcore_prefix_tree.settings.section import Section
-from mcore_prefix_tree.settings.value_types import (
+from mcore_prefix_tree.settings.section import (
     STRICT,
     DataPath,
     Fields,
@@ -26,6 +25,7 @@ from mcore_prefix_tree.settings.value_types import (
     Number,
     PositiveFloat,
     PositiveInt,
+    Section,
     Seed,
     local,
 )

@@ -14,8 +14,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.signals.arrays import SampleError, fill_absent, find_absent, freeze, to_integers
-from mcore_prefix_tree.signals.routed_experts import RoutedExperts, check_routed_experts
+from mcore_prefix_tree.signals.routed_experts import (
+    RoutedExperts,
+    SampleError,
+    check_routed_experts,
+    fill_absent,
+    find_absent,
+    freeze,
+    to_integers,
+)
 
 __all__ = [
     "PER_TOKEN",

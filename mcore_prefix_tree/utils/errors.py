@@ -186,7 +186,7 @@ def print_error(sentence: str | None) -> None:
     torchrun ends every rank as soon as one exits, so the others wait for that. A rank that is not ended had another
     error.
     """
-    if not speaks_first():
+    if not is_reporting_rank():
         # It waits to be ended, but a trainer's handler would only record the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S if os.environ.get("TORCHELASTIC_ERROR_FILE") else _PATIENCE_ELSEWHERE_S)
@@ -198,7 +198,7 @@ def print_error(sentence: str | None) -> None:
                 break
 
 
-def speaks_first() -> bool:
+def is_reporting_rank() -> bool:
     """Return whether this rank reports for its machine: the first in torchrun's folder, or local rank 0 without it."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun is to keep no logs
     if file:

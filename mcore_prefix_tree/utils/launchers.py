@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping, MutableMapping
@@ -30,6 +31,11 @@ LAUNCHERS = {
     },
 }
 PORT = "29500"  # torchrun's own
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, or by itself: it warns for all."""
+    return os.environ.get(RANK, "0") == "0"
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, speaks_first
+from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, is_reporting_rank
 
 # Terminals, torchrun, Slurm and other schedulers send these to all processes of a job, workers too, to end it.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -82,7 +82,7 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         if os.isatty(1):
             os.write(1, _SHOW_CURSOR)
-        if speaks_first():
+        if is_reporting_rank():
             name = signal.Signals(number).name
             os.write(2, f"ended by {name} while no step was running; no checkpoint is lost\n".encode())
     os._exit(ENDED_BY_SIGNAL + number)

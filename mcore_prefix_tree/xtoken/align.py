@@ -44,7 +44,7 @@ def align_ends(
     another token interrupts, for example a control token inside a word, is omitted. Time and memory are linear in
     tokens and bytes.
 
-    student_ends: int64 ``[n]``, byte at which each token ends; never falls.
+    Args:
         student_ends: int64 ``[n]``, byte at which each token ends; never falls.
         teacher_ends: int64 ``[m]``, likewise in the same text.
         student_has_text: bool ``[n]``, mask of the tokens that may belong to a chunk.

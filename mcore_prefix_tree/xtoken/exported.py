@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import Teacher
-from mcore_prefix_tree.xtoken.chunks import Chunks
-from mcore_prefix_tree.xtoken.fold import unique_rows
+from mcore_prefix_tree.xtoken.fold import Chunks, unique_rows
 from mcore_prefix_tree.xtoken.pairs import Pair
 from mcore_prefix_tree.xtoken.token_bytes import Int64Array, TokenBytes
 

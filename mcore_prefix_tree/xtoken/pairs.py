@@ -5,7 +5,7 @@ Legend: n student tokens, m teacher tokens, C chunks of a pair, R runs of select
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
@@ -14,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
+from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
+from mcore_prefix_tree.data.records import LineOptions, samples_of_record
+from mcore_prefix_tree.data.skipped import Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample, SampleError
-from mcore_prefix_tree.utils.choices import Aligner
+from mcore_prefix_tree.utils.choices import Aligner, OnError, Rendering
 from mcore_prefix_tree.xtoken.align import Alignment, align_ends, first_difference, merged_ranges
 from mcore_prefix_tree.xtoken.dynamic import align_dynamic
 from mcore_prefix_tree.xtoken.reencode import Reencoder
@@ -275,3 +278,58 @@ def _sums(values: npt.NDArray[np.float64] | BoolArray, ranges: Int64Array) -> np
     # Every second sum covers the values between two ranges.
     sums: npt.NDArray[np.float64] = np.add.reduceat(np.append(values.astype(np.float64), 0.0), ranges.reshape(-1))
     return sums[::2]
+
+
+# The chat format that the teacher reads: its own, or the student's in its own tokens.
+
+
+def iter_pairs(
+    paths: PathLike | Iterable[PathLike],
+    pairing: Pairing,
+    *,
+    rendering: Rendering = "student",
+    expand_turns: bool = False,
+    on_error: OnError = "raise",
+    skipped: Skipped | None = None,
+) -> Iterator[list[Pair]]:
+    """Yield the pairs of one record after another; see :func:`mcore_prefix_tree.data.iter_sample_groups`.
+
+    ``rendering`` is the text that the teacher reads: ``student`` gives it the text that the student reads; ``own``
+    encodes ``messages`` with each side's own chat format. Records of ``tokens`` always take the first way.
+
+    Raises:
+        SampleError: bad data, text that cannot be aligned, or empty files. Under ``skip`` only the last.
+        ValueError: ``rendering`` or ``on_error`` is none of the choices.
+    """
+    check_on_error(on_error)
+    if rendering not in get_args(Rendering):
+        raise ValueError(f"rendering={rendering!r} must be one of {', '.join(map(repr, get_args(Rendering)))}")
+    options = LineOptions(
+        tokenizer=pairing.student_tokenizer,
+        expand_turns=expand_turns,
+        vocab_size=pairing.student.vocab_size,
+        renderings=[pairing.teacher_tokenizer] if rendering == "own" else [],
+    )
+    left_out = Skipped() if skipped is None else skipped
+    bad = left_out if on_error == "skip" else None
+    resolved = resolve_paths(paths)
+    empty = True
+    for path in resolved:
+        for record in read_records(path):
+            samples = samples_of_record(record, options, bad, left_out=left_out)
+            pairs = [pair for sample in samples if (pair := _pair_or_skip(pairing, sample, bad)) is not None]
+            if pairs:
+                yield pairs
+                empty = False
+    if empty:
+        raise no_samples(resolved, left_out)
+
+
+def _pair_or_skip(pairing: Pairing, sample: Sample, skipped: Skipped | None) -> Pair | None:
+    try:
+        return pairing.of(sample)
+    except SampleError as error:
+        if skipped is None:
+            raise
+        skipped.add(error, "malformed")
+        return None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.xtoken.projection import FloatArray, Projection, from_entries, with_exact_map
 from mcore_prefix_tree.xtoken.reencode import TextEncoder
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.xtoken.projection_file import PartFiles
 
 # Weights of the tokens that write another: 0.9, then a tenth of the previous weight each.
 _FIRST, _DECAY = 0.9, 0.1
@@ -60,16 +63,6 @@ class Entries:
     weights: FloatArray
 
 
-class Parts(Protocol):
-    """Keeps finished parts, so that an interrupted build continues."""
-
-    def load(self, name: str) -> Entries | None:
-        """Return a part, or None if it is not finished."""
-
-    def save(self, name: str, part: Entries) -> None:
-        """Keep a part."""
-
-
 class Vocabularies:
     """Both tokenizers of a projection."""
 
@@ -87,7 +80,7 @@ class Vocabularies:
         self,
         settings: BuildSettings | None = None,
         *,
-        parts: Parts | None = None,
+        parts: PartFiles | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Projection:
         """Build the projection; the same bits each time.

@@ -14,8 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.chat import ChatTokenizer
-from mcore_prefix_tree.data.vocabulary import DummySpace, Vocabulary
+from mcore_prefix_tree.data.chat import ChatTokenizer, DummySpace, Vocabulary
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -25,7 +25,7 @@ IMPORTS = {
     "flash": ("flash_attn",),
     "gpu": ("cutlass", "flash_attn.cute.interface", "triton"),
     "hf": ("transformers", "mcore_prefix_tree.data.huggingface", "mcore_prefix_tree.integrations.transformers"),
-    "hub": ("datasets", "pyarrow.ipc", "mcore_prefix_tree.data.saved_datasets"),
+    "hub": ("datasets", "pyarrow.ipc", "mcore_prefix_tree.data.files"),
     "plot": ("matplotlib.pyplot", "mcore_prefix_tree.cli.pictures"),
     "te": ("transformer_engine.pytorch",),
     "tensorboard": ("torch.utils.tensorboard", "mcore_prefix_tree.mcore.loop.logs"),

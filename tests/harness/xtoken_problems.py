@@ -18,7 +18,7 @@ import torch.distributed as dist
 from harness import xtoken_reference as reference
 from harness.xtoken_reference import Chunk
 from mcore_prefix_tree.logprob import Edges, Head, head_block_losses
-from mcore_prefix_tree.xtoken.chunks import Chunks, Side
+from mcore_prefix_tree.xtoken.fold import Chunks, Side
 from mcore_prefix_tree.xtoken.losses import (
     ChunkTerms,
     Endings,

@@ -33,7 +33,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.plan import Carrying
 from mcore_prefix_tree.plan.carry import make_chunks, with_first_pass
-from mcore_prefix_tree.settings.over_budget import why_not_carried
+from mcore_prefix_tree.settings.bind_objective import why_not_carried
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 FP64 = 1e-12

@@ -57,8 +57,8 @@ class SumOfSquares:
 
     terms = "sample"
 
-    def __init__(self, watches_entropy: bool) -> None:
-        self.watches_entropy = watches_entropy
+    def __init__(self, reports_entropy: bool) -> None:
+        self.reports_entropy = reports_entropy
 
     def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Any) -> LossOutput:
         self.given = scores.detach(), entropy
@@ -103,8 +103,8 @@ def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
     with_edge_head(tree)
     found = []
     batch = batch_of()
-    for watches_entropy in (False, True):
-        objective: Any = SumOfSquares(watches_entropy)
+    for reports_entropy in (False, True):
+        objective: Any = SumOfSquares(reports_entropy)
         readout = EdgeLoss(objective=objective)
         readout.read(tree_forward(tree, batch, readout), batch).loss.backward()
         found.append((objective.given[1], take_gradients(tree)))
@@ -223,8 +223,8 @@ def test_logprobs_have_the_same_bits_with_and_without_entropy() -> None:
     with_edge_head(tree)
     batch = batch_of(WARM)
     found = [readout.read(tree_forward(tree, batch, readout), batch)[0] for readout in FUSED[:2]]
-    for watches_entropy in (False, True):
-        objective: Any = SumOfSquares(watches_entropy)
+    for reports_entropy in (False, True):
+        objective: Any = SumOfSquares(reports_entropy)
         readout = EdgeLoss(objective=objective)
         readout.read(tree_forward(tree, batch, readout), batch)
         found.append(objective.given[0])

@@ -13,7 +13,7 @@ from harness.commands import write_rows
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from mcore_prefix_tree.data import read_samples  # noqa: E402
-from mcore_prefix_tree.data.saved_datasets import files_of_hub  # noqa: E402
+from mcore_prefix_tree.data.files import files_of_hub  # noqa: E402
 from mcore_prefix_tree.sample import SampleError  # noqa: E402
 
 ROWS = [{"tokens": [1, 2, number], "reward": float(number)} for number in range(7)]

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.data.batches import SampleOrder
-from mcore_prefix_tree.data.folded_order import deal_runs
+from mcore_prefix_tree.data.batches import SampleOrder, deal_runs
 from mcore_prefix_tree.plan import report_steps
 
 SIZES = (1, 3, 2, 1, 4, 1, 1, 2)  # turns of each line

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_prefix_tree.data.causes import find_causes
-from mcore_prefix_tree.data.causes.align_texts import end_of_text, meeting, meeting_at_end
+from mcore_prefix_tree.data.causes.words import end_of_text, meeting, meeting_at_end
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import Signals

@@ -11,7 +11,7 @@ import pytest
 from data_sources import write_table
 
 from mcore_prefix_tree.data import LineOptions, StreamedGroups, read_samples
-from mcore_prefix_tree.data.saved_datasets import files_of_hub
+from mcore_prefix_tree.data.files import files_of_hub
 from mcore_prefix_tree.sample import SampleError
 
 

@@ -11,8 +11,7 @@ from xtoken_toys import Toy, tokenizer_of
 from mcore_prefix_tree.data import Skipped
 from mcore_prefix_tree.sample import Sample, SampleError, Tempered
 from mcore_prefix_tree.xtoken.align import align_ends
-from mcore_prefix_tree.xtoken.pairs import Pairing
-from mcore_prefix_tree.xtoken.read_pairs import PairReader, iter_pairs
+from mcore_prefix_tree.xtoken.pairs import Pairing, iter_pairs
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "recipes" / "data" / "quickstart_rollouts.jsonl"
@@ -161,7 +160,7 @@ def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="aligner='byte' must be one of 'bytes', 'dynamic'"):
         Pairing(student, teacher, aligner="byte")
     with pytest.raises(ValueError, match="rendering='both' must be one of 'own', 'student'"):
-        PairReader(pairing, rendering="both")
+        next(iter_pairs(SHIPPED, pairing, rendering="both"))
 
 
 def aligned(spelled, cuts):
@@ -183,8 +182,8 @@ def check_prefixes(spelled, random_):
 
 
 def check_file(path, pairing, rendering):
-    reader, skipped = PairReader(pairing, rendering=rendering, expand_turns=True), Skipped()
-    records = list(iter_pairs(path, reader, on_error="skip", skipped=skipped))
+    skipped = Skipped()
+    records = list(iter_pairs(path, pairing, rendering=rendering, expand_turns=True, on_error="skip", skipped=skipped))
     assert all("does not fit the chat format" in reason for reason in skipped.first)
     random_ = random.Random(1)
     for pairs in records:
@@ -220,8 +219,7 @@ def test_all_shared_data_are_aligned_by_both_real_tokenizers(wheel, way, renderi
 def test_turns_of_a_rollout_share_their_chunks(wheel):
     """The chunks of a turn's history are those that the earlier turn had, because alignment is prefix-causal."""
     student, seen = wheel["down"].student_tokenizer, None
-    reader = PairReader(wheel["down"], rendering="student", expand_turns=True)
-    for pair in next(iter_pairs(SHIPPED, reader)):
+    for pair in next(iter_pairs(SHIPPED, wheel["down"], expand_turns=True)):
         everything = wheel["down"].reencode(Sample(tokens=pair.student.tokens))
         chunks = chunks_of(everything)
         if seen is not None:
@@ -240,7 +238,7 @@ def test_records_of_tokens_and_messages_are_read_from_one_file(tmp_path, wheel):
         tmp_path / "mixed.jsonl",
         [{"messages": MESSAGES}, {"tokens": [1, *tokens], "loss_mask": [0] + [1] * len(tokens)}],
     )
-    first, second = (pairs[0] for pairs in iter_pairs(path, PairReader(wheel["down"])))
+    first, second = (pairs[0] for pairs in iter_pairs(path, wheel["down"]))
     assert (first.student.source, second.teacher.source) == (f"{path}:1", f"{path}:2")
     assert len(first) == 3  # two words and the end of the turn
     assert len(second) == len(tokens)
@@ -249,12 +247,12 @@ def test_records_of_tokens_and_messages_are_read_from_one_file(tmp_path, wheel):
 def test_bad_pairs_end_the_reading_or_are_counted(tmp_path, wheel):
     path = write_rows(tmp_path / "bad.jsonl", [{"tokens": [1, 40_000]}, {"messages": MESSAGES}])
     with pytest.raises(SampleError, match=r"bad.jsonl:1: .*outside the model's vocabulary of 32768"):
-        list(iter_pairs(path, PairReader(wheel["down"])))
+        list(iter_pairs(path, wheel["down"]))
     skipped = Skipped()
-    assert len(list(iter_pairs(path, PairReader(wheel["down"]), on_error="skip", skipped=skipped))) == 1
+    assert len(list(iter_pairs(path, wheel["down"], on_error="skip", skipped=skipped))) == 1
     assert skipped.count == 1
     both = wheel["down"].student_tokenizer, wheel["down"].teacher_tokenizer
-    long = PairReader(Pairing(*both, teacher_limits={"teacher.max_tokens": 2}), rendering="student")
+    long = Pairing(*both, teacher_limits={"teacher.max_tokens": 2})
     with pytest.raises(
         SampleError, match=r"bad.jsonl:2: the sample has \d+ of the teacher's tokens, but teacher.max_t"
     ):

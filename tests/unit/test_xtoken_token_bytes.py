@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xtoken_toys import tokenizer_of
 
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.data.vocabulary import Vocabulary
+from mcore_prefix_tree.data.chat import Vocabulary
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
 
 NAMES = ("mistral-v7", "mistral-v3-tekken")

@@ -3,7 +3,7 @@
 from functools import cache
 
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.data.vocabulary import Vocabulary
+from mcore_prefix_tree.data.chat import Vocabulary
 from mcore_prefix_tree.sample import Sample
 
 # A Tekken vocabulary takes a second to load.

@@ -123,7 +123,7 @@ class Seen:
     """The part of an objective that a readout uses; keeps its last log-probabilities."""
 
     terms = "sample"
-    watches_entropy = False
+    reports_entropy = False
 
     def loss(self, scores: torch.Tensor, entropy: None, rows: Any) -> Any:
         from mcore_prefix_tree.objectives import LossOutput

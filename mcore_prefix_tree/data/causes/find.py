@@ -20,16 +20,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align_texts import RUN, Decode, Tokens, meeting, near_meeting
 from mcore_prefix_tree.data.causes.resend import last_answer, resend, same_text, unmet
 from mcore_prefix_tree.data.causes.words import (
+    RUN,
+    Decode,
     Difference,
     Region,
     Span,
+    Tokens,
     Words,
     differing_words,
     find_region,
     has_time,
+    meeting,
+    near_meeting,
     retokenised,
 )
 from mcore_prefix_tree.sample import Sample

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens
 from mcore_prefix_tree.data.causes.find import Mismatch, find_mismatches
-from mcore_prefix_tree.data.causes.words import CauseName, Difference
+from mcore_prefix_tree.data.causes.words import CauseName, Decode, Difference, Tokens
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 

@@ -6,15 +6,20 @@ from functools import partial
 
 import numpy as np
 
-from mcore_prefix_tree.data.causes.align_texts import Decode, Tokens, decode_span, end_of_text, meeting, meeting_at_end
 from mcore_prefix_tree.data.causes.words import (
     THINKING,
+    Decode,
     Difference,
     Span,
+    Tokens,
     Words,
+    decode_span,
     differing_words,
+    end_of_text,
     find_region,
     has_thinking,
+    meeting,
+    meeting_at_end,
     retokenised,
 )
 from mcore_prefix_tree.sample import Sample

@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from mcore_prefix_tree.data.folded_order import trie_order
+from mcore_prefix_tree.data.batches import trie_order
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches, make_targets

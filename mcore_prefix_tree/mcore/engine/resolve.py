@@ -16,7 +16,7 @@ from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import Recipe
-from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
+from mcore_prefix_tree.settings.bind_objective import choose_over_budget, why_not_carried
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,7 @@ from mcore_prefix_tree.objectives.cross_tokenizer_rows import refuse_temperature
 from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, RecipeError
-from mcore_prefix_tree.settings.bind_objective import make_settings
-from mcore_prefix_tree.settings.bind_xtoken import make_pairing
+from mcore_prefix_tree.settings.bind_objective import load_named_tokenizer, make_pairing, make_settings
 from mcore_prefix_tree.settings.score_section import TEACHER
 from mcore_prefix_tree.settings.teachers import check_asked_teachers, teacher_recipes
 from mcore_prefix_tree.trie import Sharing
@@ -62,7 +61,8 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
     check_asked_teachers(
         SecondModels(asked=True, same_vocabulary=False), teachers, recipe.model, recipe.batch.max_tokens
     )
-    pairing = make_pairing(settings, recipe.data, path, teacher.data, teacher.model)
+    student = load_named_tokenizer(recipe.data, "data.tokenizer")
+    pairing = make_pairing(settings, student, path, teacher.data, teacher.model)
     if top_k > pairing.teacher.vocab_size:
         raise RecipeError(f"--top-k {top_k} is more than the {pairing.teacher.vocab_size} tokens of the teacher")
     tokens = pairing.teacher.vocab_size

@@ -37,16 +37,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
-from mcore_prefix_tree.arguments.checks import (
+from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.refusals import (
     APEX_MISSING,
     SPEC_EXAMPLE,
+    ArgumentError,
+    check_arguments,
     check_data,
     check_launched,
+    check_score,
     check_spec_named,
     check_vocabulary_known,
 )
-from mcore_prefix_tree.arguments.group import add_argument_group
-from mcore_prefix_tree.arguments.refusals import ArgumentError, check_arguments, check_score
 from mcore_prefix_tree.data import load_tokenizer
 from mcore_prefix_tree.mcore.checkpoints.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.megatron_lm.activation_memory import warm_up_bytes

@@ -17,7 +17,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows, LossOutput
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import TaughtChunks
 from mcore_prefix_tree.xtoken.losses import ChunkTerms, Vocabularies, block_loss, teacher_logits
-from mcore_prefix_tree.xtoken.losses.block_logits import TeacherLogits
+from mcore_prefix_tree.xtoken.losses.chunk_loss import TeacherLogits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -23,7 +23,7 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
         """Return ``[N, 1]``, gradient and values, from ``hidden`` ``[R + D, h]`` and ``weight`` ``[V / tp, h]``."""
-        edges, watches = batch.edges, self.objective.watches_entropy
+        edges, watches = batch.edges, self.objective.reports_entropy
         hidden, of_kept = split_kept(hidden, weight, head)
         # Known before all others; the loss of :meth:`_unpack` has their gradient.
         known = None if of_kept is None else of_kept.detach()
@@ -47,14 +47,14 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
     def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
         """Return the loss of the packed ``[N, 1]``."""
         gradient, values = gradient_and_values(packed, has_kept=batch.edges.kept is not None)
-        scores, entropy = values.chunk(2) if self.objective.watches_entropy else (values, None)
+        scores, entropy = values.chunk(2) if self.objective.reports_entropy else (values, None)
         value = self.objective.loss(scores, entropy, batch.rows)
         return replace(value, loss=value.loss + gradient)
 
     def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
         """Return the loss of local logits ``[P, V / tp]``."""
         # If the entropies are read, backward cannot overwrite the logits.
-        watches = self.objective.watches_entropy
+        watches = self.objective.reports_entropy
         scores, entropy = edge_logprobs(
             logits, batch.edges, with_entropy=watches, in_place=not watches, **split_logits(logits, batch)
         )

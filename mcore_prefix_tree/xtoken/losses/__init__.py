@@ -1,13 +1,14 @@
 """Losses of chunks between a student and a teacher with different vocabularies, vocabulary-parallel on both sides."""
 
-from mcore_prefix_tree.xtoken.losses.block_logits import (
+from mcore_prefix_tree.xtoken.losses.chunk_loss import (
+    ChunkLoss,
     ChunkTerms,
     KnownRows,
+    Vocabularies,
     block_loss,
     largest_logits,
     teacher_logits,
 )
-from mcore_prefix_tree.xtoken.losses.chunk_loss import ChunkLoss, Vocabularies
 from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.make_loss import make_loss
 from mcore_prefix_tree.xtoken.losses.outcomes import Endings

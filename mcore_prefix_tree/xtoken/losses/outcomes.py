@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mcore_prefix_tree.utils.upload import upload
-from mcore_prefix_tree.xtoken.chunks import Chunks
+from mcore_prefix_tree.xtoken.fold import Chunks
 
 TokenBytes = Sequence[bytes | None]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.utils.upload import upload
-from mcore_prefix_tree.xtoken.chunks import Chunks, Side
+from mcore_prefix_tree.xtoken.fold import Chunks, Side
 from mcore_prefix_tree.xtoken.losses.outcomes import Endings, Outcomes
 
 Int64Array = npt.NDArray[np.int64]
