@@ -7,4 +7,4 @@ itself is run.
 from mcore_prefix_tree.pretrain_gpt import RL, main
 
 if __name__ == "__main__":
-    main(script=RL, starter="mcore_prefix_tree.mcore.megatron_lm.rl.start_rl")
+    main(script=RL, starter="mcore_prefix_tree.mcore.megatron_lm.rl.rl_forward_step")

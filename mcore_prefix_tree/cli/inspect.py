@@ -42,7 +42,7 @@ def inspect(
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.layout.stats import forest_counts, largest_trees
     from mcore_prefix_tree.plan import plan_step, report_steps
-    from mcore_prefix_tree.plan.step_ratios import tokens_without_routes
+    from mcore_prefix_tree.plan.plan_report import tokens_without_routes
     from mcore_prefix_tree.trie import build_trie
 
     check_picture(plot, options.inputs)

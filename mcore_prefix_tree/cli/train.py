@@ -51,8 +51,8 @@ def _train(
 
     loaded = load_job(recipe, overrides, Task.TRAIN, hf=hf, outputs=[partial(check_picture, plot)])
     outlive_output()
-    from mcore_prefix_tree.mcore.loop.end_request import EndedError
     from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
+    from mcore_prefix_tree.mcore.loop.session import EndedError
 
     reporter = ConsoleReporter(Console(), keeps=plot is not None)
     try:

@@ -1,16 +1,21 @@
 """Assignment of a step's samples to micro-batches on ranks."""
 
-from mcore_prefix_tree.plan.bound import Bound, Parts, work_ratios
 from mcore_prefix_tree.plan.carry import Carrying, Chunk, FirstPass
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
 from mcore_prefix_tree.plan.deal import Dealt, deal
-from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
+from mcore_prefix_tree.plan.flops import Bound, Counts, ExpectedSpeedup, ModelWork, Parts, work_ratios
 from mcore_prefix_tree.plan.forest_plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
 from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.model_shape import LatentAttention
-from mcore_prefix_tree.plan.plan_report import MicroBatchReport, PlanReport, report_plan
+from mcore_prefix_tree.plan.plan_report import (
+    MicroBatchReport,
+    PlanReport,
+    Spread,
+    StepsReport,
+    report_plan,
+    report_steps,
+)
 from mcore_prefix_tree.plan.prefetch import Ahead
-from mcore_prefix_tree.plan.step_ratios import Spread, StepsReport, report_steps
 
 __all__ = [
     "Ahead",

@@ -17,8 +17,7 @@ from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
 from mcore_prefix_tree.plan.deal import deal
 from mcore_prefix_tree.plan.makespan import least_makespan
-from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, place
-from mcore_prefix_tree.plan.subtrees import SubtreePlacer
+from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, SubtreePlacer, place
 from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]

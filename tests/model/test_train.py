@@ -30,8 +30,8 @@ from harness.train_jobs import (
 )
 
 from mcore_prefix_tree import fold
-from mcore_prefix_tree.mcore.loop.end_request import EndRequest
 from mcore_prefix_tree.mcore.loop.jobs import run_train
+from mcore_prefix_tree.mcore.loop.session import EndRequest
 from mcore_prefix_tree.mcore.loop.trainer import DivergedError
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.settings import load_recipe
@@ -238,7 +238,7 @@ def test_second_ctrl_c_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         os.kill(os.getpid(), number)
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("mcore_prefix_tree.mcore.loop.end_request._TWICE_S", 0.01)
+    monkeypatch.setattr("mcore_prefix_tree.mcore.loop.session._TWICE_S", 0.01)
     with EndRequest(), pytest.raises(KeyboardInterrupt):
         twice(signal.SIGINT, 0.02)
     with EndRequest():

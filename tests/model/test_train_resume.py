@@ -30,7 +30,7 @@ from harness.train_jobs import (
 from megatron.core import dist_checkpointing
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.checkpoints.lock import exclusive_save
+from mcore_prefix_tree.mcore.checkpoints.checkpoint import exclusive_save
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 

@@ -37,8 +37,8 @@ from harness.train_jobs import (
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.mcore.engine.evaluation import HeldOut
-from mcore_prefix_tree.mcore.loop.end_request import EndedError
 from mcore_prefix_tree.mcore.loop.jobs import run_train
+from mcore_prefix_tree.mcore.loop.session import EndedError
 from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
 SGD = ("optimizer.lr_decay_style=constant", "optimizer.lr_warmup_steps=0")

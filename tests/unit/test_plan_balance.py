@@ -18,8 +18,7 @@ from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.plan import BudgetError, CostModel, least_makespan, plan_step, report_plan
 from mcore_prefix_tree.plan.balance import refine
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN
-from mcore_prefix_tree.plan.pack import Atoms, Leaves, place
-from mcore_prefix_tree.plan.subtrees import SubtreePlacer
+from mcore_prefix_tree.plan.pack import Atoms, Leaves, SubtreePlacer, place
 from mcore_prefix_tree.trie import build_trie, sort_samples
 
 MODELS = [

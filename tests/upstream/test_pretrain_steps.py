@@ -22,7 +22,7 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm import step_batches
-from mcore_prefix_tree.mcore.megatron_lm.data_sizes import Need, fill_omitted, largest_micro_batch_size, needs
+from mcore_prefix_tree.mcore.megatron_lm.dry_run import Need, fill_omitted, largest_micro_batch_size, needs
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     StepDealer,
     StepIterator,

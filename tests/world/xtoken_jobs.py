@@ -55,8 +55,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
     from mcore_prefix_tree.mcore.engine.step_planner import fold_step
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.teachers.paired_teachers import ExportedTeacher, PairedTeachers
-    from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
-    from mcore_prefix_tree.mcore.teachers.teacher_ranks import TeacherRanks
+    from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel, TeacherRanks
     from mcore_prefix_tree.objectives import BoundCrossTokenizer, add_means, make_objective
     from mcore_prefix_tree.plan import ModelWork
 

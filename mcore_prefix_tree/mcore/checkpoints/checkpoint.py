@@ -8,6 +8,7 @@ Model keys are those of the stock model; a scalar head, which the stock model la
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -34,9 +35,12 @@ from mcore_prefix_tree.mcore.checkpoints.integrity import (
     write_checksums,
 )
 from mcore_prefix_tree.mcore.checkpoints.retention import saving_mark
-from mcore_prefix_tree.mcore.checkpoints.saved_enums import pickle_enums_by_value
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import check_same_function, write_settings
-from mcore_prefix_tree.mcore.checkpoints.unpickling import UnsafeCheckpointError, check_holds_only_data
+from mcore_prefix_tree.mcore.checkpoints.unpickling import (
+    UnsafeCheckpointError,
+    check_holds_only_data,
+    pickle_enums_by_value,
+)
 from mcore_prefix_tree.mcore.checkpoints.writing import WriteInRank
 from mcore_prefix_tree.mcore.models.bridge import ADAPTER
 from mcore_prefix_tree.mcore.models.lora import load_frozen
@@ -384,3 +388,40 @@ def _metadata() -> dict[str, Any]:
 def _model_key(index: int, count: int) -> str:
     """Return Megatron-LM's name of a model chunk."""
     return "model" if count == 1 else f"model{index}"
+
+
+def hold(descriptor: int) -> bool:
+    """Lock an open file or folder for this process; return whether no other process holds it.
+
+    The operating system drops the lock when the process ends, also if it is killed. Network file systems without such
+    locks let every run in.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # ENOLCK, ENOSYS, or from NFS EBADF for a folder: the run continues without this protection
+    return True
+
+
+@contextmanager
+def exclusive_save(folder: str | Path) -> Iterator[None]:
+    """Lock a folder for the length of a ``with`` block; if another run has it, every rank raises SaveError."""
+    held: list[int] = []
+
+    def claim() -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        held.append(descriptor)
+        if not hold(descriptor):
+            raise SaveError(
+                f"checkpoint.save={folder}: another run is saving there at this moment; wait for its end or choose "
+                "another folder"
+            )
+
+    try:
+        on_main_rank(claim)
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

@@ -4,10 +4,12 @@ Megatron's distributed checkpoints are made of pickles, and a pickle can call an
 opens tensors and ``common.pt`` with ``weights_only=True``, but not ``.metadata`` and the objects among the tensors.
 Neither torch nor Megatron lets a caller choose the reader of these. So this module opens them first, with unpicklers
 that construct only the classes that torch and Megatron write, and rejects the checkpoint if it names anything else.
+Megatron's loader is as strict with enums, which :func:`pickle_enums_by_value` writes in the form that it accepts.
 """
 
 from __future__ import annotations
 
+import copyreg
 import io
 import json
 import pickle
@@ -20,7 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from megatron.core.safe_globals import SAFE_GLOBALS
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from mcore_prefix_tree.settings import RecipeError
 from mcore_prefix_tree.utils.inputs import open_regular, read_regular
@@ -160,3 +163,19 @@ def _unsafe(where: str, error: Exception) -> UnsafeCheckpointError:
     named = re.search(r"(?:GLOBAL|it names) ([\w.]+)", str(error))
     reason = f"it names {named[1]}, which is not data" if named else "it is damaged, or has another format than torch's"
     return UnsafeCheckpointError(f"{where} was not opened: {reason}; use a checkpoint from a source that you trust")
+
+
+def pickle_enums_by_value() -> None:
+    """Register the enums that the loader admits, and torch's tensor metadata's, to be pickled as class and value.
+
+    Most versions of Python pickle an enum so. Python 3.11.2, for example, pickles ``getattr`` and a name instead, and
+    Python 3.10 the name of ``signal.SIGTERM``: Megatron-Core's loader refuses both, under any Python, and they are
+    among the arguments in Megatron-LM's checkpoints.
+    """
+    for admitted in (*SAFE_GLOBALS, _MEM_FORMAT_ENCODING):
+        if isinstance(admitted, type) and issubclass(admitted, Enum):
+            copyreg.pickle(admitted, _by_value)
+
+
+def _by_value(member: Enum) -> tuple[Any, ...]:
+    return type(member), (member.value,)

@@ -14,7 +14,7 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import Targets
 from mcore_prefix_tree.plan import Ahead, Carrying
-from mcore_prefix_tree.plan.step_ratios import tokens_without_routes
+from mcore_prefix_tree.plan.plan_report import tokens_without_routes
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.errors import naming_memory
 

@@ -21,8 +21,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.loop.end_request import EndRequest
-from mcore_prefix_tree.mcore.loop.session import session
+from mcore_prefix_tree.mcore.loop.session import EndRequest, session
 from mcore_prefix_tree.mcore.models.bridge import is_untrained, load_bridge, without_scalar_head
 from mcore_prefix_tree.mcore.models.bridge_weights import DTYPES
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks

@@ -12,17 +12,16 @@ from typing import TypeVar
 import torch
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
-from mcore_prefix_tree.mcore.checkpoints.lock import exclusive_save
+from mcore_prefix_tree.mcore.checkpoints.checkpoint import exclusive_save
 from mcore_prefix_tree.mcore.checkpoints.retention import check_not_overwritten
 from mcore_prefix_tree.mcore.engine.calibration import Calibration
 from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.evaluation import HeldOut
 from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
 from mcore_prefix_tree.mcore.engine.verification import VerifyReport
-from mcore_prefix_tree.mcore.loop.end_request import EndRequest
 from mcore_prefix_tree.mcore.loop.export_folder import export_model, make_parent
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Data, Resolved, read_data, resolve
-from mcore_prefix_tree.mcore.loop.session import session
+from mcore_prefix_tree.mcore.loop.session import EndRequest, session
 from mcore_prefix_tree.mcore.loop.trainer import Reporter, Trainer
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
 from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mcore_prefix_tree.data.write import check_output, whole_file
-from mcore_prefix_tree.mcore.checkpoints.lock import hold
+from mcore_prefix_tree.mcore.checkpoints.checkpoint import hold
 from mcore_prefix_tree.mcore.ranks import on_main_rank
 from mcore_prefix_tree.settings import LogConfig
 from mcore_prefix_tree.utils.inputs import read_regular

@@ -1,15 +1,19 @@
-"""Join the job: devices, process groups and Megatron's parallel state for the length of a ``with`` block."""
+"""Join the job for the length of a ``with`` block: devices, process groups, Megatron's parallel state; end it early."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -27,6 +31,9 @@ from mcore_prefix_tree.plan import Measured, read_measured
 from mcore_prefix_tree.settings import ParallelConfig, Recipe, RecipeError
 from mcore_prefix_tree.utils.errors import naming_memory
 from mcore_prefix_tree.utils.launchers import adopt_ranks
+from mcore_prefix_tree.utils.os_signals import handled_signals
+
+_NEXT_CTRL_C_S = 1.0  # from when on Ctrl-C is meant as a second one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,3 +162,51 @@ def _init_parallel_state(parallel: ParallelConfig, timeout_minutes: int | None) 
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         **timeout,
     )
+
+
+class EndedError(Exception):
+    """A signal, whose number is ``signal``, ended the run between two steps; this has been reported already."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = number
+
+
+class EndRequest:
+    """Notes Ctrl-C and the signals by which launchers and schedulers end a job, in a ``with`` block.
+
+    Without a launcher, a second Ctrl-C a second later or more ends the process at once. No other repeated signal does:
+    ``timeout`` sends each twice, schedulers warn before they end a job, and launchers repeat signals that all of their
+    processes already have. Outside the main thread, which alone may handle signals, no signal is noted.
+    """
+
+    def __init__(self) -> None:
+        self._noted = 0
+        self._noted_at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> EndRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in handled_signals()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agreed(self, device: torch.device) -> int:
+        """Return the signal that any rank has noted, 0 if none has; all ranks together, with the same result."""
+        noted = torch.full((), self._noted, dtype=torch.int, device=device)
+        dist.all_reduce(noted, op=dist.ReduceOp.MAX)
+        return int(noted)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._noted:
+            self._noted, self._noted_at = number, time.monotonic()
+        elif (
+            number == signal.SIGINT and "RANK" not in os.environ and time.monotonic() - self._noted_at > _NEXT_CTRL_C_S
+        ):
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)

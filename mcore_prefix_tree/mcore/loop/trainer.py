@@ -27,9 +27,9 @@ from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, StepPlanner, fold_step
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
 from mcore_prefix_tree.mcore.engine.verification import VerifyReport
-from mcore_prefix_tree.mcore.loop.end_request import EndedError, EndRequest
 from mcore_prefix_tree.mcore.loop.logs import Logs, open_logs
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
+from mcore_prefix_tree.mcore.loop.session import EndedError, EndRequest
 from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.seam.multi_token import take_logged_losses
 from mcore_prefix_tree.sample import Sample

@@ -50,18 +50,17 @@ from mcore_prefix_tree.arguments.refusals import (
     check_vocabulary_known,
 )
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.mcore.checkpoints.saved_enums import pickle_enums_by_value
+from mcore_prefix_tree.mcore.checkpoints.unpickling import pickle_enums_by_value
 from mcore_prefix_tree.mcore.megatron_lm.activation_memory import warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import check_same_model
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
     check_backend,
     device_of_this_rank,
     make_folding_from_args,
+    make_objective_from_args,
 )
-from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import check_layers, hybrid_pattern
-from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import make_objective_from_args
-from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_megatron_lm
-from mcore_prefix_tree.mcore.megatron_lm.step_sizes import check_sizes, megatrons_calculator
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers, check_megatron_lm, hybrid_pattern
+from mcore_prefix_tree.mcore.megatron_lm.step_batches import check_sizes, megatrons_calculator
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.utils.launchers import check_gpus
 
@@ -236,7 +235,7 @@ def check_machine(args: argparse.Namespace) -> None:
 
 
 def _check_saved_arguments(args: argparse.Namespace) -> None:
-    """Load the arguments as Megatron-LM does with those of a checkpoint; see :mod:`.saved_enums`."""
+    """Load the arguments as Megatron-LM does with those of a checkpoint; see :func:`pickle_enums_by_value`."""
     pickle_enums_by_value()
     if args.save is None:
         return

@@ -14,10 +14,9 @@ from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
 from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import load_weights
-from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
-from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_model
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import vocab_size_without_padding
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_model, hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.resume import head_starts_new
-from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
 from mcore_prefix_tree.mcore.seam.layer_specs import is_hybrid_stack, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head

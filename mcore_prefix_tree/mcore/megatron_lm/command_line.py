@@ -111,8 +111,7 @@ class _CheckedJob(CheckedParser):
 
     def _dry_run(self, parsed: argparse.Namespace) -> NoReturn:
         from mcore_prefix_tree.mcore.megatron_lm.argument_checks import check_command_line
-        from mcore_prefix_tree.mcore.megatron_lm.data_sizes import fill_omitted
-        from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run
+        from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run, fill_omitted
 
         omitted = fill_omitted(parsed, self._args_defaults)
         validated = check_command_line(parsed, self._args_defaults)

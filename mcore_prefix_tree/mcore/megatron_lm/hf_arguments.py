@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training import print_rank_0
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError, has_scalar_head
-from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
 from mcore_prefix_tree.mcore.models.bridge import OFF, load_folder, make_provider
 from mcore_prefix_tree.mcore.models.config_fields import defaults_of_run, settings_of_run
 from mcore_prefix_tree.settings import Dtype, ModelConfig, ParallelConfig, RecipeError

@@ -1,4 +1,4 @@
-"""A job from Megatron-LM's arguments: its folding, its back-end and the cost of its model."""
+"""A job from Megatron-LM's arguments: objective, teachers, folding, back-end and the cost of its model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.training import print_rank_0
+from megatron.training import get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
-from mcore_prefix_tree.arguments.read_recipe import read_recipe
+from mcore_prefix_tree.arguments.read_recipe import read_objective, read_recipe
 from mcore_prefix_tree.arguments.refusals import has_scalar_head
+from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.resolve import Run
-from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.engine.step_hook import StepHook
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
+from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.plan.model_shape import layer_parts
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.settings.bind_objective import make_bound_objective as objective_of_recipe
+from mcore_prefix_tree.settings.bind_objective import make_settings
+from mcore_prefix_tree.settings.teachers import check_asked_teachers, check_stage, parallel_of_teachers, teacher_recipes
 
 
 def make_job_from_args(
@@ -87,3 +93,60 @@ def check_backend(args: argparse.Namespace, config: Any) -> None:
 def device_of_this_rank() -> torch.device:
     """Return the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def vocab_size_without_padding(args: argparse.Namespace) -> int | None:
+    """Return the number of tokens of the model's vocabulary; rows of the embedding from this id on are padding.
+
+    Megatron-LM's tokenizer knows it: ``--vocab-size`` may lack the end-of-document token, and most tokenizers ignore
+    it. A dry run builds no tokenizer; if its arguments do not set the size, this is ``--padded-vocab-size``.
+    """
+    padded: int | None = args.padded_vocab_size
+    known: int | None = getattr(args, "prefix_tree_vocab_size", None)
+    if known is None and not getattr(args, "prefix_tree_dry_run", False):
+        known = max(args.vocab_size or 0, get_tokenizer().vocab_size)
+    return padded if known is None or padded is None else min(known, padded)
+
+
+def make_objective_from_args(args: argparse.Namespace) -> Objective:
+    """Return the objective that validated arguments name, with its files read before any model is built.
+
+    Raises:
+        RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
+    """
+    settings = make_settings(read_objective(args))
+    if settings.second_models is None:
+        return settings
+    recipe = read_recipe(args)
+    check_stage(args.data_parallel_size * args.tensor_model_parallel_size, recipe.objective)
+    parallel_of_teachers(recipe.objective, recipe.parallel)
+    objective = objective_of_recipe(recipe)
+    if settings.second_models.asked:
+        check_asked_teachers(settings.second_models, teacher_recipes(recipe), recipe.model, recipe.batch.max_tokens)
+    return objective
+
+
+def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
+    """Return the work of a job's objective before a step, for example by its teachers, loaded; all ranks together.
+
+    Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
+    stage, and only that one asks it. A teacher's ``attention_backend: auto`` looks at the first step of ``order``;
+    ``say`` receives which weights are loaded, on every rank.
+
+    Raises:
+        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
+    """
+    if job.objective.second_models is None:
+        return StepHook()
+    recipe, vocab_size = read_recipe(args), vocab_size_without_padding(args)
+    assert vocab_size is not None, "a dry run loads no teacher"
+    loader = HookLoader(
+        student=recipe,
+        job=job,
+        first_step=lambda: order.take(0, args.global_batch_size),
+        vocab_size=vocab_size,
+        padded_vocab_size=args.padded_vocab_size,
+        say=say,
+        on_last_stage=True,
+    )
+    return loader.hook()

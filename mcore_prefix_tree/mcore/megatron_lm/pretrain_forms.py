@@ -31,7 +31,8 @@ from megatron.training.arguments import parse_args
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
-from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import hybrid_pattern
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.plan.model_shape import has_experts
 
 _SHARED = {"train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"}
 _PARSES = {"args_defaults", "extra_args_provider"}
@@ -241,3 +242,30 @@ def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) 
             "not set; remove it, or use --transformer-impl transformer_engine"
         )
     return stock_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
+
+
+def hybrid_pattern(args: argparse.Namespace) -> str | None:
+    """Return the pattern of a ``HybridModel``'s layers, None for a GPT."""
+    # Megatron's validation renames an argument of the older name.
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        found: str | None = getattr(args, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def check_layers(args: argparse.Namespace) -> None:
+    """Reject a pattern that cannot be trained; the arguments may be validated by Megatron-LM or not yet.
+
+    Raises:
+        NotImplementedError: a layer cannot follow a tree; see :func:`check_pattern`.
+        ValueError: this Megatron-Core has no ``HybridModel``, or other arguments do not fit the pattern.
+    """
+    pattern = hybrid_pattern(args)
+    if pattern is None:
+        return
+    if not HAS_HYBRID_MODEL:
+        raise ValueError(f"--hybrid-override-pattern: {NEEDS_NEWER}; check out core_v0.19.0")
+    check_pattern(pattern)
+    if has_experts(pattern) and args.num_experts is None:
+        raise ValueError(f"--hybrid-layer-pattern {pattern} has layers of experts, E, but no --num-experts")

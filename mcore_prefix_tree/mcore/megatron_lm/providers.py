@@ -25,15 +25,22 @@ from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model_provider,
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
     device_of_this_rank,
+    load_hook,
     make_folding_from_args,
     make_job_from_args,
+    make_objective_from_args,
+    vocab_size_without_padding,
 )
 from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import tree_forward_step
-from mcore_prefix_tree.mcore.megatron_lm.objective_from_arguments import load_hook, make_objective_from_args
 from mcore_prefix_tree.mcore.megatron_lm.resume import consumed_before
-from mcore_prefix_tree.mcore.megatron_lm.step_batches import StepDealer, StepIterator, check_steps
-from mcore_prefix_tree.mcore.megatron_lm.step_sizes import current_size, evaluation_size, is_constant
-from mcore_prefix_tree.mcore.megatron_lm.unpadded_vocabulary import vocab_size_without_padding
+from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
+    StepDealer,
+    StepIterator,
+    check_steps,
+    current_size,
+    evaluation_size,
+    is_constant,
+)
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.settings.sample_source import make_source as source_of_recipe

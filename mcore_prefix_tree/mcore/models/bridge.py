@@ -26,7 +26,6 @@ from megatron.core.utils import unwrap_model
 from packaging.requirements import Requirement
 
 from mcore_prefix_tree.cpu.emulation import transformer_engine_names
-from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers, latent_layers
 from mcore_prefix_tree.mcore.models.bridge_settings import READ_BY_BRIDGE, settings_of_folder
 from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, TextWeights, check_shapes
 from mcore_prefix_tree.mcore.models.config_fields import (
@@ -39,7 +38,13 @@ from mcore_prefix_tree.mcore.models.config_fields import (
     settings_of_run,
     typed_settings,
 )
-from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, has_pattern, stack_of_folder
+from mcore_prefix_tree.mcore.models.model_layers import (
+    check_hybrid,
+    engine_layers,
+    has_pattern,
+    latent_layers,
+    stack_of_folder,
+)
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.core_attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
@@ -69,24 +74,13 @@ OFF: dict[str, Any] = {
     "moe_shared_expert_overlap": False,
 }
 # Keys of a recipe's model by the names that providers have for them.
-_NAMES = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_query_groups",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "kv_channels": "kv_channels",
-    "vocab_size": "vocab_size",
-    "position_embedding_type": "position_embedding_type",
-    "rotary_base": "rotary_base",
-    "rotary_percent": "rotary_percent",
-    "rope_scaling": "rope_scaling",
-    "rope_scaling_factor": "rope_scaling_factor",
-    "normalization": "normalization",
-    "swiglu": "gated_linear_unit",
-    "add_bias_linear": "add_bias_linear",
-    "qk_layernorm": "qk_layernorm",
-    "hybrid_layer_pattern": "hybrid_layer_pattern",
+_NAMES = {"swiglu": "gated_linear_unit"} | {
+    name: name
+    for name in (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+        *("vocab_size", "position_embedding_type", "rotary_base", "rotary_percent", "rope_scaling"),
+        *("rope_scaling_factor", "normalization", "add_bias_linear", "qk_layernorm", "hybrid_layer_pattern"),
+    )
 }
 # Names of a provider's further fields that describe its model.
 _DESCRIBED = re.compile(

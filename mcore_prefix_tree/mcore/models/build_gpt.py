@@ -23,8 +23,8 @@ from mcore_prefix_tree.mcore.models.config_fields import (
     settings_of_run,
     typed_settings,
 )
-from mcore_prefix_tree.mcore.models.hybrid_model import check_hybrid, engine_stack, local_stack
 from mcore_prefix_tree.mcore.models.lora import with_lora
+from mcore_prefix_tree.mcore.models.model_layers import check_hybrid, engine_stack, local_stack
 from mcore_prefix_tree.mcore.seam.layer_specs import multi_token_spec, stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_prefix_tree.mcore.outputs.chunk_losses import ChunkLosses
-from mcore_prefix_tree.mcore.outputs.distillation import DivergenceLoss, Hidden, TeacherHidden
+from mcore_prefix_tree.mcore.outputs.distillation import ChunkLosses, DivergenceLoss, Hidden, TeacherHidden
 from mcore_prefix_tree.mcore.outputs.edge_loss import EdgeLoss, WeightedSum
-from mcore_prefix_tree.mcore.outputs.logprobs import Logprobs, Scores
+from mcore_prefix_tree.mcore.outputs.logprobs import ExportedRows, Logprobs, Scores, TopLogprobs, TopTokens
 from mcore_prefix_tree.mcore.outputs.readout import Logits, Readout, SampleScores
-from mcore_prefix_tree.mcore.outputs.top_tokens import ExportedRows, TopLogprobs, TopTokens
 from mcore_prefix_tree.mcore.outputs.values import SampleValues, ValueLoss, Values
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.objectives.objective import Output

@@ -1,6 +1,7 @@
-"""Readouts of a distillation by full vocabularies: the teacher's hidden states, and the student's divergence.
+"""Readouts of distillations: a teacher's hidden states, and the student's divergence by full vocabularies or by chunks.
 
-Legend: R rows (predictors with a row of the teacher's), h hidden size, Vl columns of the vocabulary on this rank.
+Legend: R rows (predictors with a row of the teacher's, or of scored tokens), h hidden size, Vl columns of the
+vocabulary on this rank, C chunks, N packed values.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mcore_prefix_tree.logprob import Chunks, Head, head_logit_losses
+from mcore_prefix_tree.logprob import Chunks, Head, head_block_losses, head_logit_losses, head_weighted_sum
 from mcore_prefix_tree.logprob.edges import ROWS
 from mcore_prefix_tree.mcore.outputs.readout import VocabularyReadout, gradient_and_values, with_gradient
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import Distillation, LossOutput, TeacherRows
+from mcore_prefix_tree.objectives import BoundCrossTokenizer, ChunkRows, Distillation, LossOutput, TeacherRows
+from mcore_prefix_tree.objectives.cross_tokenizer_rows import TaughtChunks
+from mcore_prefix_tree.xtoken.losses import ChunkTerms, Vocabularies, block_loss, teacher_logits
+from mcore_prefix_tree.xtoken.losses.chunk_loss import TeacherLogits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,4 +82,90 @@ class DivergenceLoss(VocabularyReadout[LossOutput]):
 
 def _rows(batch: MicroBatch) -> TeacherRows:
     assert isinstance(batch.rows, TeacherRows), "a distillation makes them"
+    return batch.rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkLesson:
+    """Predictions of a teacher with another tokenizer for a micro-batch's chunks.
+
+    Attributes:
+        taught_by: hidden states of the teacher, or of each of several whose logits are averaged; empty if the samples
+            bring the teacher's rows.
+        mix: factor on the logits of each of them.
+        number: index of the teacher among the objective's.
+        factor: factor on the weighted sum of the terms.
+    """
+
+    taught_by: tuple[TeacherHidden, ...]
+    mix: tuple[float, ...]
+    terms: ChunkTerms
+    vocabularies: Vocabularies
+    number: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLosses(VocabularyReadout[LossOutput]):
+    """The losses of chunks, which make both models' logits a block of chunks at a time.
+
+    The micro-batches have the objective's rows, and the teachers' lessons as ``hook_data``.
+    """
+
+    objective: BoundCrossTokenizer
+
+    def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+        """Return gradient, then values ``[N, 1]``, from ``hidden`` ``[R, h]`` and ``weight`` ``[Vl, h]``."""
+        lessons: tuple[ChunkLesson, ...] = batch.hook_data
+        assert lessons, "the teachers are asked before the student"
+        rows, values = chunk_rows(batch), []
+        gradient = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for lesson in lessons:
+            taught = rows.taught[lesson.number]
+            blocks = taught.blocks
+            of_teacher, found = head_block_losses(
+                hidden,
+                weight,
+                head,
+                blocks=[block.student.rows for block in blocks],
+                loss=block_loss(
+                    lesson.terms, lesson.vocabularies, blocks, _logits(lesson, taught), factor=lesson.factor
+                ),
+            )
+            gradient = gradient + of_teacher
+            values.append(found)
+        if self.objective.settings.reads_ce:
+            edge_weight = -self.objective.ce_weight * rows.token_weight
+            total, logprob = head_weighted_sum(hidden, weight, head, edge_weight=edge_weight)
+            gradient = gradient + (total - total.detach())
+            values.append(logprob[batch.edges.token])
+        return with_gradient(gradient, *values)
+
+    def _unpack(self, packed: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        """Return the loss of the packed ``[N, 1]``."""
+        gradient, values = gradient_and_values(packed)
+        rows, lessons = chunk_rows(batch), [(lesson.number, lesson.factor) for lesson in batch.hook_data]
+        sizes = [len(rows.taught[number].weight) for number, _ in lessons]
+        *terms, logprob = values.split([*sizes, len(values) - sum(sizes)])
+        value = self.objective.value(lessons, terms, logprob if self.objective.settings.reads_ce else None, rows)
+        return replace(value, loss=value.loss + gradient)
+
+
+def _logits(lesson: ChunkLesson, taught: TaughtChunks) -> TeacherLogits:
+    """Return the logits of the lesson's teacher, or the weighted sum of those of several."""
+    if taught.known is not None:
+        return taught.known.logits(lesson.vocabularies.teacher)
+    each = [teacher_logits(one.hidden, one.weight, one.head, taught.blocks) for one in lesson.taught_by]
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the teachers' logits, ``[rows, Vl]``, at ``rows`` int64 ``[rows]``."""
+        first, *others = (share * of(rows) for share, of in zip(lesson.mix, each, strict=True))
+        return sum(others, start=first)
+
+    return each[0] if lesson.mix == (1.0,) else logits
+
+
+def chunk_rows(batch: MicroBatch) -> ChunkRows:
+    """Return the rows of a micro-batch that the losses of chunks read."""
+    assert isinstance(batch.rows, ChunkRows), "a distillation across tokenizers makes them"
     return batch.rows

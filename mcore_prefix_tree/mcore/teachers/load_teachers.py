@@ -23,8 +23,7 @@ from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.teachers.paired_teachers import ExportedTeacher, PairedTeachers
-from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
-from mcore_prefix_tree.mcore.teachers.teacher_ranks import TeacherRanks
+from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel, TeacherRanks
 from mcore_prefix_tree.objectives import BoundCrossTokenizer, Distillation
 from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.sample import Sample

@@ -25,7 +25,7 @@ from mcore_prefix_tree.logprob.edges import ROWS, slices
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import TeacherHidden
-from mcore_prefix_tree.mcore.outputs.chunk_losses import ChunkLesson, chunk_rows
+from mcore_prefix_tree.mcore.outputs.distillation import ChunkLesson, chunk_rows
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 from mcore_prefix_tree.objectives import BoundCrossTokenizer

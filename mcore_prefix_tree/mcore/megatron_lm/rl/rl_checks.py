@@ -11,8 +11,7 @@ from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import as_config, check_machine, config_for_folding
 from mcore_prefix_tree.mcore.megatron_lm.command_line import CheckedParser
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import check_backend
-from mcore_prefix_tree.mcore.megatron_lm.layer_pattern import check_layers
-from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_megatron_lm
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers, check_megatron_lm
 from mcore_prefix_tree.mcore.megatron_lm.rl.script import load_script
 from mcore_prefix_tree.mcore.seam.validation import check_config
 

@@ -1,4 +1,4 @@
-"""The forward step that ``pretrain`` gets in place of that of ``train_rl.py``.
+"""Folded jobs of ``train_rl.py``: the forward step that ``pretrain`` gets in place of the script's own.
 
 A step of the loop is ``get_num_microbatches()`` of its micro-batches per rank, and stays that many: the trajectories of
 all of them, on all data-parallel ranks, are planned together and folded into as many others. Sums over a step do not
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,14 +32,23 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, make_job_from_args
 from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import straggler_timers
-from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import ScriptLoss, ScriptObjective
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import run_pretrain
+from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import add_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import (
+    LoopMicroBatch,
+    ScriptLoss,
+    ScriptObjective,
+    read_micro_batch,
+)
 from mcore_prefix_tree.mcore.megatron_lm.rl.script import Script, load_script
-from mcore_prefix_tree.mcore.megatron_lm.rl.trajectories import LoopMicroBatch, read_micro_batch
+from mcore_prefix_tree.mcore.megatron_lm.start import say_which_megatron_core
 from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput
 from mcore_prefix_tree.plan import BudgetError
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.errors import naming_memory
 
 Reported = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -181,3 +191,11 @@ def _loss(
     report["fold ratio"] = torch.tensor(dealt.folded, dtype=torch.float32, device=output.device)
     divisor = tokens.int() if per_token else torch.ones_like(tokens).int()
     return found.loss, divisor, report
+
+
+def run(root: Path) -> None:
+    """Train with the ``pretrain`` of the checkout at ``root``; exit with status 2 if the job cannot run."""
+    say_which_megatron_core(root)
+    with naming_memory(lambda: "the job does not fit; lower --micro-batch-size or --seq-length"):
+        # The loop brings its own data.
+        run_pretrain(None, rl_model_provider, FoldedForwardStep(), args_defaults={}, add_arguments=add_rl_arguments)
