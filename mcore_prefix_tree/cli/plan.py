@@ -88,6 +88,7 @@ def plan(
     cost_model, unit = _make_cost_model(work, calibration)
     padding = _make_padding(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
     bubble = 0.0 if recipe is None else recipe.parallel.bubble
+    objective = samples.objective
     settled = partial(
         plan_step,
         max_tokens=max_tokens,
@@ -97,8 +98,8 @@ def plan(
         bubble=bubble,
         sharing=options.sharing,
         over_budget=over_budget,
+        scores_first=samples.scores_first,
     )
-    objective = samples.objective
 
     def planned(step: Sequence[Sample], micro_batches: int | None = None) -> ForestPlan:
         together = None if objective is None else objective.together(step)
@@ -190,7 +191,7 @@ def _print(
         ("logical tokens", numbers.count(report.logical_tokens), ""),
         ("unique tokens", numbers.count(report.unique_tokens), ""),
         ("repeated context", numbers.count(report.repeated_tokens), repeated),
-        *_carried_rows(report.carried_tokens),
+        *_carried_rows(report.carried_tokens, report.scored_first_tokens),
         *states,
         ("fold ratio, as planned", numbers.ratio(report.logical_tokens / computed), "all samples in one step"),
         *steps_rows(steps, samples.order),
@@ -239,9 +240,13 @@ def _some(sizes: Iterable[str]) -> str:
     return f"{fit} … {len(listed) - fit.count(' ') - 1:,} more"
 
 
-def _carried_rows(tokens: int) -> list[tuple[str, str, str]]:
-    """Return a row about trees above the budget that are cut into chunks, if there are any."""
-    return [("carried tokens", numbers.count(tokens), "run forward once more")] if tokens else []
+def _carried_rows(carried: int, scored_first: int) -> list[tuple[str, str, str]]:
+    """Return rows about trees above the budget that are cut into chunks, if there are any."""
+    found = [
+        ("carried tokens", carried, "run forward once more"),
+        ("scored first", scored_first, "run forward before the step"),
+    ]
+    return [(name, numbers.count(tokens), what) for name, tokens, what in found if tokens]
 
 
 def _states_rows(report: PlanReport, work: ModelWork) -> list[tuple[str, str, str]]:

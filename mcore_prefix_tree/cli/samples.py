@@ -352,6 +352,11 @@ class Samples:
 
         return make_bound_objective(self.options.recipe)
 
+    @property
+    def scores_first(self) -> bool:
+        """Return whether the recipe's loss needs the scores of a tree that is cut into chunks before the step."""
+        return self.objective is not None and not self.objective.sums_edges
+
     @cached_property
     def source(self) -> Source | None:
         """Return the source of training's samples, None for an unknown step size; raises as ``make_source``."""

@@ -51,6 +51,7 @@ def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
         work=count_model_work(args),
         micro_batch_multiple=stages if in_stages else 1,
         pattern=hybrid_pattern(args),
+        runs_ahead=stages == 1,
     )
 
 

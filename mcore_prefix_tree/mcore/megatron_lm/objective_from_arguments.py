@@ -49,7 +49,7 @@ def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Ca
         RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
     """
     if job.objective.second_models is None:
-        return StepHook()
+        return job.hook
     recipe, vocab_size = read_recipe(args), vocab_size_without_padding(args)
     assert vocab_size is not None, "a dry run loads no teacher"
     loader = HookLoader(
