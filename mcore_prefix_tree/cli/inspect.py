@@ -57,8 +57,13 @@ def inspect(
     if order is not None:
         cut = None
         if recipe is not None:
-            limit = recipe.batch.max_tokens
-            cut = partial(plan_step, max_tokens=limit, sharing=options.sharing, over_budget=options.over_budget)
+            cut = partial(
+                plan_step,
+                max_tokens=recipe.batch.max_tokens,
+                sharing=options.sharing,
+                over_budget=options.over_budget,
+                scores_first=options.scores_first,
+            )
         steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
 
     better, causes = alternatives(samples, steps), find_causes_in_samples(samples)

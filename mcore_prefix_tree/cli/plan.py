@@ -97,6 +97,7 @@ def plan(
         bubble=bubble,
         sharing=options.sharing,
         over_budget=over_budget,
+        scores_first=options.scores_first,
     )
     objective = options.objective
 
@@ -184,7 +185,8 @@ def _print(
     computed = report.unique_tokens + report.repeated_tokens
     working = len(report.ranks) - report.idle_ranks
     idle = "idle ranks included" if report.idle_ranks else ""
-    carried, empty = report.carried_tokens, report.empty_micro_batches - report.idle_ranks * per_rank
+    carried, scored_first = report.carried_tokens, report.scored_first_tokens
+    empty = report.empty_micro_batches - report.idle_ranks * per_rank
     repeated = f"{numbers.share(report.repeated_tokens / report.unique_tokens)} of the unique ones"
     lines = [
         ("samples", numbers.count(len(samples.all)), ""),
@@ -192,6 +194,7 @@ def _print(
         ("unique tokens", numbers.count(report.unique_tokens), ""),
         ("repeated context", numbers.count(report.repeated_tokens), repeated),
         ("carried tokens", numbers.count(carried), "run forward once more") if carried else None,
+        ("scored first", numbers.count(scored_first), "run forward before the step") if scored_first else None,
         *states,
         ("fold ratio, as planned", numbers.ratio(report.logical_tokens / computed), "all samples in one step"),
         *steps_rows(steps, samples.order),

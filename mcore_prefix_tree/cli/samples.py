@@ -261,6 +261,11 @@ class SampleOptions:
         return make_bound_objective(self.recipe)
 
     @property
+    def scores_first(self) -> bool:
+        """Return whether the recipe's loss needs the scores of a tree that is cut into chunks before the step."""
+        return self.objective is not None and not self.objective.sums_edges
+
+    @property
     def over_budget(self) -> OverBudget:
         """Return the way to cut trees above the budget in training.
 

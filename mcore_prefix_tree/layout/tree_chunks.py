@@ -64,6 +64,19 @@ class ChunkLayout(FlatLayout):
     def counts_samples(self) -> bool:
         return self.start == 0
 
+    @property
+    def scored_places(self) -> tuple[Int64Array, Int64Array]:
+        """The places of the scores here, and those of the same tokens in ``whole``, int64 ``[n]`` each."""
+        scored = np.flatnonzero(self.predictor >= 0)
+        later = self.padded_size + np.arange(len(self.later))
+        return np.append(scored, later), np.append(self.start + scored, self.later)
+
+    @property
+    def token_places(self) -> tuple[Int64Array, Int64Array]:
+        """The indices of the tokens here and in ``whole``, int64 ``[T]`` each."""
+        here = np.arange(self.physical_tokens)
+        return here, self.start + here
+
     @cached_property
     def sample_map(self) -> Int32Array:
         """Index here of each logical token of the samples, int32 ``[L]``; -1 for tokens of other chunks."""
@@ -74,10 +87,8 @@ class ChunkLayout(FlatLayout):
     @cached_property
     def places(self) -> Int32Array:
         """Place of each logical token's score, int32 ``[L]``; -1 for tokens that other chunks score."""
-        place = np.full(self.whole.padded_size, -1, dtype=np.int32)
-        scored = np.flatnonzero(self.predictor >= 0)
-        place[self.start + scored] = scored
-        place[self.later] = self.padded_size + np.arange(len(self.later))
+        place, (here, whole) = np.full(self.whole.padded_size, -1, dtype=np.int32), self.scored_places
+        place[whole] = here
         of_samples: Int32Array = place[self.whole.sample_map]
         return of_samples
 
@@ -98,11 +109,8 @@ def join_scores(
     chunks = [layout for layout in layouts if isinstance(layout, ChunkLayout)]
     joined = np.zeros(chunks[0].whole.padded_size, dtype=values[0].dtype)
     for chunk, own in zip(chunks, values, strict=True):
-        if of_edges:
-            scored = np.flatnonzero(chunk.predictor >= 0)
-            joined[chunk.start + scored], joined[chunk.later] = own[scored], own[chunk.padded_size :]
-        else:
-            joined[chunk.start : chunk.start + chunk.physical_tokens] = own[: chunk.physical_tokens]
+        here, whole = chunk.scored_places if of_edges else chunk.token_places
+        joined[whole] = own[here]
     return joined
 
 

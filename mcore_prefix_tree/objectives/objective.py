@@ -105,6 +105,14 @@ class Objective(Protocol):
         return False
 
     @property
+    def reads_scores(self) -> bool:
+        """Return whether all that the loss reads of the model are numbers of tokens, which a pass before can give.
+
+        Parts of a sample can then be in different micro-batches, although the loss reads whole samples.
+        """
+        return False
+
+    @property
     def grouped_by(self) -> GroupedBy | None:
         """Return which samples have to be in one step."""
         return None
@@ -148,6 +156,10 @@ class Objective(Protocol):
 
 class TokenObjective(Objective, Protocol):
     """Objective whose loss reads a number of each token: a log-probability, or a value."""
+
+    @property
+    def reads_scores(self) -> bool:
+        return self.output in ("logprobs", "values")
 
     def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Any) -> LossOutput:
         """Return the weighted sum over a micro-batch.

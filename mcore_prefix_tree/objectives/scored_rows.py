@@ -23,6 +23,8 @@ from mcore_prefix_tree.utils.upload import upload
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.logprob import Edges
+    from mcore_prefix_tree.objectives.metrics import LossOutput
+    from mcore_prefix_tree.objectives.objective import TokenObjective
 
 FloatColumn = npt.NDArray[np.floating]
 
@@ -45,6 +47,14 @@ class LossRows:
     def scored(self, edges: Edges) -> Edges:
         """Return the edges that the head scores, from the layout's own."""
         return edges
+
+    def terms_of(self, objective: TokenObjective) -> Terms:
+        """Return the group of entries that each term of :meth:`loss_of` reads."""
+        return objective.terms
+
+    def loss_of(self, objective: TokenObjective, scores: torch.Tensor, entropy: torch.Tensor | None) -> LossOutput:
+        """Return the loss of the micro-batch; arguments as in :meth:`TokenObjective.loss`."""
+        return objective.loss(scores, entropy, self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

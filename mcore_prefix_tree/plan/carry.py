@@ -11,8 +11,8 @@ Legend: T tokens of a tree, in depth-first order; C chunks; X carried tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.cuts import Int64Array, least_repeating_runs
+from mcore_prefix_tree.plan.pack import Leaves
 from mcore_prefix_tree.utils.choices import OverBudget
 
 FORWARD = 1 / 3  # of the cost of a token's forward and backward
@@ -47,17 +48,19 @@ IDLE = FirstPass(0, 0)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CarriedTree:
-    """A tree above the budget.
+    """A tree above the budget, or several that samples of one pair are in.
 
     Attributes:
         samples: indices of its samples, in depth-first order.
         chunks: its chunks, in depth-first order.
-        units: cost of its step, in the units of the cost model, first pass included; tokens without one.
+        units: cost of its step, in the units of the cost model, passes before included; tokens without one.
+        has_to: whether it cannot be cut between samples, or is not to be.
     """
 
     samples: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     units: int
+    has_to: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,10 +71,13 @@ class Carrying:
         runs: part of its tree that each of the rank's micro-batches runs; None for one of whole samples. To train, the
             last chunk of a tree comes first, each behind the first pass of what it reads.
         trains: whether it is so. Otherwise the first chunk comes first, and keeps what others read.
+        scored: places of the micro-batches that a scoring pass runs before the step, in its order, the same on all
+            ranks: each rank's chunks, from the first to the last. Empty if the loss needs none.
     """
 
     runs: tuple[Chunk | FirstPass | None, ...]
     trains: bool = True
+    scored: tuple[int, ...] = ()
 
     def trees(self, cuts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[Chunk | FirstPass]]:
         """Return the parts of each tree by its samples; ``cuts`` has those of each micro-batch."""
@@ -84,6 +90,10 @@ class Carrying:
     @property
     def carried_tokens(self) -> int:
         return sum(run.end - run.start for run in self.runs if isinstance(run, FirstPass))
+
+    @property
+    def scored_tokens(self) -> int:
+        return sum(run.end - run.start for run in self.runs if isinstance(run, Chunk)) if self.scored else 0
 
     @property
     def held_tokens(self) -> int:
@@ -181,6 +191,17 @@ def in_step(rows: Sequence[Sequence[CarriedMicroBatch]]) -> list[list[CarriedMic
     return placed
 
 
+def scored_places(rows: Sequence[Sequence[CarriedMicroBatch]], multiple: int, *, trains: bool) -> tuple[int, ...]:
+    """Return the places that a scoring pass runs, see :class:`Carrying`: a multiple of ``multiple``, as all rows are.
+
+    Where only other ranks have a chunk, a rank runs an empty micro-batch.
+    """
+    has_chunk = [any(isinstance(run, Chunk) for _, _, run in place) for place in zip(*rows, strict=True)]
+    count = -(-sum(has_chunk) // multiple) * multiple
+    places = sorted(sorted(range(len(has_chunk)), key=lambda at: not has_chunk[at])[:count])
+    return tuple(places[::-1] if trains else places)
+
+
 def carry_tree(
     samples: tuple[int, ...],
     shared: Int64Array,
@@ -190,10 +211,12 @@ def carry_tree(
     *,
     full: bool = False,
     attends_stacks: bool = True,
+    scores_first: bool = False,
 ) -> CarriedTree:
     """Return a tree's chunks and cost; ``shared`` and ``lengths``, int64 ``[S]``, are of its samples in order.
 
-    With ``attends_stacks`` attention attends for the tokens of a stack again, though nobody reads that.
+    With ``attends_stacks`` attention attends for the tokens of a stack again, though nobody reads that; with
+    ``scores_first`` all chunks run forward once more.
     """
     position = np.concatenate(
         [np.arange(start, end) for start, end in zip(shared.tolist(), lengths.tolist(), strict=True)]
@@ -204,19 +227,37 @@ def carry_tree(
     carried = np.array([chunk.carried for chunk in chunks], dtype=np.int64)
     first = units_of_path(ends, cost_model) - units_of_path(ends - carried, cost_model)
     fresh = units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)
-    units = fresh.sum() + FORWARD * first.sum()
+    units = (1 + FORWARD * scores_first) * fresh.sum() + FORWARD * first.sum()
     if cost_model is not None:
         depths = first_pass_depths(chunks)
-        for run in with_first_pass(chunks, max_tokens):
-            stack, share = (depths[run.start], FORWARD) if isinstance(run, FirstPass) else (run.stack, 1)
-            pairs = int(units_of_path(np.array([stack]), cost_model)[0]) - int(stack) * UNITS_PER_TOKEN
+        runs = [
+            (int(depths[run.start]), FORWARD) if isinstance(run, FirstPass) else (run.stack, 1)
+            for run in with_first_pass(chunks, max_tokens)
+        ]
+        runs += [(chunk.stack, FORWARD) for chunk in chunks if scores_first]
+        for stack, share in runs:
+            pairs = int(units_of_path(np.array([stack]), cost_model)[0]) - stack * UNITS_PER_TOKEN
             units += attends_stacks * share * pairs + cost_model.units_of_micro_batch
     return CarriedTree(samples=samples, chunks=chunks, units=int(units))
 
 
-def repeat_units(shared: Int64Array, lengths: Int64Array, max_tokens: int, cost_model: CostModel | None) -> int | None:
-    """Return the cost of a tree cut between samples, each side with its ancestors; None if a sample is too long."""
-    if int(lengths.max()) > max_tokens:
+def repeat_units(
+    shared: Int64Array,
+    lengths: Int64Array,
+    max_tokens: int,
+    cost_model: CostModel | None,
+    together: Sequence[Hashable] | None = None,
+) -> int | None:
+    """Return the cost of a tree cut between samples, each side with its ancestors; None if a sample is too long.
+
+    Samples that stay ``together`` may cost more, and must not be too long together.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(together or ()):
+        members.setdefault(("free", place) if key is None else ("kept", key), []).append(place)
+    leaves = Leaves.every_sample(shared, lengths)
+    most = max((leaves.some(np.array(places)).tokens for places in members.values()), default=int(lengths.max()))
+    if most > max_tokens:
         return None
     context = units_of_path(shared, cost_model)
     runs = least_repeating_runs(shared, lengths - shared, max_tokens)
@@ -240,18 +281,19 @@ def carried_trees(
     over_budget: OverBudget,
     attends_stacks: bool,
     *,
+    together: Sequence[Hashable] | None = None,
+    scores_first: bool = False,
     full: bool = False,
 ) -> list[CarriedTree]:
     """Return the trees that are cut into chunks; arrays are int64 ``[S]``, of samples in depth-first order.
 
     With ``auto`` these are the trees with a sample above the budget, and those that cost less in chunks without being
-    more than a rank's share of the step: samples can be on all ranks, chunks of a tree on one.
+    more than a rank's share of the step: samples can be on all ranks, chunks of a tree on one. Trees with samples that
+    stay ``together``, a key of each sample in that order, count as one.
     """
-    roots = np.flatnonzero(shared == 0)
     share = int((units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)).sum()) / dp_size
     trees = []
-    for start, end in zip(roots.tolist(), [*roots[1:].tolist(), len(order)], strict=True):
-        own = slice(start, end)
+    for own in _whole_trees(np.flatnonzero(shared == 0), together, len(order)):
         if int((lengths - shared)[own].sum()) <= max_tokens:
             continue
         tree = carry_tree(
@@ -262,12 +304,38 @@ def carried_trees(
             cost_model,
             full=full,
             attends_stacks=attends_stacks,
+            scores_first=scores_first,
         )
-        repeated = repeat_units(shared[own], lengths[own], max_tokens, cost_model)
-        if (
-            over_budget == "carry"
-            or repeated is None
-            or (tree.units < repeated and (dp_size == 1 or tree.units <= share))
-        ):
+        keys = None if together is None else [together[place] for place in own.tolist()]
+        repeated = repeat_units(shared[own], lengths[own], max_tokens, cost_model, keys)
+        if over_budget == "carry" or repeated is None:
             trees.append(tree)
+        elif tree.units < repeated and (dp_size == 1 or tree.units <= share):
+            trees.append(replace(tree, has_to=False))
     return trees
+
+
+def _whole_trees(roots: Int64Array, together: Sequence[Hashable] | None, samples: int) -> list[Int64Array]:
+    """Return the places of each tree's samples, or of trees that samples which stay together join.
+
+    ``roots``, int64 ``[n]``, are the places of their first samples.
+    """
+    trees = np.split(np.arange(samples), roots[1:])
+    if together is None:
+        return trees
+    joined = list(range(len(trees)))
+
+    def first(number: int) -> int:
+        while joined[number] != number:
+            joined[number] = number = joined[joined[number]]
+        return number
+
+    seen: dict[Hashable, int] = {}
+    for number, places in enumerate(trees):
+        for key in {together[place] for place in places.tolist()} - {None}:
+            one, other = first(seen.setdefault(key, number)), first(number)
+            joined[max(one, other)] = min(one, other)
+    members: dict[int, list[Int64Array]] = {}
+    for number, places in enumerate(trees):
+        members.setdefault(first(number), []).append(places)
+    return [np.concatenate(parts) for parts in members.values()]

@@ -26,6 +26,7 @@ from mcore_prefix_tree.plan.carry import (
     Chunk,
     carried_trees,
     in_step,
+    scored_places,
     with_first_pass,
 )
 from mcore_prefix_tree.plan.cost import CostModel
@@ -109,6 +110,11 @@ class ForestPlan:
         return sum(rank.carried_tokens for rank in self.carrying or ())
 
     @property
+    def scored_tokens(self) -> int:
+        """Tokens that the scoring passes of all ranks compute in addition, forward only."""
+        return sum(rank.scored_tokens for rank in self.carrying or ())
+
+    @property
     def num_micro_batches(self) -> int:
         return len(self.micro_batches[0])
 
@@ -131,6 +137,7 @@ def plan_step(
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
     attends_stacks: bool = True,
+    scores_first: bool = False,
     trains: bool = True,
 ) -> ForestPlan:
     """Plan one step, in as few micro-batches per rank as the budget allows.
@@ -149,12 +156,13 @@ def plan_step(
         bubble: cost that a pipeline adds to a rank, in times that of its largest micro-batch: the stages but one, over
             the virtual stages of each (Narayanan et al., SC 2021, section 2.2). Without a cost model it is unused.
         sharing: common prefixes that samples share; fold the micro-batches with the same.
-        together: key of each sample; samples with the same key share a micro-batch, None leaves a sample free. The
-            micro-batches are then runs of neighbours as even in tokens as can be found, and a cost model only decides
-            their distribution over the ranks.
-        over_budget: way to cut a tree above ``max_tokens``; samples that stay together are not carried. With ``auto``
-            a tree is not carried where only that keeps to ``micro_batches``.
+        together: key of each sample; samples with the same key share a micro-batch, or are in trees that are carried
+            together; None leaves a sample free. The micro-batches are then runs of neighbours as even in tokens as can
+            be found, and a cost model only decides their distribution over the ranks.
+        over_budget: way to cut a tree above ``max_tokens``. With ``auto`` a tree is not carried where only that keeps
+            to ``micro_batches``.
         attends_stacks: whether the attention of a carried tree computes more than is read; ``auto`` counts that.
+        scores_first: whether the loss of a carried tree needs the scores of all its tokens before the step.
         trains: whether the step runs backward: see :class:`~mcore_prefix_tree.plan.carry.Carrying`.
 
     Raises:
@@ -167,7 +175,8 @@ def plan_step(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
     order, shared, lengths = _in_order(samples, sharing)
-    if over_budget != "repeat" and together is None:
+    keys = None if together is None else [together[index] for index in order.tolist()]
+    if over_budget != "repeat":
         carrying = partial(
             _carry_plan,
             samples,
@@ -177,10 +186,15 @@ def plan_step(
             micro_batch_multiple=micro_batch_multiple,
             cost_model=cost_model,
             sharing=sharing,
+            together=together,
+            scores_first=scores_first,
             trains=trains,
         )
         cut = partial(
-            carried_trees, order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks
+            carried_trees,
+            *(order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks),
+            together=keys,
+            scores_first=scores_first,
         )
         for full in (False, True):  # full chunks are fewer, and carry more
             trees = cut(full=full)
@@ -188,13 +202,13 @@ def plan_step(
                 if trees:
                     return carrying(trees)
             except BudgetError:
-                if full and (over_budget == "carry" or int(lengths.max()) > max_tokens):
+                if full and any(tree.has_to for tree in trees):
                     raise
     _check_fits(samples, max_tokens)
     fresh = lengths - shared
-    if together is not None:
+    if keys is not None:
         leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
-        clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
+        clusters = Clusters.of(keys, leaves)
         _check_clusters(clusters, samples, order, max_tokens)
         fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
         per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
@@ -230,13 +244,18 @@ def fewest_micro_batches(
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
     attends_stacks: bool = True,
+    scores_first: bool = False,
 ) -> int:
     """Return the least K that :func:`plan_step` can keep to in training; arguments and errors as there."""
     order, shared, lengths = _in_order(samples, sharing)
+    keys = None if together is None else [together[index] for index in order.tolist()]
     carried: int | None = None
-    if over_budget != "repeat" and together is None:
+    if over_budget != "repeat":
         trees = carried_trees(
-            order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks, full=True
+            *(order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks),
+            together=keys,
+            scores_first=scores_first,
+            full=True,
         )
         if trees:
             plan = _carry_plan(
@@ -247,18 +266,20 @@ def fewest_micro_batches(
                 micro_batch_multiple=micro_batch_multiple,
                 cost_model=cost_model,
                 sharing=sharing,
+                together=together,
             )
             carried = plan.num_micro_batches
-            if over_budget == "carry" or int(lengths.max()) > max_tokens:
+            if any(tree.has_to for tree in trees):
                 return carried
     _check_fits(samples, max_tokens)
-    if together is None:
+    if keys is None:
         repeated = _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
         return repeated if carried is None else min(carried, repeated)
     leaves = Leaves.every_sample(shared, lengths, None)
-    clusters = Clusters.of([together[index] for index in order.tolist()], leaves)
+    clusters = Clusters.of(keys, leaves)
     _check_clusters(clusters, samples, order, max_tokens)
-    return _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
+    fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
+    return fewest if carried is None else min(carried, fewest)
 
 
 def _carry_plan(
@@ -270,7 +291,9 @@ def _carry_plan(
     micro_batch_multiple: int,
     cost_model: CostModel | None,
     sharing: Sharing,
+    together: Sequence[Hashable] | None,
     micro_batches: int | None = None,
+    scores_first: bool = False,
     trains: bool = True,
 ) -> ForestPlan:
     """Plan a step with trees in chunks: the dearest tree to the lightest rank; the other samples as without them."""
@@ -285,6 +308,7 @@ def _carry_plan(
         dp_size=dp_size,
         cost_model=cost_model,
         sharing=sharing,
+        together=[together[index] for index in rest] if together is not None and rest else None,
     )
     # The most other tokens to the rank with the fewest chunks.
     by_tokens = sorted(range(dp_size), key=lambda rank: -sum(others.physical_tokens[rank]))
@@ -300,10 +324,11 @@ def _carry_plan(
     fewest = max(1, -(-len(rows[0]) // micro_batch_multiple)) * micro_batch_multiple
     per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
     rows = [row + [((), 0, None)] * (per_rank - len(row)) for row in rows]
+    scored = scored_places(rows, micro_batch_multiple, trains=trains) if scores_first else ()
     return ForestPlan(
         micro_batches=tuple(tuple(own for own, _, _ in row) for row in rows),
         physical_tokens=tuple(tuple(tokens for _, tokens, _ in row) for row in rows),
-        carrying=tuple(Carrying(runs=tuple(run for _, _, run in row), trains=trains) for row in rows),
+        carrying=tuple(Carrying(runs=tuple(run for _, _, run in row), trains=trains, scored=scored) for row in rows),
     )
 
 

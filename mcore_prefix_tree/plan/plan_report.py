@@ -47,6 +47,8 @@ class PlanReport:
         unique_tokens: unique tokens of the step; a single micro-batch without a budget would compute as many.
         repeated_tokens: tokens that the cuts add to that: context that more than one micro-batch computes.
         carried_tokens: tokens that run forward once more, for the chunks of trees above the budget.
+        scored_first_tokens: tokens of such trees that run forward before the step, for a loss of whole samples; the
+            costs of their chunks include it.
         slowest, mean: cost of the most expensive rank and of the average one.
         lower_bound: lower bound of the slowest rank's cost, over all plans.
         bubble: pipeline bubble that the ranks' costs count, see :func:`plan_step`.
@@ -62,6 +64,7 @@ class PlanReport:
     lower_bound: float
     bubble: float = 0.0
     carried_tokens: int = 0
+    scored_first_tokens: int = 0
 
     @property
     def imbalance(self) -> float:
@@ -138,7 +141,7 @@ def report_plan(
             cost=FORWARD * cost_model.of_micro_batch(tokens, pairs, 0),
         )
 
-    def count_chunk(indices: Sequence[int], chunk: Chunk) -> MicroBatchReport:
+    def count_chunk(indices: Sequence[int], chunk: Chunk, passes: float) -> MicroBatchReport:
         own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
         depths = [np.arange(*ends) for ends in zip(own.context.tolist(), own.length.tolist(), strict=True)]
         position, ends = np.concatenate(depths), np.cumsum(own.length - own.context)
@@ -150,7 +153,7 @@ def report_plan(
             padding=padding.size(tokens) - tokens,
             pairs=pairs,
             scored=own_scored,
-            cost=cost_model.of_micro_batch(tokens, pairs, own_scored),
+            cost=passes * cost_model.of_micro_batch(tokens, pairs, own_scored),
         )
 
     def count_rank(rank: int, cuts: Sequence[tuple[int, ...]]) -> Iterator[MicroBatchReport]:
@@ -163,7 +166,7 @@ def report_plan(
             if run is None:
                 yield count(indices)
             elif isinstance(run, Chunk):
-                yield count_chunk(indices, run)
+                yield count_chunk(indices, run, 1 + FORWARD if carrying.scored else 1)
             else:
                 yield count_first_pass(run, trees.get(indices, ()))
 
@@ -189,6 +192,7 @@ def report_plan(
         lower_bound=least * cost_model.token / UNITS_PER_TOKEN * (1 + bubble / plan.num_micro_batches),
         bubble=bubble,
         carried_tokens=plan.carried_tokens,
+        scored_first_tokens=plan.scored_tokens,
     )
 
 

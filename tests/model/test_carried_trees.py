@@ -27,13 +27,17 @@ from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
-from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
+from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
+from mcore_prefix_tree.mcore.outputs import make_readout
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import make_objective
+from mcore_prefix_tree.objectives import add_means, make_objective
+from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
 from mcore_prefix_tree.plan import Carrying
-from mcore_prefix_tree.plan.carry import make_chunks, with_first_pass
+from mcore_prefix_tree.plan.carry import make_chunks, scored_places, with_first_pass
 from mcore_prefix_tree.settings.bind_objective import why_not_carried
+from mcore_prefix_tree.signals import Signals
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 FP64 = 1e-12
@@ -67,6 +71,20 @@ def carried(
     trains: bool = True,
 ) -> list[MicroBatch]:
     """Fold one tree cut at ``cuts``, as a step of training does, or one of scoring."""
+    given = {"multiple": multiple, "backend": backend, "pass_tokens": pass_tokens, "trains": trains}
+    return carried_parts(samples, cuts, **given)[0]
+
+
+def carried_parts(
+    samples: Sequence[Sample],
+    cuts: Sequence[int],
+    *,
+    multiple: int = 1,
+    backend: str = "path",
+    pass_tokens: int | None = None,
+    trains: bool = True,
+) -> tuple[list[MicroBatch], Folding, Carrying]:
+    """Return :func:`carried`, the folding, and the parts, which a scoring pass runs first."""
     layout = fold(samples)
     chunks = make_chunks(layout.position_ids.astype(np.int64), [0, *sorted(cuts), layout.physical_tokens])
     largest = max(chunk.end - chunk.start for chunk in chunks)
@@ -79,9 +97,10 @@ def carried(
         attention_backend=backend,
     )
     runs = with_first_pass(chunks, pass_tokens or largest) if trains else chunks
-    carrying = Carrying(runs=tuple(runs), trains=trains)
-    order = tuple(range(len(samples)))
-    return fold_carrying(samples, [order] * len(carrying.runs), carrying, folding)
+    order, runs = tuple(range(len(samples))), tuple(runs)
+    rows = [[(order, 0, run) for run in runs]]
+    carrying = Carrying(runs=runs, trains=trains, scored=scored_places(rows, 1, trains=trains))
+    return fold_carrying(samples, [order] * len(runs), carrying, folding), folding, carrying
 
 
 def train(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -132,6 +151,104 @@ def test_random_cuts_of_random_trees(seed: int) -> None:
         of_pass = {"multiple": rng.randint(1, 4), "pass_tokens": rng.randint(1, 9)}
         assert_equal(train(tree, carried(samples, cuts, **of_pass)), expected, FP64)
     assert_equal(train(tree, carried(samples, places)), expected, FP64)
+
+
+SIGNALS = ("gspo", "dpo", "kto", "grpo")
+MASKED = {"off_policy_mask": 0.01, "kl_coef": 0.1, "kl_importance": "sequence", "entropy_coef": 0.01}
+
+
+def signalled(seed: int) -> list[Sample]:
+    """Return an even number of the samples of one tree, with all that losses of whole samples read."""
+    grown, rng = deep_samples(seed), np.random.default_rng(seed)
+    made = []
+    for at, sample in enumerate(grown[len(grown) % 2 :]):
+        names = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+        scores = {name: -np.log(VOCAB) + 0.2 * rng.standard_normal(len(sample)) for name in names}
+        signals = Signals(
+            **scores,
+            reward=float(rng.random()),
+            group=at // 2,
+            pair=at // 2,
+            chosen=bool(at % 2),
+            label=bool(at % 3),
+            mismatched=at % 5 == 0,
+        )
+        mask = [*sample.loss_mask[:-1], 1.0]
+        made.append(Sample(tokens=sample.tokens, loss_mask=mask, source=f"sample {at}", signals=signals))
+    return made
+
+
+def train_whole(model: torch.nn.Module, objective: Any, samples: Sequence[Sample], cuts: Sequence[int]) -> Any:
+    """Score a tree in chunks, then train it in them; return the sum, the metrics and the gradients."""
+    batches, folding, carrying = carried_parts(samples, cuts)
+    targets, order = objective.targets(samples), range(len(samples))
+    readout, hook = make_readout(objective, fused_head=False), make_hook(objective, folding)
+    rows = [with_rows(batch, objective, targets, () if batch.forward_only else order) for batch in batches]
+
+    def run(batch: MicroBatch) -> Any:
+        output, loss = forward_step(iter([batch]), model, readout=readout)
+        return loss(output)
+
+    store = batches[0].packed_seq_params.carry.store
+    taught = hook.before_step(hook.prepare(rows, carrying), lambda asked: [run(one)[2] for one in asked])
+    assert store.num_bytes == 0, "the scoring pass leaves no key behind"
+    reports = []
+    for batch in taught:
+        loss, _, report = run(batch)
+        loss.backward()
+        reports.append(report)
+    assert store.num_bytes == 0
+    assert sum(int(report["num_tokens"]) for report in reports) == targets.divisor
+    metrics = add_means(report["metrics"] for report in reports)
+    return {
+        "loss": sum(report["loss_sum"] for report in reports),
+        "metrics": metrics,
+        "bad": [int(report["bad_sample"]) for report in reports],
+        "grads": take_gradients(model),
+    }
+
+
+def unfolded_whole(model: torch.nn.Module, objective: Any, samples: Sequence[Sample]) -> Any:
+    """Return the same from each sample alone: the objective on the rows of samples that share nothing."""
+    apart = [Sample(tokens=one.tokens, loss_mask=one.loss_mask, merge_key=at) for at, one in enumerate(samples)]
+    layout = fold(apart)
+    scores, entropy = (torch.zeros(layout.padded_size, dtype=torch.float64) for _ in range(2))
+    for at, sample in enumerate(samples):
+        logprob, of_predictor = score_alone(model, sample)
+        tokens = torch.from_numpy(layout.sample_tokens(at).astype(np.int64))
+        scores, entropy = scores.index_put((tokens[1:],), logprob), entropy.index_put((tokens,), of_predictor)
+    rows = objective.targets(samples).rows(layout, range(len(samples)))
+    found = objective.loss(scores, entropy if objective.reports_entropy else None, rows)
+    found.loss.backward()
+    return {"loss": found.loss.detach(), "metrics": found.metrics, "grads": take_gradients(model)}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+def test_losses_of_whole_samples(name: str, seed: int) -> None:
+    """Cut in chunks of one token, and anywhere."""
+    samples, rng = signalled(seed), random.Random(seed)
+    stock, tree = twins(tiny_config(calculate_per_token_loss=True))
+    objective = make_objective(name, MASKED if name == "grpo" else {})
+    expected = unfolded_whole(stock, objective, samples)
+    places = range(1, fold(samples).physical_tokens)
+    for cuts in (places, rng.sample(places, rng.randint(2, 5))):
+        actual = train_whole(tree, objective, samples, cuts)
+        assert worst(actual["loss"], expected["loss"]) < FP64
+        assert actual["metrics"].keys() == expected["metrics"].keys()
+        for metric, pair in expected["metrics"].items():
+            torch.testing.assert_close(actual["metrics"][metric], pair, rtol=1e-11, atol=1e-12)
+        assert_same_gradients(actual["grads"], expected["grads"], FP64)
+
+
+def test_a_bad_score_is_reported_once() -> None:
+    samples = signalled(2)
+    _, tree = twins(tiny_config(calculate_per_token_loss=True))
+    with torch.no_grad():
+        tree.output_layer.weight[0] = torch.nan
+    first, *others = sorted(train_whole(tree, make_objective("dpo"), samples, [5, 20])["bad"])
+    assert first < len(samples)
+    assert set(others) == {NO_SAMPLE}
 
 
 VARIED = {name: VARIANTS[name] for name in ("yarn", "learned_absolute", "no positions", "GPT-2", "full recompute")}
@@ -201,14 +318,17 @@ BALANCED = MOE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_co
         ({}, None, None),
         (BALANCED, None, "routers balance experts by whole samples"),
         (MOE | {"moe_z_loss_coeff": 0.1}, "sft", "routers balance experts by whole samples"),
-        ({}, "dpo", "the objective's loss reads whole samples"),
-        ({}, "gspo", "the objective's loss reads whole samples"),
-        ({}, "kto", "the objective's loss reads whole samples"),
-        ({}, "reward_model", "the objective's loss reads whole samples"),
+        ({}, "dpo", None),
+        ({}, "gspo", None),
+        ({}, "kto", None),
+        ({}, "reward_model", None),
+        ({}, "distill", None),
+        ({}, "distill from a model", "the objective's teachers read whole samples"),
     ],
 )
 def test_what_needs_whole_samples_is_named(changes: dict[str, Any], objective: str | None, says: str | None) -> None:
-    named = None if objective is None else make_objective(objective, {})
+    name, _, asked = (objective or "").partition(" from ")
+    named = make_objective(name, {"teacher": "full"} if asked else {}) if objective else None
     reason = why_not_carried(vars(tiny_config(**changes)), None, named)
     assert reason == says or (says is not None and reason is not None and says in reason)
 

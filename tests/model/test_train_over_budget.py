@@ -13,7 +13,7 @@ from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
-from mcore_prefix_tree.settings import RecipeError, load_recipe
+from mcore_prefix_tree.settings import load_recipe
 
 WIDE = "batch.max_tokens=4096"
 
@@ -41,7 +41,13 @@ def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("grpo", {"kl_coef": 0.1, "normalise": "sample"}), ("sft", {"normalise": "sample"})],
+    [
+        ("grpo", {"kl_coef": 0.1, "normalise": "sample"}),
+        ("sft", {"normalise": "sample"}),
+        ("gspo", {}),
+        ("dpo", {}),
+        ("kto", {}),
+    ],
 )
 def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     path, settings = objective_job(tmp_path, name, options)
@@ -112,22 +118,6 @@ def test_calibration_times_samples_that_fit(tmp_path: Path) -> None:
     )
     assert refused.exit_code == 2
     assert "no other sample fits a micro-batch of batch.max_tokens=3, which are timed" in refused.output
-
-
-def test_whole_sample_losses_are_refused_by_name(tmp_path: Path) -> None:
-    path, settings = objective_job(tmp_path, "gspo")
-    with pytest.raises(SampleError, match=r"batch\.max_tokens is 5"):
-        train(path, *settings, "batch.max_tokens=5")
-    with pytest.raises(RecipeError, match=r"the objective's loss reads whole samples; set batch\.over_budget=repeat"):
-        train(path, *settings, "batch.over_budget=carry")
-
-
-def test_whole_samples_repeat_their_prompt(tmp_path: Path) -> None:
-    path, settings = objective_job(tmp_path, "gspo")
-    lines = [json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()]
-    longest = max(len(row["tokens"]) for row in lines)
-    notes = train(path, *settings, f"batch.max_tokens={longest}", "train_iters=2")
-    assert sum(report.carried_tokens for report in notes.reports) == 0
 
 
 def test_repeat_keeps_the_error_of_a_long_sample(tmp_path: Path) -> None:

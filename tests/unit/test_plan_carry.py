@@ -248,6 +248,36 @@ def test_chunks_stay_on_one_rank_and_ranks_run_forward_together() -> None:
     assert seen == [0, 1, 2, 3]
 
 
-def test_samples_that_stay_together_are_not_carried() -> None:
+def test_trees_of_a_pair_are_carried_together() -> None:
+    """A key joins trees, a pair above the budget is carried, and a pair of the others stays in one micro-batch."""
+    samples = [CHAIN, Sample(tokens=[99, 98]), *PAIR, Sample(tokens=[97])]
+    keys = ["a", "b", None, "a", "b"]
+    plan = plan_step(samples, max_tokens=8, over_budget="auto", together=keys)
+    (rank,) = plan.carrying or ()
+    order = (0, 3)
+    assert rank.trees(plan.micro_batches[0]).keys() == {order}
+    chunks = sorted(run for run in rank.runs if isinstance(run, Chunk))
+    assert (chunks[0].start, chunks[-1].end) == (0, 27)
+    assert {own for own, run in zip(plan.micro_batches[0], rank.runs, strict=True) if run is None} == {(4, 1), (2,)}
+    sides = [Sample(tokens=[1, *[at] * 5]) for at in (2, 3)]
+    assert plan_step(sides, max_tokens=8, over_budget="auto", together=["a", "a"]).carrying is not None
+    assert plan_step(sides, max_tokens=11, over_budget="carry", together=["a", "a"]).carrying is None
     with pytest.raises(BudgetError):
-        plan_step([CHAIN], max_tokens=8, over_budget="auto", together=["a"])
+        plan_step(sides, max_tokens=8, over_budget="repeat", together=["a", "a"])
+
+
+def test_a_scoring_pass_runs_the_chunks_in_order_and_costs_a_forward() -> None:
+    plan = plan_step(
+        [CHAIN, *PAIR], max_tokens=8, dp_size=2, over_budget="carry", scores_first=True, micro_batch_multiple=2
+    )
+    one, other = plan.carrying or ()
+    assert one.scored == other.scored
+    assert len(one.scored) == 4, "three chunks, and one to be a multiple of two"
+    carrying = one if one.carried_tokens else other
+    runs = [run for place in one.scored if isinstance(run := carrying.runs[place], Chunk)]
+    assert runs == sorted(run for run in carrying.runs if isinstance(run, Chunk))
+    assert plan.scored_tokens == len(CHAIN)
+    answers = [Sample(tokens=[*range(90), *[100 + at] * 40]) for at in range(4)]
+    settings = {"max_tokens": 170, "over_budget": "auto"}
+    assert plan_step(answers, **settings).carrying is not None
+    assert plan_step(answers, **settings, scores_first=True).carrying is None, "repeating costs less than a forward"

@@ -453,6 +453,19 @@ def test_a_recipe_carries_samples_above_the_budget(rows, tmp_path):
     assert "carried tokens" in plan(rows, "--max-tokens", "8", "--model", str(recipe)).stdout
 
 
+def test_plan_counts_the_scoring_pass(rows, tmp_path):
+    recipe, reports = tmp_path / "recipe.yaml", {}
+    for name in ("sft", "kto"):
+        recipe.write_text(f"{RECIPE}objective: {{name: {name}}}\n")
+        arguments = ("--max-tokens", "8", "--model", str(recipe))
+        reports[name] = json.loads(plan(rows, *arguments, "--json").stdout)
+    ordinary, whole = reports["sft"], reports["kto"]
+    assert (ordinary["scored_first_tokens"], whole["scored_first_tokens"]) == (0, whole["unique_tokens"])
+    costs = [sum(batch["cost"] for batch in one["ranks"][0] if batch["scored"]) for one in (ordinary, whole)]
+    assert costs[1] == pytest.approx(costs[0] * 4 / 3)
+    assert "scored first" in plan(rows, *arguments).stdout
+
+
 def test_plan_sees_why_a_model_is_not_carried(rows, tmp_path):
     recipe, experts = tmp_path / "recipe.yaml", "num_moe_experts: 4, moe_aux_loss_coeff: 0.1"
     for way, says in (("auto", "batch.max_tokens is 8"), ("carry", "the model's routers balance experts by whole")):

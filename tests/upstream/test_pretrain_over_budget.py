@@ -7,7 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.commands import write_rows
-from megatron_lm import CPU, ENTRY, LOSS, MODEL, VOCAB, megatron, require_checkout
+from megatron_lm import (
+    CPU,
+    ENTRY,
+    LOSS,
+    MODEL,
+    VOCAB,
+    megatron,
+    objective_words,
+    require_checkout,
+    write_rollouts,
+)
+from megatron_lm import TRAIN as SIXTEEN
 
 require_checkout()
 
@@ -38,6 +49,28 @@ def test_the_loop_does_not_see_the_budget(data: str, stages: int) -> None:
     assert cut.losses.keys() == wide.losses.keys() == {1, 2, 3}
     for iteration, loss in wide.losses.items():
         assert cut.losses[iteration] == pytest.approx(loss, rel=LOSS), iteration
+
+
+@pytest.mark.parametrize("name", ["gspo", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_losses_of_whole_samples_do_not_see_the_budget(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path)
+    words, folded = objective_words(path, name), "--prefix-tree --micro-batch-size 1 --prefix-tree-max-tokens"
+    wide, cut, pipeline = (
+        megatron(ENTRY, CPU, MODEL, SIXTEEN, words, f"{folded} {size}", ranks=ranks)
+        for size, ranks in (
+            ("1000", 1),
+            ("24 --prefix-tree-over-budget carry", 1),
+            ("24 --prefix-tree-over-budget carry --pipeline-model-parallel-size 2", 2),
+        )
+    )
+    assert (wide.status, cut.status) == (0, 0), wide.output[-2000:] + cut.output[-2000:]
+    assert wide.iterations.keys() == cut.iterations.keys()
+    for iteration, figures in wide.iterations.items():
+        for figure in figures.keys() & {"lm loss", "ratio", "clip_fraction", "accuracy", "margin"}:
+            assert cut.iterations[iteration][figure] == pytest.approx(figures[figure], rel=LOSS, abs=1e-7), iteration
+    assert pipeline.status == 2
+    assert "needs a pass before the step, for which Megatron-LM's pipelines have no place" in pipeline.output
 
 
 def test_the_dry_run_names_carried_tokens(data: str) -> None:

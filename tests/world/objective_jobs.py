@@ -33,6 +33,7 @@ from objective_oracles import (
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.signals import Signals
+from mcore_prefix_tree.utils.choices import OverBudget
 
 Options = tuple[tuple[str, Any], ...]
 TEACHER_SEED = 5
@@ -51,6 +52,7 @@ class Job:
     teacher_config: Options = ()
     vocab_size: int = VOCAB
     masked: bool = False
+    over_budget: OverBudget = "repeat"
 
     def on(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """The samples, with the sets that their tokens were drawn from if these are part of the job."""
@@ -62,6 +64,7 @@ class Outcome:
     loss: float
     metrics: dict[str, float]
     micro_batches: int
+    carried_tokens: int
     samples_here: int
     groups_here: frozenset[Any]
 
@@ -112,8 +115,8 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from mcore_prefix_tree.logprob import head_chunks as head_chunks
     from mcore_prefix_tree.mcore.engine.folding import Folding
     from mcore_prefix_tree.mcore.engine.job import Job as Resolved
-    from mcore_prefix_tree.mcore.engine.step_hook import StepHook
     from mcore_prefix_tree.mcore.engine.step_planner import fold_step
+    from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
     from mcore_prefix_tree.objectives import add_means, make_objective
@@ -136,6 +139,8 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         micro_batch_multiple=layout.pp if layout.vpp else 1,
         padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
         only_supervised=job.fused_head,
+        over_budget=job.over_budget,
+        scores_first=not objective.sums_edges,
     )
     resolved = Resolved(
         objective=objective,
@@ -146,11 +151,11 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
             num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, vocab_size=VOCAB
         ),
         fused_head=job.fused_head,
-        hook=teacher_of(job, layout) if job.teacher_config else StepHook(),
+        hook=teacher_of(job, layout) if job.teacher_config else make_hook(objective, folding),
     )
     step, divisor = fold_step(samples, resolved), objective.targets(samples).divisor
-    batches = resolved.hook.before_step(step.micro_batches, trainer.chunks)
     with mock.patch.object(head_chunks, "_CPU", (1, 3)):  # rows of the head: several chunks even here
+        batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
         reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -165,6 +170,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         loss=sum(loss for loss, _, _ in parts) / divisor,
         metrics=divided(add_means(metrics for _, _, metrics in parts)),
         micro_batches=len(batches),
+        carried_tokens=step.carried_tokens,
         samples_here=sum(map(len, step.sample_index)),
         groups_here=frozenset(samples[index].signals.group for indices in step.sample_index for index in indices),
     )

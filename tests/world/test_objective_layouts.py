@@ -89,7 +89,7 @@ def _expected(job: Job, count: int, rounded: bool) -> tuple[float, Gradients]:
 
 def expected(job: Job, count: int = len(SAMPLES), *, rounded: bool = False) -> tuple[float, Gradients]:
     """Run once for all the ways of cutting the batch."""
-    return _expected(replace(job, max_tokens=0, fused_head=False), count, rounded)
+    return _expected(replace(job, max_tokens=0, fused_head=False, over_budget="repeat"), count, rounded)
 
 
 def folded(size: int, layout: Layout, job: Job, order: Sequence[int]) -> tuple[list[Outcome], Gradients]:
@@ -170,6 +170,40 @@ IN_CI = {
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].micro_batches > 1
+    if size == 2 and layout == Layout():
+        assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
+
+
+FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+OFF_POLICY = (("tis_cap", 1.1), ("tis_level", "sequence"), ("off_policy_mask", 0.01))
+ON_POLICY = (("on_policy", True), ("kl_coef", 0.05), ("kl_importance", "sequence"), ("entropy_coef", 0.01))
+# Losses of whole samples, of trees that are cut into chunks.
+CUT = {
+    "gspo": GSPO,
+    "dpo": replace(DPO, fused_head=False),
+    "kto": replace(KTO, config=FULL),
+    "reward_model": REWARD_MODEL,
+    "importance of sequences": Job(name="grpo", options=OFF_POLICY),
+    "an entropy and a divergence of sequences": Job(name="grpo", options=ON_POLICY),
+    "ipo": replace(IPO, config=FULL),
+}
+CUT_QUICK = {"dp2": {"dpo"}, "tp2-sp": {"kto"}, "pp2": {"gspo"}}
+CUT_IN_CI = {
+    "dp2": {"reward_model"},
+    "tp2-sp": {"an entropy and a divergence of sequences"},
+    "pp2": set(),
+    "pp2-vpp2": {"dpo"},
+    "single": set(),
+}
+
+
+@pytest.mark.parametrize(("size", "layout", "job"), every_way(CUT, quick=CUT_QUICK, ci=CUT_IN_CI))
+def test_trees_in_chunks(size: int, layout: Layout, job: Job) -> None:
+    outcomes = check(size, layout, replace(job, max_tokens=LONGEST // 2, over_budget="carry"))
+    (whole,) = check(1, Layout(), replace(job, max_tokens=10_000))
+    assert outcomes[0].carried_tokens > 0
+    for outcome in outcomes:
+        assert outcome.metrics == pytest.approx(whole.metrics, rel=1e-10)
     if size == 2 and layout == Layout():
         assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
 

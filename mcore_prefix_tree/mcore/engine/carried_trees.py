@@ -149,19 +149,18 @@ class _Tree:
         )
         stack = self.by_index[np.searchsorted(self.carried, find_stack(self.layout, start), sorter=self.by_index)]
         own = np.flatnonzero(self.owner == number)
-        if self.trains:  # the chunk before runs next
-            last = np.unique(self.shelf[self.owner == number - 1])
-        else:
-            last = np.setdiff1d(self.shelf[self.reader == number], self.shelf[self.reader > number])
+        scored = np.setdiff1d(self.shelf[self.reader == number], self.shelf[self.reader > number])
+        # In training the chunk before runs next.
+        last = np.unique(self.shelf[self.owner == number - 1]) if self.trains else scored
         needed = layout.edge_weight != 0 if self.folding.only_supervised else None
-        return self._made(layout, stack, own, self.carried[own] - start, last, needed, keeps=not self.trains)
+        return self._made(layout, stack, own, self.carried[own] - start, (last, scored), needed, keeps=not self.trains)
 
     def first_pass(self, run: FirstPass) -> MicroBatch:
         """Return a micro-batch of carried tokens, which scores nothing."""
         layout = cut(self.above, run.start, run.end, padded_size=self.folding.padding.size(run.end - run.start))
         own, nothing = np.arange(run.start, run.end), np.zeros(layout.num_places, dtype=np.bool_)
         stack = find_stack(self.above, run.start)
-        batch = self._made(layout, stack, own, own - run.start, own[:0], nothing, keeps=True)
+        batch = self._made(layout, stack, own, own - run.start, (own[:0], own[:0]), nothing, keeps=True)
         return replace(batch, forward_only=True)
 
     def _made(
@@ -170,14 +169,15 @@ class _Tree:
         stack: Int64Array,
         own: Int64Array,
         places: Int64Array,
-        last: Int64Array,
+        last: tuple[Int64Array, Int64Array],
         needed: npt.NDArray[np.bool_] | None,
         *,
         keeps: bool,
     ) -> MicroBatch:
         """Return a micro-batch that reads ``stack``, int64 ``[S]`` places in ``carried``, and leaves ``own`` at places.
 
-        Both are int64 ``[n]``; for ``last``, int64 ``[m]``, and ``keeps`` see :class:`Carry`.
+        Both are int64 ``[n]``; for ``last``, of training and of scoring, int64 ``[m]``, and ``keeps`` see
+        :class:`Carry`.
         """
         batch = self.folding.with_settings(layout, needed=needed)
         params = batch.packed_seq_params
@@ -190,7 +190,8 @@ class _Tree:
             keys=replace(keys, unread=len(stack)),
             stack=_by_shelf(self.shelf[stack], self.row[stack]),
             own=_by_shelf(self.shelf[own], places),
-            last=tuple(last.tolist()),
+            last=tuple(last[0].tolist()),
+            last_scored=tuple(last[1].tolist()),
             store=self.store,
             keeps=keeps,
         )

@@ -40,6 +40,7 @@ class Folding:
             them to the model.
         depths: number of depths of multi-token prediction that the job trains.
         over_budget: way to cut trees above ``max_tokens``; see :func:`mcore_prefix_tree.plan.plan_step`.
+        scores_first: whether the loss of a tree that is cut otherwise needs a scoring pass before the step.
         why_repeat: reason why it is ``repeat``, for the message about a sample above ``max_tokens``.
 
     Raises:
@@ -62,6 +63,7 @@ class Folding:
     config: Any = None
     depths: int = 0
     over_budget: OverBudget = "repeat"
+    scores_first: bool = False
     why_repeat: str = ""
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class Folding:
                 together=together,
                 over_budget=self._over_budget(samples),
                 attends_stacks=self._attends_stacks,
+                scores_first=self.scores_first,
                 trains=trains,
             )
 
@@ -130,6 +133,7 @@ class Folding:
                 together=together,
                 over_budget=self._over_budget(samples),
                 attends_stacks=self._attends_stacks,
+                scores_first=self.scores_first,
             )
 
     def repeating(self, why: str) -> Folding:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
+from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
 from mcore_prefix_tree.mcore.outputs import Logits, Readout
 from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
-from mcore_prefix_tree.objectives import LossOutput, Objective, Targets
+from mcore_prefix_tree.objectives import LossOutput, LossRows, Objective, Targets
 
 Reported = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -76,7 +77,14 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices: Sequence[int]) -> MicroBatch:
-    """Return the micro-batch of the samples at ``indices`` of a step with the rows that an objective's loss reads."""
+    """Return the micro-batch of the samples at ``indices`` of a step with the rows that an objective's loss reads.
+
+    If the loss reads whole samples, the first chunk of a tree has the rows of the tree; see :class:`TreeLosses`.
+    """
+    layout = batch.layout
+    if isinstance(layout, ChunkLayout) and not (objective.sums_edges or batch.forward_only):
+        is_first = layout.counts_samples
+        return replace(batch, rows=objective.rows(targets, layout.whole, indices) if is_first else LossRows(count=0))
     rows = objective.rows(targets, batch.layout, indices, device=batch.input_ids.device)
     return replace(batch, rows=rows, edges=rows.scored(batch.edges))
 

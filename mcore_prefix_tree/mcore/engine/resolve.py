@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model, resolve_backend
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.sample import Sample
@@ -23,7 +24,7 @@ from mcore_prefix_tree.settings.bind_objective import choose_over_budget, why_no
 class Run:
     """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs.
 
-    ``pattern`` has the layers of a ``HybridModel``.
+    ``pattern`` has the layers of a ``HybridModel``; ``runs_ahead`` is whether its loop can run a pass before a step.
     """
 
     settings: Recipe
@@ -33,6 +34,7 @@ class Run:
     micro_batch_multiple: int
     measured: tuple[Measured, ...] = ()
     pattern: str | None = None
+    runs_ahead: bool = True
 
     def make_folding(self, objective: Objective | None = None, config: Any = None) -> Folding:
         """Return the folding, back-end open; without an objective its micro-batches hold whole samples.
@@ -57,9 +59,11 @@ class Run:
         if objective is None:
             return folding
         asked, why = settings.batch.over_budget, why_not_carried(vars(config), self.pattern, objective)
+        if why is None and not (objective.sums_edges or self.runs_ahead):
+            why = "the objective's loss needs a pass before the step, for which Megatron-LM's pipelines have no place"
         if choose_over_budget(asked, why) == "repeat":
             return folding.repeating(why if asked != "repeat" and why else "batch.over_budget=repeat")
-        return replace(folding, over_budget=asked)
+        return replace(folding, over_budget=asked, scores_first=not objective.sums_edges)
 
     def make_job(
         self,
@@ -102,4 +106,5 @@ class Run:
             work=self.work,
             is_local=settings.model.transformer_impl == "local",
             fused_head=settings.fused_head,
+            hook=make_hook(objective, folding),
         )

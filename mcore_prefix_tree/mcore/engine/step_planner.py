@@ -108,7 +108,7 @@ def fold_micro_batches(
             with_rows(batch, job.objective, targets, () if batch.forward_only else indices)
             for batch, indices in zip(batches, cut, strict=True)
         ]
-    return list(job.hook.prepare(batches))
+    return list(job.hook.prepare(batches, carrying))
 
 
 class StepSize(Protocol):

@@ -111,6 +111,8 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
             f"first step: {plan.carried_tokens} tokens run forward once more, in {passes} of the micro-batches of each "
             "rank, and chunks of trees above the budget read their keys and values"
         )
+    if plan.scored_tokens:
+        lines.append(f"first step: {plan.scored_tokens} tokens run forward before it, for a loss of whole samples")
     lines += _idle(plan)
     lines.append(f"first step: {_filled(plan, folding.max_tokens)}")
     if largest > args.micro_batch_size:

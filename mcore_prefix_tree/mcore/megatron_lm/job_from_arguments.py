@@ -57,6 +57,7 @@ def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
         work=count_model_work(args),
         micro_batch_multiple=stages if in_stages else 1,
         pattern=hybrid_pattern(args),
+        runs_ahead=stages == 1,
     )
 
 
@@ -137,7 +138,7 @@ def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Ca
         RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
     """
     if job.objective.second_models is None:
-        return StepHook()
+        return job.hook
     recipe, vocab_size = read_recipe(args), vocab_size_without_padding(args)
     assert vocab_size is not None, "a dry run loads no teacher"
     loader = HookLoader(

@@ -12,7 +12,7 @@ import torch
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss, head_weighted_sum, split_kept
 from mcore_prefix_tree.mcore.outputs.readout import VocabularyReadout, gradient_and_values, split_logits, with_gradient
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import LossOutput, TokenObjective, sft_loss
+from mcore_prefix_tree.objectives import LossOutput, LossRows, TokenObjective, sft_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,19 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
         """Return ``[N, 1]``, gradient and values, from ``hidden`` ``[R + D, h]`` and ``weight`` ``[V / tp, h]``."""
         edges, watches = batch.edges, self.objective.reports_entropy
+        by_rows = _rows(batch).terms_of(self.objective) == "row"
         hidden, of_kept = split_kept(hidden, weight, head)
         # Known before all others; the loss of :meth:`_unpack` has their gradient.
         known = None if of_kept is None else of_kept.detach()
 
         def loss(per_edge: torch.Tensor, per_row: torch.Tensor | None) -> torch.Tensor:
             """Return the loss of ``per_edge`` ``[E]`` and ``per_row`` ``[R]``."""
-            return self.objective.loss(*edges.with_kept(known, *_placed(edges, per_edge, per_row)), batch.rows).loss
+            values = edges.with_kept(known, *_placed(edges, per_edge, per_row))
+            return _rows(batch).loss_of(self.objective, *values).loss
 
         if edges.has_rows:
             gradient, per_edge, per_row = head_edge_loss(
-                hidden, weight, head, loss=loss, by_rows=self.objective.terms == "row", with_entropy=watches
+                hidden, weight, head, loss=loss, by_rows=by_rows, with_entropy=watches
             )
             scores, entropy = _placed(edges, per_edge, per_row)
         else:
@@ -48,7 +50,7 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
         """Return the loss of the packed ``[N, 1]``."""
         gradient, values = gradient_and_values(packed, has_kept=batch.edges.kept is not None)
         scores, entropy = values.chunk(2) if self.objective.reports_entropy else (values, None)
-        value = self.objective.loss(scores, entropy, batch.rows)
+        value = _rows(batch).loss_of(self.objective, scores, entropy)
         return replace(value, loss=value.loss + gradient)
 
     def _read_logits(self, logits: torch.Tensor, batch: MicroBatch) -> LossOutput:
@@ -58,7 +60,12 @@ class EdgeLoss(VocabularyReadout[LossOutput]):
         scores, entropy = edge_logprobs(
             logits, batch.edges, with_entropy=watches, in_place=not watches, **split_logits(logits, batch)
         )
-        return self.objective.loss(scores, entropy, batch.rows)
+        return _rows(batch).loss_of(self.objective, scores, entropy)
+
+
+def _rows(batch: MicroBatch) -> LossRows:
+    assert batch.rows is not None, "all losses but a weighted sum read them"
+    return batch.rows
 
 
 def _placed(

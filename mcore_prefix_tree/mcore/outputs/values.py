@@ -93,4 +93,5 @@ class ValueLoss(_OfScalarHead[LossOutput]):
         values, kept = output.flatten(), batch.layout.kept
         if kept is not None:
             values = torch.cat([values, values[upload(batch.layout.predictor[kept.token], values.device).long()]])
-        return self.objective.loss(values, None, batch.rows)
+        assert batch.rows is not None, "the objective makes them"
+        return batch.rows.loss_of(self.objective, values, None)

@@ -70,6 +70,7 @@ class Carry:
         stack: shelf, and in it the rows int64 ``[n]``, of the stack's tokens, in order; S together.
         own: shelf, and the places int64 ``[n]`` in this micro-batch, of the tokens that others read.
         last: shelves that nobody reads after this micro-batch.
+        last_scored: shelves that nobody reads after it if the chunks run from the first to the last.
         store: the store of the tree.
         keeps: whether it runs forward only and fills the store: in a first pass, or where nothing trains.
     """
@@ -78,6 +79,7 @@ class Carry:
     stack: tuple[tuple[int, torch.Tensor], ...]
     own: tuple[tuple[int, torch.Tensor], ...]
     last: tuple[int, ...]
+    last_scored: tuple[int, ...]
     store: CarryStore
     keeps: bool
 
@@ -85,6 +87,10 @@ class Carry:
     def size(self) -> int:
         """S."""
         return sum(len(rows) for _, rows in self.stack)
+
+    def for_scoring(self) -> Carry:
+        """Return what a chunk reads and leaves when all chunks run forward only, from the first to the last."""
+        return replace(self, last=self.last_scored, keeps=True)
 
     def on(self, device: torch.device | str) -> Carry:
         """Return a copy on the device, with the same store."""

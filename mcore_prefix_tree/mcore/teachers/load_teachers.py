@@ -67,7 +67,7 @@ class HookLoader:
         """
         make = HOOKS.get(self.job.objective.output)
         if make is None:
-            return StepHook()
+            return self.job.hook
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         check_stage(stage.size(), self.student.objective)
         return make(self, self.job.objective)

@@ -30,6 +30,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import kd_metric
+from mcore_prefix_tree.plan import Carrying
 from mcore_prefix_tree.utils.upload import moved
 from mcore_prefix_tree.xtoken.losses import (
     ChunkLoss,
@@ -59,7 +60,7 @@ class PairedTeachers(StepHook):
         self._vocabularies: dict[int, Vocabularies] = {}
         self._losses: dict[int, ChunkLoss] = {}
 
-    def prepare(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def prepare(self, batches: Sequence[MicroBatch], carrying: Carrying | None = None) -> Sequence[MicroBatch]:
         """Return the micro-batches with the same samples in the tokens of each teacher."""
         return [replace(batch, hook_data=tuple(self._of_teachers(batch))) for batch in batches]
 

@@ -25,6 +25,7 @@ from mcore_prefix_tree.mcore.outputs import Hidden, TeacherHidden
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.output_layer import output_weight, output_weight_and_head
+from mcore_prefix_tree.plan import Carrying
 
 T = TypeVar("T")
 
@@ -152,7 +153,7 @@ class TeacherModel(StepHook):
     def _model(self) -> Any:
         return get_attr_wrapped_model(self.chunks[-1], "position_embedding_type", return_model_obj=True)
 
-    def prepare(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def prepare(self, batches: Sequence[MicroBatch], carrying: Carrying | None = None) -> list[MicroBatch]:
         """Return the micro-batches with the plans of its attention."""
         for batch in batches:
             plan_attention(batch, self.attention_backend, self.attention_cases)
