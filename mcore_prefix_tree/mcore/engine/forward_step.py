@@ -78,7 +78,10 @@ class _ForwardOnly(torch.autograd.Function):
 def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices: Sequence[int]) -> MicroBatch:
     """Return the micro-batch of the samples at ``indices`` of a step with the rows that an objective's loss reads."""
     rows = objective.rows(targets, batch.layout, indices, device=batch.input_ids.device)
-    return replace(batch, rows=rows, edges=rows.scored(batch.edges))
+    scale = max(targets.divisor, 1) / max(len(targets.scored), 1)
+    depths = tuple(replace(depth, scale=scale) for depth in batch.packed_seq_params.depths)
+    params = replace(batch.packed_seq_params, depths=depths)
+    return replace(batch, rows=rows, edges=rows.scored(batch.edges), packed_seq_params=params)
 
 
 def for_model(batch: MicroBatch, model: Any) -> MicroBatch:

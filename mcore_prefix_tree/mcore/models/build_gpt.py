@@ -92,7 +92,6 @@ def build_chunks(
     device: torch.device,
     scalar_head: bool = False,
     fused_head: bool = True,
-    trains_depths: bool = True,
     groups: ProcessGroupCollection | None = None,
 ) -> list[torch.nn.Module]:
     """Return this rank's model chunks, tree-capable, without gradient buffers: one, or one per virtual pipeline stage.
@@ -103,7 +102,6 @@ def build_chunks(
         config: configuration of the model; its parallel degrees are those of ``parallel_state``.
         padded_vocab_size: number of rows of the embedding; None means no padding.
         fused_head: whether the output layer can score a chunk of logits at a time.
-        trains_depths: whether layers of multi-token prediction are trained; else they are frozen.
         groups: process groups of the model's ranks, if they are not those of ``parallel_state``. With one pipeline
             stage in ``config`` a rank has all layers.
 
@@ -148,7 +146,7 @@ def build_chunks(
             with_scalar_head(chunk)
         else:
             with_vocab_size(chunk, vocab_size)
-            with_multi_token(chunk, trains=trains_depths)
+            with_multi_token(chunk)
             if fused_head:
                 with_edge_head(chunk)
         if model.lora is not None:
