@@ -8,7 +8,6 @@ from mcore_prefix_tree.arguments.flags import FOLDING, PREFIX, add_flags
 from mcore_prefix_tree.arguments.group import add_checkout_argument
 from mcore_prefix_tree.arguments.refusals import ArgumentError, Rule, refuse
 from mcore_prefix_tree.attention.api import check_setting
-from mcore_prefix_tree.plan.model_shape import trained_depths
 
 # Rejected if the data are files; here they are the loop's own, or nothing reads them.
 _ALLOWED = {
@@ -41,7 +40,7 @@ _AT_ODDS: tuple[Rule, ...] = (
         "--rl-training-cuda-graphs: the shape of a tree changes with every micro-batch; remove it",
     ),
     (
-        lambda args: bool(trained_depths(vars(args))),
+        lambda args: bool(getattr(args, "mtp_num_layers", None)) and args.mtp_loss_scaling_factor != 0,
         "--mtp-num-layers: Megatron-LM's RL loop trains them on prompts and padding too, in micro-batches that folding "
         "cuts differently; set --mtp-loss-scaling-factor 0, which keeps them as they are, or remove it",
     ),
