@@ -122,7 +122,8 @@ def build_chunks(
             "vp_stage": vp_stage,
         }
         try:
-            if model.hf is not None:
+            # Megatron-Bridge's depths of multi-token prediction are TransformerEngine's.
+            if model.hf is not None and not (config.mtp_num_layers and model.transformer_impl == "local"):
                 chunk = provided(config, scalar_head=scalar_head, **ends)
             else:
                 kind, own = _model_class(model, config, vp_stage)
@@ -220,6 +221,8 @@ def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) 
     if use_te:
         check_transformer_engine()
         block = with_prefix_tree(stock_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage))
+    elif model.hf is not None:
+        block = config.transformer_layer_spec(config, vp_stage=vp_stage)
     else:
         block = local_layers(config, vp_stage)
     depths = multi_token_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage)
