@@ -51,8 +51,9 @@ _SIZES = {
     "padded_vocab_size": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "num_layers_per_virtual_pipeline_stage": None,
+    "mtp_num_layers": None,
 }
-_RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+_RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "mtp_loss_scaling_factor": 0.1}
 _NAMES = {
     "dataloader_type": None,
     "transformer_impl": "transformer_engine",

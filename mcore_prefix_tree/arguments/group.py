@@ -111,6 +111,11 @@ _AT_ODDS: tuple[Rule, ...] = (
         "--rl-training-cuda-graphs: the shape of a tree changes with every micro-batch; remove it",
     ),
     (
+        lambda args: bool(getattr(args, "mtp_num_layers", None)) and args.mtp_loss_scaling_factor != 0,
+        "--mtp-num-layers: Megatron-LM's RL loop trains them on prompts and padding too, in micro-batches that folding "
+        "cuts differently; set --mtp-loss-scaling-factor 0, which keeps them as they are, or remove it",
+    ),
+    (
         lambda args: getattr(args, "batch_invariant_mode", False),
         "--batch-invariant-mode: attention along a tree is computed in other blocks than that of a row; remove it",
     ),

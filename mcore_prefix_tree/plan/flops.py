@@ -35,6 +35,7 @@ from mcore_prefix_tree.plan.model_shape import (
     layers_with_experts,
     layers_with_states,
     layers_with_window,
+    trained_depths,
 )
 
 
@@ -276,7 +277,7 @@ class ModelWork:
             attention = latent.weights(hidden_size, num_attention_heads)
         matrices = 3 if swiglu else 2
         # Each depth has a layer like the last, and a projection of two rows. Hybrid models have none on a tree.
-        depths = 0 if parts is not None else settings.get("mtp_num_layers") or 0
+        depths = 0 if parts is not None else trained_depths(settings)
         if parts is None:
             states = layers_with_states(num_layers, settings)
             states += states[-1:] * depths

@@ -191,6 +191,11 @@ def layers_with_experts(num_layers: int, moe_layer_freq: int | Sequence[int]) ->
     return [bool(has_experts) for has_experts in moe_layer_freq]
 
 
+def trained_depths(settings: Mapping[str, Any]) -> int:
+    """Return the number of depths of multi-token prediction that have a loss; upstream's factor is 0.1 by default."""
+    return (settings.get("mtp_num_layers") or 0) if settings.get("mtp_loss_scaling_factor", 0.1) else 0
+
+
 def layers_with_window(num_layers: int, settings: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether its attention has a sliding window, as Megatron's ``is_layer_window_attention``."""
     skip = settings.get("window_attn_skip_freq")

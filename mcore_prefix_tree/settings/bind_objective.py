@@ -21,7 +21,7 @@ from mcore_prefix_tree.objectives import (
     make_objective,
     option_faults,
 )
-from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts
+from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts, trained_depths
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import DataConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import teacher_recipes
@@ -192,7 +192,7 @@ def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective:
     has_others = "D" in (pattern or "") or not RECURRENT.keys().isdisjoint(layer_parts(pattern) or ())
     if settings.get("experimental_attention_variant") is not None or has_others:
         return "layers of the model read more of a path than keys and values"
-    if settings.get("mtp_num_layers") and objective is not None and objective.is_weighted_sum:
+    if objective is not None and trained_depths(settings):
         return "multi-token prediction reads tokens before a chunk"
     if settings.get("num_moe_experts") is not None:
         balances = np.any(settings.get("moe_aux_loss_coeff", 0)) and (

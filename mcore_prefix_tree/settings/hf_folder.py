@@ -237,6 +237,8 @@ def _split(model: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
 
 
 def _is_of_run(key: str) -> bool:
+    if key in ("transformer.mtp_num_layers", "transformer.mtp_detach_heads"):  # whether and how to train depths
+        return True
     return SAME_FUNCTION.fullmatch(key) is not None and key != "max_position_embeddings"  # a limit of positions
 
 

@@ -36,12 +36,16 @@ def test_depths_are_trained(tmp_path: Path) -> None:
     assert len(notes.comparisons) == 1
 
 
-def test_objective_without_their_loss_leaves_the_depths(tmp_path: Path) -> None:
-    notes = train(write_job(tmp_path), *DEPTHS, *FLOAT64, *VERIFY, "objective.options.normalise=sample")
+@pytest.mark.parametrize(("factor", "trains"), [(0.5, True), (0, False)])
+def test_other_objectives_train_the_depths_unless_the_factor_is_0(tmp_path: Path, factor: float, trains: bool) -> None:
+    job = write_job(tmp_path)
+    options = (*DEPTHS, *FLOAT64, *VERIFY, "objective.options.normalise=sample")
+    notes = train(job, *options, f"model.transformer.mtp_loss_scaling_factor={factor}")
     (report,) = notes.verifications
     assert report.passed
     assert max(error for error, _ in report.checks.values()) < 1e-6
-    assert not [name for step in notes.reports for name in step.metrics if name.startswith("mtp")]
+    names = {name for step in notes.reports for name in step.metrics if name.startswith("mtp")}
+    assert names == ({"mtp_1 loss", "mtp_2 loss"} if trains else set())
 
 
 def test_checkpoint_with_depths_is_resumed_and_scored(tmp_path: Path) -> None:

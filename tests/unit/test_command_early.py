@@ -123,6 +123,11 @@ MISTAKES = [
         "only --prefix-tree --perform-rl-step --attention-dropout 0 --hidden-dropout 0 --rl-training-cuda-graphs",
         "prefix-tree training does not support --rl-training-cuda-graphs: ",
     ),
+    (
+        RL,
+        "only --prefix-tree --perform-rl-step --attention-dropout 0 --hidden-dropout 0 --mtp-num-layers 1",
+        "prefix-tree training does not support --mtp-num-layers: ",
+    ),
 ]
 # Jobs that only Megatron-LM's parser, a checkpoint or the model can judge.
 PASSED = [

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from harness.folded_jobs import VOCAB, branching_samples, stock_spec, tree_spec
+from harness.folded_jobs import VOCAB, branching_samples, in_precision_of, stock_spec, tree_spec
 from harness.kept_sets import with_sets
 from harness.worlds import Layout
 from objective_oracles import (
@@ -53,6 +53,7 @@ class Job:
     vocab_size: int = VOCAB
     masked: bool = False
     over_budget: OverBudget = "repeat"
+    double: bool = False  # compute in fp64 what upstream takes to fp32
 
     def on(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """The samples, with the sets that their tokens were drawn from if these are part of the job."""
@@ -117,6 +118,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     from mcore_prefix_tree.mcore.engine.job import Job as Resolved
     from mcore_prefix_tree.mcore.engine.step_planner import fold_step
     from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
+    from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
     from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
     from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
     from mcore_prefix_tree.objectives import add_means, make_objective
@@ -129,7 +131,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         chunks = [with_scalar_head(chunk) for chunk in chunks]
         fill(chunks)
     elif job.fused_head:
-        chunks = [with_edge_head(chunk) for chunk in chunks]
+        chunks = [with_multi_token(with_edge_head(chunk)) for chunk in chunks]
     trainer, samples = Trainer.of(chunks), job.on(samples)
     folding = Folding(
         max_tokens=job.max_tokens,
@@ -141,6 +143,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         only_supervised=job.fused_head,
         over_budget=job.over_budget,
         scores_first=not objective.sums_edges,
+        depths=config.mtp_num_layers or 0,
     )
     resolved = Resolved(
         objective=objective,
@@ -154,7 +157,8 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         hook=teacher_of(job, layout) if job.teacher_config else make_hook(objective, folding),
     )
     step, divisor = fold_step(samples, resolved), objective.targets(samples).divisor
-    with mock.patch.object(head_chunks, "_CPU", (1, 3)):  # rows of the head: several chunks even here
+    several = (1, 3)  # rows of the head: several chunks even here
+    with mock.patch.object(head_chunks, "_CPU", several), in_precision_of(job):
         batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
         reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
@@ -310,7 +314,10 @@ def unfolded_step(job: Job, samples: Sequence[Sample], rounded: bool) -> tuple[f
     # Megatron's own division is by a reciprocal in fp32, which is no more than a scale that all gradients have.
     divisor = torch.tensor(objective.targets(samples).divisor)
     (loss * divisor).backward()
-    sums = alone.backward()
+    with in_precision_of(job):
+        if config.mtp_num_layers:
+            alone.add_depths(samples, divisor)
+        sums = alone.backward()
     parts = local_parts([model], lambda parameter: sums[parameter] * (1.0 / divisor))
     if head is not None:
         parts = [part for part in parts if part.name != "output_layer.weight"]
@@ -348,8 +355,23 @@ class OneByOne:
         return self._leaf(seen[0][:, 0])
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        output: torch.Tensor = self.model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
+        return self._run(tokens, torch.zeros(1, len(tokens)))
+
+    def _run(self, tokens: Sequence[int], mask: torch.Tensor) -> torch.Tensor:
+        """Return ``[1, n, V]``; ``mask`` ``[1, n]`` is of the depths of multi-token prediction."""
+        masks = {"loss_mask": mask} if self.model.config.mtp_num_layers else {}
+        output: torch.Tensor = self.model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None, **masks)
         return output
+
+    def add_depths(self, samples: Sequence[Sample], divisor: torch.Tensor) -> None:
+        """Add runs with the depths' losses alone: a mean over the scored tokens, which the divisor divides again."""
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        scored = sum(np.count_nonzero(sample.loss_mask[1:]) for sample in samples)
+        MTPLossAutoScaler.set_loss_scale(divisor.double() / scored)
+        for sample in samples:
+            output = self._run(sample.tokens.tolist(), torch.tensor(sample.loss_mask[None].astype(np.float64)))
+            self._leaf(output).grad = torch.zeros_like(output)
 
     def _leaf(self, output: torch.Tensor) -> torch.Tensor:
         leaf = output.detach().double().requires_grad_()

@@ -30,6 +30,8 @@ from objective_jobs import (
     value_rows,
 )
 
+from mcore_prefix_tree.mcore import multi_token_names
+
 FP64 = 1e-12
 # Upstream routes in fp32 for any dtype of the model.
 FP32_INSIDE = 1e-6
@@ -49,6 +51,7 @@ BY_GROUP = [
 ]
 CRITIC = Job(name="critic", options=(("gamma", 0.9), ("lam", 0.8), ("normalise", "sample")))
 REWARD_MODEL = Job(name="reward_model", options=(("center_coef", 0.01),))
+FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 DISTILL = Job(name="distill", options=(("divergence", "jsd"), ("jsd_beta", 0.3), ("normalise", "sample")))
 TAUGHT = Job(
     name="distill",
@@ -63,6 +66,8 @@ MOE = (
     ("moe_router_topk", 2),
     ("moe_router_load_balancing_type", "none"),
 )
+DEEP = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
+DEPTHS = replace(GRPO, double=True, config=DEEP)
 WATCHED = {
     "grpo": {"ratio", "clip_fraction", "kl", "kl_old", "entropy"},
     "dpo": {"accuracy", "margin"},
@@ -174,7 +179,6 @@ def test_every_layout(size: int, layout: Layout, job: Job) -> None:
         assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
 
 
-FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 OFF_POLICY = (("tis_cap", 1.1), ("tis_level", "sequence"), ("off_policy_mask", 0.01))
 ON_POLICY = (("on_policy", True), ("kl_coef", 0.05), ("kl_importance", "sequence"), ("entropy_coef", 0.01))
 # Losses of whole samples, of trees that are cut into chunks.
@@ -206,6 +210,21 @@ def test_trees_in_chunks(size: int, layout: Layout, job: Job) -> None:
         assert outcome.metrics == pytest.approx(whole.metrics, rel=1e-10)
     if size == 2 and layout == Layout():
         assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
+
+
+@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [
+        pytest.param(2, Layout(tp=2, sequence_parallel=True), replace(DEPTHS, config=DEEP + FULL), id="tp2-sp"),
+        pytest.param(2, Layout(pp=2, vpp=2), replace(DEPTHS, name="dpo", options=()), id="dpo-pp2-vpp2"),
+        pytest.param(2, Layout(), DEPTHS, id="dp2", marks=pytest.mark.ci),
+        pytest.param(2, Layout(pp=2), DEPTHS, id="pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_depths_of_multi_token_prediction_have_their_own_mean(size: int, layout: Layout, job: Job) -> None:
+    outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
+    assert outcomes[0].micro_batches > 1
 
 
 @pytest.mark.parametrize(

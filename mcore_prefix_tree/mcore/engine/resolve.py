@@ -15,6 +15,7 @@ from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
+from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import Recipe
 from mcore_prefix_tree.settings.bind_objective import choose_over_budget, why_not_carried
@@ -95,8 +96,7 @@ class Run:
             attention_backend=backend,
             attention_cases=cases,
             config=config,
-            # Their losses are scaled to a sum over tokens.
-            depths=(config.mtp_num_layers or 0) if objective.is_weighted_sum else 0,
+            depths=trained_depths(vars(config)),
         )
         return Job(
             objective=objective,

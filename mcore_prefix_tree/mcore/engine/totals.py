@@ -34,7 +34,7 @@ class Totals:
         means = add_means(entry.get("metrics", {}) for entry in reported)
         if self._depths and has_logits():
             losses = enumerate(take_logged_losses(), start=1)
-            means = {f"mtp_{depth} loss": torch.tensor([loss, len(reported)]) for depth, loss in losses}
+            means |= {f"mtp_{depth} loss": torch.tensor([loss, len(reported)]) for depth, loss in losses}
         if self._metric_names is None:
             self._metric_names = list(dict.fromkeys(name for names in everyone(list(means)) for name in names))
         totals = torch.zeros(1 + len(self._metric_names), 2, dtype=torch.float64, device=self._device)

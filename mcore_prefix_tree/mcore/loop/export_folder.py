@@ -18,12 +18,12 @@ from typing import Protocol, cast
 from uuid import uuid4
 
 import torch
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.loop.session import EndRequest, session
-from mcore_prefix_tree.mcore.models.bridge import is_untrained, load_bridge, without_scalar_head
-from mcore_prefix_tree.mcore.models.bridge_weights import DTYPES
+from mcore_prefix_tree.mcore.models.bridge import load_bridge, without_scalar_head
+from mcore_prefix_tree.mcore.models.bridge_weights import DTYPES, copies_in_depths, is_untrained
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks
 from mcore_prefix_tree.mcore.models.lora import bridge_lora
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank, on_main_rank
@@ -89,7 +89,8 @@ def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, s
     )
     if score is not None:
         weights = chain(weights, [(SCORE, score)])
-    _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished))
+    has_depths = bool(get_model_config(models[0]).mtp_num_layers)
+    _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished, has_depths))
 
 
 def _write_folder(
@@ -164,8 +165,9 @@ class _AdapterWriter:
 class _Writer:
     """Writes each file of a folder, with the source's names, shapes and types, as soon as its weights are there."""
 
-    def __init__(self, source: HuggingFaceFolder, target: Path) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: HuggingFaceFolder, target: Path, has_depths: bool) -> None:
+        self._source, self._target, self._has_depths = source, target, has_depths
+        self._copies = copies_in_depths(source) if has_depths else {}
         self._left: dict[str, set[str]] = defaultdict(set)
         for name, file in source.files.items():
             self._left[file].add(name)
@@ -194,6 +196,8 @@ class _Writer:
         self._left[file].remove(name)
         if not self._left[file]:
             self._write(file)
+        for copy in [copy for copy, own in self._copies.items() if own == name]:
+            self.add(copy, weight)
 
     def finish(self) -> None:
         """Write weights that the model does not train and the other files; raise RecipeError if a weight is missing."""
@@ -202,7 +206,7 @@ class _Writer:
         for file in [file for file, names in self._left.items() if names]:
             with safe_open(self._source.path / file, "pt") as opened:
                 for name in sorted(self._left[file]):
-                    if not is_untrained(self._source, name):
+                    if not is_untrained(self._source, name, self._has_depths):
                         raise RecipeError(f"Megatron-Bridge exports no '{name}', which {self._source.path} has")
                     self._weights[file][name] = opened.get_tensor(name)
             self._write(file)

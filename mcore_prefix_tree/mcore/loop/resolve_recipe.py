@@ -136,7 +136,6 @@ class Resolved:
             device=self.job.folding.device,
             scalar_head=self.job.objective.has_scalar_head,
             fused_head=self.job.fused_head,
-            trains_depths=self.job.objective.is_weighted_sum,
         )
 
     def model_to_fill(self) -> list[torch.nn.Module]:

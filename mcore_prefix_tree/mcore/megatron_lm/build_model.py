@@ -9,7 +9,6 @@ import torch
 from megatron.training import get_args, print_rank_0
 
 from mcore_prefix_tree.arguments.flags import readable_arguments
-from mcore_prefix_tree.arguments.read_recipe import read_objective
 from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.cpu.specs import cpu_spec, interleaving
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
@@ -23,7 +22,6 @@ from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import start_new_head, with_scalar_head
 from mcore_prefix_tree.mcore.seam.validation import check_model
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
-from mcore_prefix_tree.settings.bind_objective import make_settings
 
 
 @readable_arguments()
@@ -71,8 +69,7 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
     model = build_model(args, config, exchange, vp_stage=vp_stage, **stage)
     check_model(model)
     if not has_scalar_head(args):
-        trains = "prefix_tree_objective" in args and make_settings(read_objective(args)).is_weighted_sum
-        with_multi_token(model, exchange, trains=trains)
+        with_multi_token(model, exchange)
     return with_head(args, model)
 
 

@@ -26,8 +26,19 @@ from megatron.core.utils import unwrap_model
 from packaging.requirements import Requirement
 
 from mcore_prefix_tree.cpu.emulation import transformer_engine_names
-from mcore_prefix_tree.mcore.models.bridge_settings import READ_BY_BRIDGE, settings_of_folder
-from mcore_prefix_tree.mcore.models.bridge_weights import KeepsFailure, TextWeights, check_shapes
+from mcore_prefix_tree.mcore.models.bridge_settings import (
+    NUM_DEPTHS,
+    READ_BY_BRIDGE,
+    check_depths,
+    settings_of_folder,
+)
+from mcore_prefix_tree.mcore.models.bridge_weights import (
+    KeepsFailure,
+    TextWeights,
+    check_copies,
+    check_shapes,
+    unread_weights,
+)
 from mcore_prefix_tree.mcore.models.config_fields import (
     check_experts,
     check_latent_layers,
@@ -54,8 +65,7 @@ from mcore_prefix_tree.utils.versions import install_command, installed_version_
 
 _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.19 and, on a GPU, TransformerEngine"
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
-# beside the objective's, updates that balance experts, and multi-token prediction, whose weights keep their names in no
-# provider.
+# beside the objective's, updates that balance experts, and multi-token prediction, which a recipe asks for.
 OFF: dict[str, Any] = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
@@ -89,10 +99,6 @@ _DESCRIBED = re.compile(
 )
 # In the names of an adapter's parameters.
 ADAPTER = ".adapter."
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_DEPTHS = re.compile(r"(model\.)?mtp(_layers)?\.")
-# Buffers that older releases of transformers wrote; they follow from the configuration.
-_BUFFER = "rotary_emb.inv_freq"
 
 
 def auto_bridge() -> Any:
@@ -157,7 +163,7 @@ def load_bridge(path: str) -> Any:
         raise _cannot_build(path, error) from error
     # Megatron-Bridge reads some keys of any configuration, also if transformers' model has no such setting.
     for name in vars(config).keys() & folder.config.keys():
-        if not hasattr(own, name):
+        if not hasattr(own, name) and name != NUM_DEPTHS:
             delattr(config, name)
     for name, value in READ_BY_BRIDGE.get(config.model_type, {}).items():
         setattr(config, name, value)
@@ -208,6 +214,8 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
         _check_lora(model, model.lora, provider, tensor_parallel=parallel.tensor_model_parallel_size)
     check_experts(provider.num_moe_experts, parallel)
     config = bridge.hf_pretrained.config.to_dict()
+    if model.transformer.get("mtp_num_layers"):
+        check_depths(model, config, provider)
     of_folder = settings_of_folder(model.hf, config, provider, parallel)
     is_hybrid = has_pattern(provider)
     if is_hybrid:
@@ -363,7 +371,10 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
     check_shapes(folder, bridge.hf_pretrained.config)
     bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
     read = replaced.union(*map(_sources, bridge.get_conversion_tasks(models)))
-    read = {folder.names.get(name, name) for name in read} | _beyond(folder)
+    has_depths = bool(models[0].config.mtp_num_layers)
+    read = {folder.names.get(name, name) for name in read} | unread_weights(folder, has_depths)
+    if has_depths:
+        check_copies(folder)
     names = sorted(folder.files)
     # Of experts that are spread over ranks each rank knows its own.
     is_read = torch.tensor(
@@ -408,23 +419,6 @@ def _sources(task: Any) -> Iterable[str]:
         return ()
     names = task.mapping.hf_param
     return (names,) if isinstance(names, str) else names.values()
-
-
-def _beyond(folder: HuggingFaceFolder) -> set[str]:
-    """Return the names of unused weights: those of layers that predict further tokens, and derived ones."""
-    tied = {folder.names.get(LM_HEAD, LM_HEAD)} if folder.config.get("tie_word_embeddings") else set()
-    head = {SCORE} if folder.has_scalar_head else set()
-    return tied | head | {name for name in folder.files if is_untrained(folder, name)}
-
-
-def is_untrained(folder: HuggingFaceFolder, name: str) -> bool:
-    """Return whether training does not change a weight: a picture's, a rotary table, a layer behind the last."""
-    if folder.names and name not in folder.names.values():
-        return True
-    found = _LAYER.match(name)
-    # Layers of multi-token prediction, behind the last or of another name, are not built.
-    is_deeper = found is not None and int(found[1]) >= folder.config["num_hidden_layers"]
-    return _BUFFER in name or is_deeper or _DEPTHS.match(name) is not None
 
 
 def _and_others(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from mcore_prefix_tree.mcore.seam.core_attention import layer_window
-from mcore_prefix_tree.settings import ParallelConfig, RecipeError
+from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_families import COMPARED
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
@@ -30,6 +30,9 @@ READ_BY_BRIDGE: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"indexer_rope_interleave": True},
     "hy_v3": {"first_k_dense_replace": 0},
 }
+# Families whose depths of multi-token prediction are trained: those whose mapping in Megatron-Bridge was tried.
+_TRAINED_DEPTHS = ("deepseek_v3",)
+NUM_DEPTHS = "num_nextn_predict_layers"  # of configurations; transformers has no such layers
 
 
 def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, parallel: ParallelConfig) -> dict[str, Any]:
@@ -191,3 +194,19 @@ def _check_windows(path: str, config: Mapping[str, Any], provider: Any) -> None:
             f"model.hf={path}: config.json has layer_types={kinds}, and Megatron-Bridge's layers of this architecture "
             f"are {built}"
         )
+
+
+def check_depths(model: ModelConfig, config: Mapping[str, Any], provider: Any) -> None:
+    """Reject depths of multi-token prediction that the folder lacks, or that cannot be read from it or trained."""
+    asked = f"model.transformer.mtp_num_layers={model.transformer['mtp_num_layers']}"
+    way_out = "remove it; an exported folder then has its depths unchanged"
+    if config["model_type"] not in _TRAINED_DEPTHS:
+        raise RecipeError(
+            f"{asked}: depths in folders of {config['model_type']} are not trained, only those of "
+            f"{', '.join(_TRAINED_DEPTHS)}; {way_out}"
+        )
+    if model.lora is not None:
+        raise RecipeError(f"{asked} with model.lora: the depths would get no adapters; {way_out}")
+    found = provider.mtp_num_layers or 0
+    if found != model.transformer["mtp_num_layers"]:
+        raise RecipeError(f"{asked}, but the config.json of model.hf={model.hf} has {NUM_DEPTHS}={found}; {way_out}")

@@ -92,7 +92,6 @@ def build_chunks(
     device: torch.device,
     scalar_head: bool = False,
     fused_head: bool = True,
-    trains_depths: bool = True,
     groups: ProcessGroupCollection | None = None,
 ) -> list[torch.nn.Module]:
     """Return this rank's model chunks, tree-capable, without gradient buffers: one, or one per virtual pipeline stage.
@@ -103,7 +102,6 @@ def build_chunks(
         config: configuration of the model; its parallel degrees are those of ``parallel_state``.
         padded_vocab_size: number of rows of the embedding; None means no padding.
         fused_head: whether the output layer can score a chunk of logits at a time.
-        trains_depths: whether layers of multi-token prediction are trained; else they are frozen.
         groups: process groups of the model's ranks, if they are not those of ``parallel_state``. With one pipeline
             stage in ``config`` a rank has all layers.
 
@@ -124,7 +122,8 @@ def build_chunks(
             "vp_stage": vp_stage,
         }
         try:
-            if model.hf is not None:
+            # Megatron-Bridge's depths of multi-token prediction are TransformerEngine's.
+            if model.hf is not None and not (config.mtp_num_layers and model.transformer_impl == "local"):
                 chunk = provided(config, scalar_head=scalar_head, **ends)
             else:
                 kind, own = _model_class(model, config, vp_stage)
@@ -148,7 +147,7 @@ def build_chunks(
             with_scalar_head(chunk)
         else:
             with_vocab_size(chunk, vocab_size)
-            with_multi_token(chunk, trains=trains_depths)
+            with_multi_token(chunk)
             if fused_head:
                 with_edge_head(chunk)
         if model.lora is not None:
@@ -222,6 +221,8 @@ def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) 
     if use_te:
         check_transformer_engine()
         block = with_prefix_tree(stock_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage))
+    elif model.hf is not None:
+        block = config.transformer_layer_spec(config, vp_stage=vp_stage)
     else:
         block = local_layers(config, vp_stage)
     depths = multi_token_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage)

@@ -26,6 +26,7 @@ from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, output_multiplier, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, get_tree_params
+from mcore_prefix_tree.plan.model_shape import trained_depths
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -55,11 +56,11 @@ class TreeMultiTokenModelMixin:
         if call["labels"] is not None:
             raise ValueError("labels must be None with a folded micro-batch: its edges have them")
         depths = self.config.mtp_num_layers
-        if torch.is_grad_enabled() and next(self.mtp.parameters()).requires_grad:
+        if torch.is_grad_enabled() and trained_depths(vars(self.config)):
             if len(tree.depths) != depths:
                 raise ValueError(
                     f"the layout has weights of {len(tree.depths)} depths, but the model trains {depths} "
-                    f"(mtp_num_layers): fold with depths={depths}, or freeze them by with_multi_token(trains=False)"
+                    f"(mtp_num_layers): fold with depths={depths}, or set mtp_loss_scaling_factor=0"
                 )
             chunks = self._scored(call, tree.depths)
         else:
@@ -94,7 +95,7 @@ class TreeMultiTokenModelMixin:
                     num_layers=len(depths),
                     avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
                 )
-            scored = MTPLossAutoScaler.apply(scored, scale * loss)
+            scored = MTPLossAutoScaler.apply(scored, scale * depth.scale * loss)
         return scored
 
     def _loss(
@@ -116,14 +117,14 @@ class TreeMultiTokenModelMixin:
         return -loss, hits.detach()
 
 
-def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_tree, *, trains: bool = True) -> Model:
+def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_tree) -> Model:
     """Let a model score the depths of multi-token prediction of folded micro-batches; without depths it stays the same.
 
     Args:
         model: a bare ``GPTModel``, or any of its pipeline stages, before DDP; changed in place, and so is its output
-            layer, as by :func:`with_edge_head`. Layers that do not follow a tree are built again, with their weights.
+            layer, as by :func:`with_edge_head`. Layers that do not follow a tree are built again, with their weights;
+            with ``mtp_loss_scaling_factor=0`` they are frozen.
         exchange: function that maps an ``mtp_block_spec`` to one that follows a tree.
-        trains: whether the weights of the depths are trained; else they are frozen.
 
     Returns:
         The same model, with the same state-dict keys.
@@ -154,7 +155,7 @@ def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_
     if bare.mtp_process:
         if not all(isinstance(layer, TreeMultiTokenLayerMixin) for layer in bare.mtp.layers):
             bare.mtp = _built_again(bare, exchange(bare.mtp_block_spec))
-        if not trains:
+        if not trained_depths(vars(bare.config)):
             bare.mtp.requires_grad_(False)
     kind: Any = type(model)
     model.__class__ = tree_class(TreeMultiTokenModelMixin, kind)

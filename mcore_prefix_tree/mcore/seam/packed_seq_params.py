@@ -85,11 +85,14 @@ class DepthPackedSeqParams(TreePackedSeqParams):
         parent: int64 ``[P]``, the predecessor of each token; a token without one has its own index.
         edges: the scored edges of the depth.
         weight: float64 ``[E]``, weights of their losses.
+        scale: factor of their sum, the divisor of the step's loss over its scored tokens: the depths' own mean is over
+            these, whatever divides the gradients.
     """
 
     parent: torch.Tensor
     edges: Edges
     weight: torch.Tensor
+    scale: float = 1.0
 
     @classmethod
     def from_layout(cls, layout: FlatLayout, params: TreePackedSeqParams) -> tuple[DepthPackedSeqParams, ...]:
