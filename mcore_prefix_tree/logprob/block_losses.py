@@ -74,7 +74,7 @@ class _HeadBlockLosses(torch.autograd.Function):
             values.append(found)
             if with_grad:
                 assert grad is not None, "asked for"
-                grads.add_(rows, grad)
+                grads.add_(rows, chunks.scaled_(rows, grad))
         keep(ctx, grads, head, weight.dtype)
         together = torch.cat(values)
         ctx.mark_non_differentiable(together)

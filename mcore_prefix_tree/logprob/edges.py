@@ -28,10 +28,12 @@ from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob.kept_logits import KeptRows, KeptScores, kept_logits, kept_scores
 from mcore_prefix_tree.logprob.softmax import (
     EdgeGrads,
+    LogitGrads,
     RowSums,
+    kernels_take,
     over_ranks,
-    softmax_backward_,
-    softmax_sums_,
+    softmax_backward,
+    softmax_sums,
     sum_per_row,
 )
 from mcore_prefix_tree.utils.upload import upload
@@ -249,6 +251,11 @@ def slices(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
+def row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+    """Cut the rows of ``[P, Vl]`` for a softmax: kernels make no temporary, and take all at once."""
+    return slices(len(logits), max(1, len(logits)) if kernels_take(logits) else ROWS)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of reductions: fp32, or ``dtype`` if that is wider."""
     return torch.promote_types(dtype, torch.float32)
@@ -269,21 +276,19 @@ class _EdgeLogprobs(torch.autograd.Function):
         """Return log-probabilities ``[E]`` and entropies ``[R]`` or None for logits ``[P, Vl]``."""
         empty = logits.new_empty(0, dtype=wide(logits.dtype))
         sums = RowSums.empty(logits.shape[0], with_entropy=with_entropy, like=empty)
-        for rows in slices(logits.shape[0], ROWS):
-            block = logits[rows].to(empty.dtype, copy=True)
-            if temperature is not None:
-                block.div_(temperature[rows, None])
-            shifted = torch.empty_like(block) if with_entropy else None
-            sums[rows].set(softmax_sums_(block, shifted=shifted))
+        scale = None if temperature is None else temperature.reciprocal()
+        for rows in row_blocks(logits):
+            own_scale = None if scale is None else scale[rows]
+            sums[rows].set(softmax_sums(logits[rows], scale=own_scale, with_entropy=with_entropy))
         here, column = edges.column(vocab_start, logits.shape[1])
         target = logits[edges.predictor, column].to(empty.dtype)
-        if temperature is not None:
-            target.div_(temperature[edges.predictor])
+        if scale is not None:
+            target.mul_(scale[edges.predictor])
         target = torch.where(here, target, 0)
         sums = over_ranks(sums, group)
         if group is not None:
             dist.all_reduce(target, group=group)
-        ctx.save_for_backward(logits, temperature, *sums.parts)
+        ctx.save_for_backward(logits, scale, *sums.parts)
         ctx.set_materialize_grads(False)
         ctx.edges, ctx.vocab_start, ctx.in_place = edges, vocab_start, in_place
         return sums[edges.predictor].logprob(target), sums.entropy
@@ -293,7 +298,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         grad_logprob, grad_entropy = grad_outputs
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None, None, None, None
-        logits, temperature, *saved = ctx.saved_tensors
+        logits, scale, *saved = ctx.saved_tensors
         edges: Edges = ctx.edges
         sums = RowSums(*saved)
         here, column = edges.column(ctx.vocab_start, logits.shape[1])
@@ -302,28 +307,19 @@ class _EdgeLogprobs(torch.autograd.Function):
             per_row = sum_per_row(grad_logprob, edges.predictor, sums.total)
             at_target = torch.where(here, grad_logprob, 0)
         grad = logits if ctx.in_place else torch.empty_like(logits)
-        is_wide = grad.dtype == sums.total.dtype
-        for rows in slices(logits.shape[0], ROWS):
+        for rows in row_blocks(logits):
             owned = edges.of_flat(rows)
-            # In fp32 or wider for any dtype of the gradient: a target's rounding error would be permanent.
-            block = grad[rows] if is_wide else torch.empty_like(grad[rows], dtype=sums.total.dtype)
-            if not (is_wide and ctx.in_place):
-                block.copy_(logits[rows])
-            if temperature is not None:
-                block.div_(temperature[rows, None])
-            softmax_backward_(
-                block,
-                sums[rows],
-                grad_row=None if per_row is None else per_row[rows],
-                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
-                edges=None
-                if at_target is None
-                else EdgeGrads(row=edges.predictor[owned] - rows.start, column=column[owned], grad=at_target[owned]),
+            of_edges = None
+            if at_target is not None:
+                row = edges.predictor[owned] - rows.start
+                of_edges = EdgeGrads(row=row, column=column[owned], grad=at_target[owned])
+            grads = LogitGrads(
+                row=None if per_row is None else per_row[rows],
+                entropy=None if grad_entropy is None else grad_entropy[rows],
+                edges=of_edges,
             )
-            if temperature is not None:
-                block.div_(temperature[rows, None])
-            if not is_wide:
-                grad[rows] = block
+            own_scale = None if scale is None else scale[rows]
+            softmax_backward(logits[rows], sums[rows], grads, out=grad[rows], scale=own_scale)
         return grad, None, None, None, None, None, None
 
 

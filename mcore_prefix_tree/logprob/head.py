@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.head_chunks import Chunks, Grads, Head
 from mcore_prefix_tree.logprob.kept_logits import KeptScores, head_kept_logits, kept_scores
-from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_backward_, softmax_sums_, sum_per_row
+from mcore_prefix_tree.logprob.softmax import LogitGrads, RowSums, over_ranks, softmax_backward, sum_per_row
 
 
 def head_logprobs(
@@ -85,10 +85,10 @@ class _HeadLogprobs(torch.autograd.Function):
         empty = hidden.new_empty(0, dtype=chunks.dtype)
         sums = RowSums.empty(len(hidden), with_entropy=with_entropy, like=empty)
         target = empty.new_empty(len(head.edges.token_id))
-        for rows, edges, logits in chunks:
-            target[edges] = chunks.target(rows, edges, logits)
-            shifted = chunks.scratch(rows) if with_entropy else None
-            sums[rows].set(softmax_sums_(logits, shifted=shifted))
+        for rows, edges in chunks:
+            products = chunks.products(rows)
+            target[edges] = chunks.target(rows, edges, products)
+            sums[rows].set(chunks.softmax(rows, products, with_entropy=with_entropy).sums)
         sums = over_ranks(sums, head.group)
         if head.group is not None:
             dist.all_reduce(target, group=head.group)
@@ -122,12 +122,19 @@ def add_gradients(
     """Form the logits again, and add the gradients that follow from ``[E]`` and ``[R]``; None for an unused output."""
     row_of_edge = chunks.head.edges.row_of_edge
     per_row = None if grad_logprob is None else sum_per_row(grad_logprob, row_of_edge, sums.total)
-    for rows, edges, logits in chunks:
-        grad = softmax_backward_(
-            logits,
-            sums[rows],
-            grad_row=None if per_row is None else per_row[rows],
-            grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+    for rows, edges in chunks:
+        products = chunks.products(rows)
+        of_outputs = LogitGrads(
+            row=None if per_row is None else per_row[rows],
+            entropy=None if grad_entropy is None else grad_entropy[rows],
             edges=None if grad_logprob is None else chunks.edge_grads(rows, edges, grad_logprob),
+        )
+        grad = softmax_backward(
+            products,
+            sums[rows],
+            of_outputs,
+            out=chunks.gradient_memory(len(products)),
+            scale=None if chunks.scale is None else chunks.scale[rows],
+            scratch=products,
         )
         grads.add_(rows, grad)

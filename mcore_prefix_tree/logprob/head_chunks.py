@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.edges import Edges, wide
-from mcore_prefix_tree.logprob.softmax import EdgeGrads
+from mcore_prefix_tree.logprob.products import add_product_, multiply, widens
+from mcore_prefix_tree.logprob.softmax import BlockSoftmax, EdgeGrads
 from mcore_prefix_tree.logprob.vocab_padding import mask_padding_
 
 # Logits of a chunk, and the rows that it has at least: a chunk costs a pass over the weight and over the sum of its
@@ -112,26 +113,49 @@ class Chunks:
         self._scratch: torch.Tensor | None = None
         here, self.column = head.edges.column(head.vocab_start, len(weight))
         self.here = here
-        self.temperature = None if head.temperature is None else head.temperature[head.edges.row].to(self.dtype)
+        self.scale: torch.Tensor | None = None
+        if head.temperature is not None:
+            self.scale = head.multiplier / head.temperature[head.edges.row].to(self.dtype)
+        elif head.multiplier != 1.0:
+            self.scale = hidden.new_full((len(hidden),), head.multiplier, dtype=self.dtype)
 
-    def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Rows, their edges, and their logits ``[C, Vl]`` in fp32 or wider, to be overwritten."""
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """Rows of a chunk, and their edges."""
         for rows in cut(self.head.edges.host_settled_by, len(self._product)):
-            yield rows, self.head.edges.of_rows(rows), self.logits(rows)
+            yield rows, self.head.edges.of_rows(rows)
+
+    def products(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        """``[C, Vl]`` of no more rows than a chunk has, in fp32 or wider, in memory that the next ones will be in.
+
+        They are logits but for their scale.
+        """
+        count = len(rows) if isinstance(rows, torch.Tensor) else rows.stop - rows.start
+        found = self._logits[:count]
+        if widens(self.hidden):
+            multiply(self.hidden[rows], self.weight.t(), out=found)
+        else:
+            product = self._product[:count]
+            torch.mm(self.hidden[rows], self.weight.t(), out=product)
+            found.copy_(product)
+        return mask_padding_(found, self.head.vocab_size, self.head.vocab_start)
 
     def logits(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        """``[C, Vl]`` of no more rows than a chunk has, in fp32 or wider, in memory that the next ones will be in."""
-        count = len(rows) if isinstance(rows, torch.Tensor) else rows.stop - rows.start
-        product = self._product[:count]
-        logits = self._logits[:count]
-        torch.mm(self.hidden[rows], self.weight.t(), out=product)
-        if logits is not product:
-            logits.copy_(product)
-        if self.head.multiplier != 1.0:
-            logits.mul_(self.head.multiplier)
-        if self.temperature is not None:
-            logits.div_(self.temperature[rows, None])
-        return mask_padding_(logits, self.head.vocab_size, self.head.vocab_start)
+        """Return :meth:`products` ``[C, Vl]`` times their scale."""
+        logits = self.scaled_(rows, self.products(rows))
+        return logits if self.scale is None else mask_padding_(logits, self.head.vocab_size, self.head.vocab_start)
+
+    def scaled_(self, rows: slice | torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        """Multiply ``[C, Vl]`` in place by the scale of these rows: products, or the gradients of logits."""
+        return block if self.scale is None else block.mul_(self.scale[rows, None])
+
+    def softmax(self, rows: slice, products: torch.Tensor, *, with_entropy: bool) -> BlockSoftmax:
+        """Return the softmax of these rows' products ``[C, Vl]``, which are overwritten."""
+        scale = None if self.scale is None else self.scale[rows]
+        return BlockSoftmax(products, scale=scale, with_entropy=with_entropy, scratch=lambda: self.scratch(rows))
+
+    def gradient_memory(self, count: int) -> torch.Tensor:
+        """Memory for the gradient of so many rows of products, ``[count, Vl]`` in the dtype of the hidden states."""
+        return self._product[:count]
 
     def scratch(self, rows: slice) -> torch.Tensor:
         """Memory of the size of some rows' logits, the same for every chunk."""
@@ -139,10 +163,13 @@ class Chunks:
             self._scratch = torch.empty_like(self._logits)
         return self._scratch[: rows.stop - rows.start]
 
-    def target(self, rows: slice, edges: slice, logits: torch.Tensor) -> torch.Tensor:
+    def target(self, rows: slice, edges: slice, products: torch.Tensor) -> torch.Tensor:
         """Return the logit of each edge's token, ``[E]`` from ``[C, Vl]``; 0 if it is on another rank."""
-        own_row = self.head.edges.row_of_edge[edges] - rows.start
-        return torch.where(self.here[edges], logits[own_row, self.column[edges]], 0)
+        row = self.head.edges.row_of_edge[edges]
+        found = products[row - rows.start, self.column[edges]]
+        if self.scale is not None:
+            found = found * self.scale[row]
+        return torch.where(self.here[edges], found, 0)
 
     def edge_grads(self, rows: slice, edges: slice, grad: torch.Tensor) -> EdgeGrads:
         """Select a chunk's part of the gradients ``[E]`` of all edges."""
@@ -177,12 +204,8 @@ class Grads:
             self.weight = torch.zeros_like(chunks.weight, dtype=chunks.dtype)
 
     def add_(self, rows: slice | torch.Tensor, grad: torch.Tensor) -> None:
-        """Take the gradient of some rows' logits ``[C, Vl]``; overwrites it. Indices of rows are all different."""
+        """Take the gradient of some rows' products ``[C, Vl]``. Indices of rows are all different."""
         chunks = self._chunks
-        if chunks.temperature is not None:
-            grad.div_(chunks.temperature[rows, None])
-        if chunks.head.multiplier != 1.0:
-            grad.mul_(chunks.head.multiplier)
         # Stock backward multiplies in the dtype of the weights too.
         grad = grad.to(chunks.hidden.dtype)
         if self.hidden is not None:
@@ -191,7 +214,4 @@ class Grads:
             else:
                 torch.mm(grad, chunks.weight, out=self.hidden[rows])
         if self.weight is not None:
-            if self.weight.dtype == grad.dtype:
-                self.weight.addmm_(grad.t(), chunks.hidden[rows])
-            else:
-                self.weight.add_(grad.t() @ chunks.hidden[rows])
+            add_product_(self.weight, grad.t(), chunks.hidden[rows])

@@ -27,14 +27,7 @@ import torch.distributed as dist
 from mcore_prefix_tree.logprob.edges import Edges, wide
 from mcore_prefix_tree.logprob.head import add_gradients, check_shapes
 from mcore_prefix_tree.logprob.head_chunks import Chunks, Grads, Head
-from mcore_prefix_tree.logprob.softmax import (
-    EdgeGrads,
-    RowSums,
-    over_ranks,
-    softmax_backward_,
-    softmax_sums_,
-    sum_per_row,
-)
+from mcore_prefix_tree.logprob.softmax import BlockSoftmax, LogitGrads, RowSums, over_ranks, sum_per_row
 
 # Of the log-probabilities [E] of all edges and the entropies [R] of all rows, if asked for: a scalar.
 EdgeLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -189,8 +182,8 @@ class _HeadEdgeLoss(torch.autograd.Function):
         scores = _Scores(chunks, with_entropy=with_entropy)
         logprob, entropy, sums = scores.logprob, scores.entropy, scores.sums
         waiting = None if by_rows or not with_grad else _Waiting(head.edges)
-        for rows, edges, logits in chunks:
-            own_maximum, shifted = scores.add(rows, edges, logits)
+        for rows, edges in chunks:
+            softmax = scores.add(rows, edges)
             settled = rows if waiting is None else waiting.settled(rows)
             if not with_grad or settled.start == settled.stop:
                 continue
@@ -198,17 +191,15 @@ class _HeadEdgeLoss(torch.autograd.Function):
             if waiting is not None:
                 grad_logprob, grad_entropy = waiting.only_settled(settled, grad_logprob, grad_entropy)
             here = slice(settled.start - rows.start, settled.stop - rows.start)
-            joined, shift = sums[settled], own_maximum[here] - sums.maximum[settled]
             edge_grads = chunks.edge_grads(settled, head.edges.of_rows(settled), grad_logprob)
-            grad_row = sum_per_row(grad_logprob[head.edges.of_rows(settled)], edge_grads.row, shift)
-            grad = _grad_of_logits_(
-                logits[here] if shifted is None or grad_entropy is None else shifted[here],
-                joined,
-                shift,
-                grad_row=grad_row,
-                grad_entropy=None if grad_entropy is None else grad_entropy[settled],
+            joined = sums[settled]
+            of_outputs = LogitGrads(
+                row=sum_per_row(grad_logprob[head.edges.of_rows(settled)], edge_grads.row, joined.total),
+                entropy=None if grad_entropy is None else grad_entropy[settled],
                 edges=edge_grads,
             )
+            out = chunks.gradient_memory(settled.stop - settled.start)
+            grad = softmax.gradient(here, joined, of_outputs, out=out)
             grads.add_(settled, grad)
         if waiting is not None and waiting.rows.any():
             waiting.add_gradients(chunks, grads, sums, *row_grads(logprob, entropy))
@@ -234,13 +225,13 @@ class _Scores:
         self.entropy = self.logprob.new_full((rows,), uniform) if with_entropy else None
         self.sums = RowSums.empty(rows, with_entropy=with_entropy, like=self.logprob)
 
-    def add(self, rows: slice, edges: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Score a chunk ``[C, Vl]``, left as ``exp(logits - own maximum)``; return that maximum, and shifted logits."""
+    def add(self, rows: slice, edges: slice) -> BlockSoftmax:
+        """Score a chunk, and return its softmax."""
         head = self._chunks.head
-        target = self._chunks.target(rows, edges, logits)
-        shifted = None if self.entropy is None else self._chunks.scratch(rows)
-        own_sums = softmax_sums_(logits, shifted=shifted)
-        self.sums[rows].set(over_ranks(own_sums, head.group))
+        products = self._chunks.products(rows)
+        target = self._chunks.target(rows, edges, products)
+        softmax = self._chunks.softmax(rows, products, with_entropy=self.entropy is not None)
+        self.sums[rows].set(over_ranks(softmax.sums, head.group))
         if head.group is not None:
             dist.all_reduce(target, group=head.group)
         self.logprob[edges] = self.sums[head.edges.row_of_edge[edges]].logprob(target)
@@ -248,26 +239,7 @@ class _Scores:
             of_rows = self.sums[rows].entropy
             assert of_rows is not None
             self.entropy[rows] = of_rows
-        return own_sums.maximum, shifted
-
-
-def _grad_of_logits_(
-    block: torch.Tensor,
-    joined: RowSums,
-    shift: torch.Tensor,
-    *,
-    grad_row: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    edges: EdgeGrads,
-) -> torch.Tensor:
-    """Return the gradient of some rows' logits ``[C, Vl]``; overwrites ``block``, from ``_Scores.add``."""
-    if grad_entropy is None:
-        grad = block.mul_(-(grad_row * shift.exp() / joined.total)[:, None])
-        edges.add_to_(grad)
-        return grad
-    return softmax_backward_(
-        block, replace(joined, maximum=-shift), grad_row=grad_row, grad_entropy=grad_entropy, edges=edges
-    )
+        return softmax
 
 
 class _HeadLogitLosses(torch.autograd.Function):
@@ -280,10 +252,11 @@ class _HeadLogitLosses(torch.autograd.Function):
         of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
         grads = Grads(chunks, of_hidden=of_hidden, of_weight=of_weight)
         values = hidden.new_empty(len(hidden), dtype=chunks.dtype)
-        for rows, _, logits in chunks:
+        for rows, _ in chunks:
+            logits = chunks.logits(rows)
             values[rows] = loss(rows, logits)
             if with_grad:
-                grads.add_(rows, logits)
+                grads.add_(rows, chunks.scaled_(rows, logits))
         keep(ctx, grads, head, weight.dtype)
         ctx.mark_non_differentiable(values)
         return values.new_zeros(()), values

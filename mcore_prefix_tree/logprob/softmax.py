@@ -1,17 +1,21 @@
-"""The softmax of a block of rows of logits, forward and backward, each step overwriting its block.
+"""The softmax of a block of rows of logits, forward and backward, for the paths with and without logits.
 
-Shared by the paths with and without logits, so that both compute a row in the same operations.
+On a GPU, Triton kernels read each logit once a way (:mod:`mcore_prefix_tree.logprob.softmax_kernels`). Elsewhere, and
+in fp64, each step is one of PyTorch's and overwrites its block; the kernels are tested against these.
 
 Legend: B rows of the block, R rows in all, E edges, Vl columns on this tensor-parallel rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mcore_prefix_tree.utils.triton_here import has_triton, interprets
 
 # Below it exp is 0 in every dtype: logits of -inf are taken for it where 0 * inf would be NaN.
 _EXP_IS_ZERO = -1000.0
@@ -66,6 +70,15 @@ class RowSums:
         return None if self.moment is None else self.total.log() - self.moment / self.total
 
 
+def kernels_take(logits: torch.Tensor) -> bool:
+    """Return whether kernels compute the softmax of these logits ``[B, Vl]``: on NVIDIA GPUs, or interpreted."""
+    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16) or logits.stride(1) != 1 or not has_triton():
+        return False
+    if not logits.is_cuda:
+        return logits.device.type == "cpu" and interprets()
+    return torch.version.hip is None and torch.cuda.get_device_capability(logits.device) >= (8, 0)
+
+
 def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -> RowSums:
     """Return the sums of this rank's columns.
 
@@ -79,6 +92,29 @@ def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -
     exp = torch.exp(torch.sub(block, maximum[:, None], out=shifted), out=block)
     moment = torch.linalg.vecdot(exp, shifted.clamp_(min=_EXP_IS_ZERO))
     return RowSums(maximum, exp.sum(dim=1), moment)
+
+
+def softmax_sums(logits: torch.Tensor, *, scale: torch.Tensor | None = None, with_entropy: bool = False) -> RowSums:
+    """Return the sums of this rank's columns of ``scale * logits``, which are unchanged.
+
+    ``logits`` are ``[B, Vl]`` in any floating dtype; ``scale`` is ``[B]``, the sums are ``[B]`` in fp32 or wider.
+    """
+    if kernels_take(logits):
+        return _kernel_sums(logits, scale, with_entropy)
+    block = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    if scale is not None:
+        block.mul_(scale[:, None])
+    return softmax_sums_(block, shifted=torch.empty_like(block) if with_entropy else None)
+
+
+def _kernel_sums(logits: torch.Tensor, scale: torch.Tensor | None, with_entropy: bool) -> RowSums:
+    """Return :func:`softmax_sums` ``[B]`` of ``[B, Vl]`` by a kernel."""
+    from mcore_prefix_tree.logprob import softmax_kernels
+
+    maximum, total, moment = softmax_kernels.softmax_sums(
+        logits, None if scale is None else scale.contiguous(), with_entropy
+    )
+    return RowSums(maximum, total, moment if with_entropy else None)
 
 
 def over_ranks(sums: RowSums, group: dist.ProcessGroup | None) -> RowSums:
@@ -108,9 +144,38 @@ class EdgeGrads:
     column: torch.Tensor
     grad: torch.Tensor
 
+    def times(self, scale: torch.Tensor) -> EdgeGrads:
+        """Multiply the gradients by a factor for each row ``[B]``."""
+        return replace(self, grad=self.grad * scale[self.row])
+
     def add_to_(self, block: torch.Tensor) -> None:
         """Add each gradient at its token in ``[B, Vl]``; several edges may share one."""
         block.index_put_((self.row, self.column), self.grad, accumulate=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitGrads:
+    """Gradients of the outputs of a softmax of rows, from which those of its logits follow.
+
+    Attributes:
+        row: ``[B]``, the sum of the gradients of all edges of a row, on all ranks; None, with ``edges``, if unused.
+        entropy: ``[B]``, gradients of the rows' entropies; None if unused.
+        edges: gradients of the edges, in the order of their rows.
+    """
+
+    row: torch.Tensor | None
+    entropy: torch.Tensor | None
+    edges: EdgeGrads | None
+
+    def times(self, scale: torch.Tensor | None) -> LogitGrads:
+        """Multiply all gradients of each row by a factor ``[B]``; None is 1."""
+        if scale is None:
+            return self
+        return LogitGrads(
+            row=None if self.row is None else self.row * scale,
+            entropy=None if self.entropy is None else self.entropy * scale,
+            edges=None if self.edges is None else self.edges.times(scale),
+        )
 
 
 def sum_per_row(per_edge: torch.Tensor, row_of_edge: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -118,35 +183,119 @@ def sum_per_row(per_edge: torch.Tensor, row_of_edge: torch.Tensor, like: torch.T
     return torch.zeros_like(like).index_add_(0, row_of_edge, per_edge)
 
 
-def softmax_backward_(
-    block: torch.Tensor,
+def softmax_backward(
+    logits: torch.Tensor,
     sums: RowSums,
+    grads: LogitGrads,
     *,
-    grad_row: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-    edges: EdgeGrads | None,
+    out: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Turn logits into their gradient, in place.
+    """Write the gradient of logits ``[B, Vl]`` in any floating dtype into ``out`` and return it.
 
     Args:
-        block: ``[B, Vl]``, logits.
-        sums: sums of the rows, over all ranks.
-        grad_row: ``[B]``, the sum of the gradients of all edges of a row, on all ranks; None, with ``edges``, if
-            unused.
-        grad_entropy: ``[B]``, gradients of the rows' entropies; None if unused.
+        sums: sums of ``scale * logits``, over all ranks.
+        out: ``[B, Vl]`` in any floating dtype; it may be the logits. It is rounded after everything is added.
+        scale: ``[B]``, factors of the logits; None is 1.
+        scratch: ``[B, Vl]`` in the dtype of the sums, to be overwritten; it may be the logits.
     """
+    if kernels_take(logits):
+        return _kernel_backward(logits, sums, grads, out, scale)
+    block = scratch
+    if block is None:
+        # In fp32 or wider for any dtype of the gradient: a target's rounding error would be permanent.
+        block = out if out.dtype == sums.total.dtype else torch.empty_like(out, dtype=sums.total.dtype)
+    if block is not logits:
+        block.copy_(logits)
+    if scale is not None:
+        block.mul_(scale[:, None])
+    softmax_backward_(block, sums, grads.times(scale))
+    return block if out is block else out.copy_(block)
+
+
+def _kernel_backward(
+    logits: torch.Tensor, sums: RowSums, grads: LogitGrads, out: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Run :func:`softmax_backward` of ``[B, Vl]`` by a kernel."""
+    from mcore_prefix_tree.logprob import softmax_kernels
+
+    first = column = logit = grad = None
+    edges = grads.edges
+    if edges is not None:
+        first = torch.searchsorted(edges.row, torch.arange(len(logits) + 1, device=logits.device))
+        # Read before the kernel may overwrite them.
+        column, logit, grad = edges.column, logits[edges.row, edges.column], edges.grad
+    vectors = (scale, *sums.parts, grads.row, grads.entropy, first, column, logit, grad)
+    # The gradient of a sum is one number, broadcast.
+    dense = (None if vector is None else vector.contiguous() for vector in vectors)
+    softmax_kernels.softmax_gradient(logits, out, *dense)
+    return out
+
+
+def softmax_backward_(block: torch.Tensor, sums: RowSums, grads: LogitGrads) -> torch.Tensor:
+    """Turn logits ``[B, Vl]`` into their gradient, in place; ``sums`` are over all ranks."""
     shifted = block.sub_(sums.maximum[:, None])
-    if grad_entropy is None:
-        assert grad_row is not None
-        shifted.exp_().mul_(-(grad_row / sums.total)[:, None])
+    if grads.entropy is None:
+        assert grads.row is not None
+        shifted.exp_().mul_(-(grads.row / sums.total)[:, None])
     else:
         assert sums.moment is not None
         # log p + H, without the logarithm of the total that both have.
         weight = shifted.clamp_(min=_EXP_IS_ZERO) - (sums.moment / sums.total)[:, None]
-        weight.mul_(-(grad_entropy / sums.total)[:, None])
-        if grad_row is not None:
-            weight.sub_((grad_row / sums.total)[:, None])
+        weight.mul_(-(grads.entropy / sums.total)[:, None])
+        if grads.row is not None:
+            weight.sub_((grads.row / sums.total)[:, None])
         shifted.exp_().mul_(weight)
-    if edges is not None:
-        edges.add_to_(block)
+    if grads.edges is not None:
+        grads.edges.add_to_(block)
     return block
+
+
+class BlockSoftmax:
+    """The softmax of a block of logits ``[B, Vl]`` in fp32 or wider, which takes its memory.
+
+    Attributes:
+        sums: sums of this rank's columns.
+    """
+
+    def __init__(
+        self,
+        block: torch.Tensor,
+        *,
+        scale: torch.Tensor | None,
+        with_entropy: bool,
+        scratch: Callable[[], torch.Tensor],
+    ) -> None:
+        """Take the sums of ``scale * block``; ``scratch`` returns more memory of the block's size."""
+        self._block, self._scale = block, scale
+        self._by_kernel = kernels_take(block)
+        self._shifted: torch.Tensor | None = None
+        if self._by_kernel:
+            self.sums = _kernel_sums(block, scale, with_entropy)
+            return
+        if scale is not None:
+            block.mul_(scale[:, None])
+        self._shifted = scratch() if with_entropy else None
+        self.sums = softmax_sums_(block, shifted=self._shifted)
+
+    def gradient(self, rows: slice, joined: RowSums, grads: LogitGrads, *, out: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of some rows ``[rows, Vl]``, in ``out`` if that has another dtype than the block.
+
+        ``joined`` is over all ranks. It can be taken once.
+        """
+        block, scale = self._block[rows], None if self._scale is None else self._scale[rows]
+        if self._by_kernel:
+            return _kernel_backward(block, joined, grads, block if out.dtype == block.dtype else out, scale)
+        shift = self.sums.maximum[rows] - joined.maximum
+        grads = grads.times(scale)
+        if grads.entropy is None:
+            assert grads.row is not None
+            assert grads.edges is not None
+            # The block has the exponentials already.
+            block.mul_(-(grads.row * shift.exp() / joined.total)[:, None])
+            grads.edges.add_to_(block)
+        else:
+            assert self._shifted is not None
+            block = softmax_backward_(self._shifted[rows], replace(joined, maximum=-shift), grads)
+        return block if out.dtype == block.dtype else out.copy_(block)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.edges import ROWS, slices, wide
-from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_sums_
+from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_sums
 from mcore_prefix_tree.logprob.vocab_padding import mask_padding_
 
 
@@ -45,7 +45,7 @@ def top_logprobs(
         if temperature is not None:
             block = block / temperature[row[part], None].to(values.dtype)
         mask_padding_(block, vocab_size, vocab_start)
-        sums[part].set(softmax_sums_(block.clone()))
+        sums[part].set(softmax_sums(block))
         found, column = block.topk(min(k, block.shape[1]), dim=1)
         values[part], ids[part] = _merge_ranks(found, column + vocab_start, k, group)
     return ids, over_ranks(sums, group).logprob(values)

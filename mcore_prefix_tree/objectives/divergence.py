@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.logprob.edges import ROWS, slices
-from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_sums_
+from mcore_prefix_tree.logprob.softmax import RowSums, over_ranks, softmax_sums
 from mcore_prefix_tree.utils.choices import Divergence
 
 
@@ -76,7 +76,7 @@ def divergence_gradient_(
         other = teacher(block).to(own.dtype)
         sums = RowSums.empty(2, len(own), with_entropy=False, like=own)
         for side, logits in enumerate((other, own)):
-            sums[side].set(softmax_sums_(logits.clone()))
+            sums[side].set(softmax_sums(logits))
         sums = over_ranks(sums, group)
         p, q = sums[0].logprob(other), sums[1].logprob(own)
         slope = _slope(p, q, kind, jsd_beta)

@@ -27,6 +27,7 @@ from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_v
 from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
 from mcore_prefix_tree.attention.triton_tree.kernel_calls import ROW_SUMS
+from mcore_prefix_tree.logprob.softmax_kernels import COLUMNS, EDGES, WARPS
 
 # Largest shared memory of one program, in bytes: CUDA C++ Programming Guide, compute capabilities.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -52,7 +53,7 @@ class Report:
     registers: int
     spilled: int
     shared: int
-    matrix_instructions: int
+    matrix_instructions: int = 0
     warpgroup_products: int = 0
     warpgroup_waits: int = 0
     multiplied: int = 0  # pairs of numbers, by one run through the code of all warps
@@ -128,6 +129,10 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
             aligned += [(place, part) for part in range(3)]
         elif kind.startswith("*"):
             aligned.append((place,))
+    return built(kernel, signature, constants, aligned, launch.warps, architecture)
+
+
+def built(kernel, signature, constants, aligned, warps, architecture):
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -135,7 +140,34 @@ def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options={"num_warps": launch.warps, "enable_fp_fusion": True})
+    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
+
+
+def softmax_report(kernel, logits, out, architecture, *, absent=()):
+    """Resources and machine code of a kernel of the vocabulary head, for rows that 16 bytes divide."""
+    constants = {"COLUMNS": COLUMNS, "EDGES": EDGES, **dict.fromkeys(absent)}
+    pointers = {"logits": logits, "out": out, "edge_logit": logits, "first": "i64", "edge_column": "i64"}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else ("i32" if name in ("stride", "columns", "out_stride") else f"*{pointers.get(name, 'fp32')}")
+        for name in kernel.arg_names
+    }
+    aligned = [(place,) for place, name in enumerate(kernel.arg_names) if name not in constants]
+    compiled = built(kernel, signature, constants, aligned, WARPS, architecture)
+    found = report_of(kernel, dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage"), compiled)
+    return found, dump(compiled.asm["cubin"], "nvdisasm", "-c")
+
+
+def report_of(kernel, resources, compiled, **counts):
+    return Report(
+        kernel=kernel.__name__,
+        registers=int(re.search(r"REG:(\d+)", resources)[1]),
+        # The kernels have no local arrays, so all data on the stack were spilled.
+        spilled=int(re.search(r"STACK:(\d+)", resources)[1]) + int(re.search(r"LOCAL:(\d+)", resources)[1]),
+        shared=compiled.metadata.shared,
+        **counts,
+    )
 
 
 def reports(architecture, which, case):
@@ -162,12 +194,10 @@ def report(kernel, case, launch, engine, architecture, absent=()):
     # Four warps have one of Hopper's instructions together, and each warp a separate older one.
     shapes = re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", instructions) * (launch.warps // 4)
     shapes += re.findall(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", compiled.asm["ptx"]) * launch.warps
-    return Report(
-        kernel=kernel.__name__,
-        registers=int(re.search(r"REG:(\d+)", resources)[1]),
-        # The kernels have no local arrays, so all data on the stack were spilled.
-        spilled=int(re.search(r"STACK:(\d+)", resources)[1]) + int(re.search(r"LOCAL:(\d+)", resources)[1]),
-        shared=compiled.metadata.shared,
+    return report_of(
+        kernel,
+        resources,
+        compiled,
         matrix_instructions=compiled.asm["ptx"].count(MATRIX_INSTRUCTION[architecture]),
         warpgroup_products=instructions.count("HGMMA."),
         warpgroup_waits=instructions.count("WARPGROUP.DEPBAR.LE"),

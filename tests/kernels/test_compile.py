@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -10,10 +11,11 @@ import compilation
 import pytest
 import torch
 import triton
-from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, Report, case_of, reports
+from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, Report, case_of, reports, softmax_report
 
 from mcore_prefix_tree.attention.triton_tree import backward, config, forward
 from mcore_prefix_tree.attention.triton_tree.config import UP_TO, Launch
+from mcore_prefix_tree.logprob.softmax_kernels import gradient_kernel, sums_kernel
 
 OFTEN = [(90, dims) for dims in UP_TO] + [(80, (128, 128)), (100, (128, 128))]
 SELDOM = [(architecture, dims) for architecture in SHARED_MEMORY for dims in HEAD_DIMS]
@@ -101,6 +103,38 @@ def test_float32_fits():
         for which in ("forward", "row_sums", "key_value", "query"):
             for report in reports(86, which, case_of(86, *dims, dtype=torch.float32)):
                 assert report.shared <= SHARED_MEMORY[86], report
+
+
+EDGES = ("first", "edge_column", "edge_logit", "edge_grad")
+# Logits and gradient: with fp32 products, as older versions of torch have them, and of an fp32 model.
+SOFTMAX_DTYPES = [("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")]
+SOFTMAX_ABSENT = [(), ("scale", "moment", "grad_entropy"), ("grad_row", *EDGES)]
+
+
+def assert_softmax_fits(architecture, logits, out, absent):
+    """Nothing is spilled, and each loop moves 16 bytes at a time: it reads a logit once and writes a gradient once."""
+    # Of a thread, in each round: 8 of COLUMNS. Edges are moved one by one.
+    reads, writes = (8 // {"fp32": 4, "bf16": 8}[dtype] for dtype in (logits, out))
+    for kernel in (sums_kernel, gradient_kernel):
+        own = [name for name in absent if name in kernel.arg_names]
+        found, code = softmax_report(kernel, logits, out, architecture, absent=own)
+        assert_keeps_to_registers(found)
+        assert found.registers <= 64, "no 1,024 threads on a processor"
+        assert len(re.findall(r"LDG\.E[.\w]*128", code)) == reads
+        assert len(re.findall(r"STG\.E[.\w]*128", code)) == writes * (kernel is gradient_kernel)
+    return code
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_softmax_of_the_head(architecture):
+    assert_softmax_fits(architecture, "fp32", "bf16", ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", SHARED_MEMORY)
+def test_every_softmax_of_the_head(architecture):
+    for (logits, out), absent in itertools.product(SOFTMAX_DTYPES, SOFTMAX_ABSENT):
+        assert_softmax_fits(architecture, logits, out, absent)
 
 
 def test_only_the_tritons_of_the_table_may_spill_nothing():

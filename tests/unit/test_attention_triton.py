@@ -63,7 +63,7 @@ def test_refusals(changes, says):
 
 
 def test_refused_without_triton(monkeypatch):
-    monkeypatch.setattr(triton_tree, "_has_triton", lambda: False)
+    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
     assert triton_tree.refusal(HOPPER) == "device cuda (it needs the package triton, 3.4 or newer)"
 
 

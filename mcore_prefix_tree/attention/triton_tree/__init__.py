@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.parity import check_parity
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.triton_here import has_triton, interprets
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
@@ -121,11 +121,11 @@ def refusal(case: Case) -> str | None:
 
 
 def _machine_refusal(case: Case) -> str | None:
-    if not _has_triton():
+    if not has_triton():
         return f"device {case.device} (it needs the package triton, 3.4 or newer)"
     dtypes = [torch.float32, torch.float16]  # all that the interpreter has
     if case.device.type == "cpu":
-        if not _interprets():
+        if not interprets():
             return "device cpu (its kernels are compiled for NVIDIA GPUs)"
     elif case.capability is None or torch.version.hip is not None:
         return f"device {case.device} (its kernels are compiled for NVIDIA GPUs)"
@@ -134,23 +134,3 @@ def _machine_refusal(case: Case) -> str | None:
     else:
         dtypes.append(torch.bfloat16)
     return None if case.dtype in dtypes else f"dtype {case.dtype} (it takes {', '.join(map(str, dtypes))})"
-
-
-# Properties of the process, determined once: torch.compile can trace a look-up here, but not the determination.
-_KNOWN: dict[str, bool] = {}
-
-
-def _has_triton() -> bool:
-    if "triton" not in _KNOWN:
-        found = find_spec("triton") is not None and find_spec("triton.tools.tensor_descriptor") is not None
-        _KNOWN["triton"] = found
-    return _KNOWN["triton"]
-
-
-def _interprets() -> bool:
-    """Return whether kernels run in NumPy: Triton's own switch, for tests."""
-    if "interpreter" not in _KNOWN:
-        import triton
-
-        _KNOWN["interpreter"] = bool(triton.knobs.runtime.interpret)
-    return _KNOWN["interpreter"]

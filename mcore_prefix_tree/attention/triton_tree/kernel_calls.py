@@ -18,9 +18,8 @@ from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_v
 from mcore_prefix_tree.attention.triton_tree.block_order import ROUND
 from mcore_prefix_tree.attention.triton_tree.config import Configs, Launch, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
+from mcore_prefix_tree.utils.triton_here import launch_kernel
 
-# Of multiplication and addition: the default until Triton 3.10. Triton 3.9 warns if a launch does not set it.
-_FP_FUSION = True
 # Desired programs for each that a processor runs at a time, launched longest first. Every sample sees the keys of its
 # prompt, so few programs have most of the work: with two for each, only the longest runs for half of the time.
 _PROGRAMS_AT_A_TIME = 8
@@ -92,12 +91,6 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
     }
 
 
-def _launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel on the device of a tensor ``[...]``, in its current stream, not on the current device."""
-    with torch.cuda.device_of(like):
-        kernel[(programs,)](*arguments, enable_fp_fusion=_FP_FUSION, **constants)
-
-
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -113,7 +106,7 @@ def forward(
     # Infinity gives rows that do not exist no weight in backward.
     lse = torch.full((heads, len(call.end)), float("inf"), dtype=torch.float32, device=query.device)
     query_blocks = triton.cdiv(size, launch.query_block)
-    _launch(
+    launch_kernel(
         forward_kernel,
         query_blocks * heads,
         query,
@@ -143,7 +136,7 @@ def row_sums(out: torch.Tensor, grad_out: torch.Tensor, call: Call) -> torch.Ten
     rows = len(call.end)
     launch = ROW_SUMS
     delta = torch.empty((heads, rows), dtype=torch.float32, device=out.device)
-    _launch(
+    launch_kernel(
         delta_kernel,
         rows // launch.query_block * heads,
         out,
@@ -197,7 +190,7 @@ def key_value_grads(
     of_key, of_value = [tiles[0], None, tiles[2], None], [None, tiles[1], None, tiles[3]]
     apart = [one for one, wanted in zip((of_key, of_value), made, strict=True) if wanted]
     for written in apart if call.configs.apart else (tiles,):
-        _launch(
+        launch_kernel(
             key_value_kernel,
             key_blocks * kv_heads * splits,
             query,
@@ -252,7 +245,7 @@ def query_grads(
     size, heads, width = query.shape
     grad_query = query.new_empty((size, heads, width))
     query_blocks = triton.cdiv(size, launch.query_block)
-    _launch(
+    launch_kernel(
         query_kernel,
         query_blocks * heads,
         query,
