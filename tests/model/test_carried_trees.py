@@ -35,7 +35,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import add_means, make_objective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
 from mcore_prefix_tree.plan import Carrying
-from mcore_prefix_tree.plan.carry import make_chunks, scored_places, with_first_pass
+from mcore_prefix_tree.plan.carry import Chunk, make_chunks, scored_places, with_first_pass
 from mcore_prefix_tree.settings.bind_objective import why_not_carried
 from mcore_prefix_tree.signals import Signals
 
@@ -239,6 +239,31 @@ def test_losses_of_whole_samples(name: str, seed: int) -> None:
         for metric, pair in expected["metrics"].items():
             torch.testing.assert_close(actual["metrics"][metric], pair, rtol=1e-11, atol=1e-12)
         assert_same_gradients(actual["grads"], expected["grads"], FP64)
+
+
+def test_trees_of_pairs_are_folded_as_planned() -> None:
+    """Trees that pairs join are in the order of the whole step, not in that of their samples by themselves."""
+    rng = random.Random(0)
+    joined = 0
+    for _ in range(40):
+        rows = [[rng.randrange(2) for _ in range(rng.randint(1, 12))] for _ in range(8)]
+        samples = [Sample(tokens=row, merge_key=rng.choice([None, "a", "b"])) for row in rows]
+        folding = Folding(
+            max_tokens=6, dp_size=1, cost_model=None, device=torch.device("cpu"), over_budget="carry", scores_first=True
+        )
+        plan = folding.plan(samples, together=[0, 0, 1, 1, 2, 2, None, None])
+        assert plan.carrying is not None
+        (carrying,), (cut,) = plan.carrying, plan.micro_batches
+        batches = fold_carrying(samples, cut, carrying, folding)
+        for batch, run in zip(batches, carrying.runs, strict=True):
+            if isinstance(run, Chunk):
+                position = batch.layout.whole.position_ids.astype(np.int64)
+                borders = sorted({0, run.start, run.end, len(position)})
+                assert run in make_chunks(position, borders)
+                joined += int((position == 0).sum()) > 1
+        places = [place for place, run in enumerate(carrying.runs) if isinstance(run, Chunk)]
+        assert carrying.scored == tuple(places[::-1])
+    assert joined > 40
 
 
 def test_a_bad_score_is_reported_once() -> None:

@@ -197,6 +197,7 @@ CUT_IN_CI = {
     "tp2-sp": {"an entropy and a divergence of sequences"},
     "pp2": set(),
     "pp2-vpp2": {"dpo"},
+    "tp2-pp2": set(),
     "single": set(),
 }
 
@@ -265,6 +266,16 @@ def test_a_rank_without_samples(job: Job) -> None:
     """Two replicas, and one pair or one sample: the other computes padding."""
     outcomes = check(2, Layout(), job, order=range(2 if job in (DPO, REWARD_MODEL) else 1))
     assert min(outcome.samples_here for outcome in outcomes) == 0
+
+
+@pytest.mark.slow
+def test_experts_of_chunks_are_on_both_ranks() -> None:
+    """All chunks of a pair are on one rank; the other runs forward with it, as its experts get tokens."""
+    cut = replace(DPO, config=MOE, max_tokens=LONGEST // 2, over_budget="carry")
+    check(2, Layout(ep=2), cut, limit=FP32_INSIDE)
+    outcomes = check(2, Layout(ep=2), replace(cut, max_tokens=4), order=range(2), limit=FP32_INSIDE)
+    assert min(outcome.samples_here for outcome in outcomes) == 0
+    assert outcomes[0].carried_tokens > 0
 
 
 @pytest.mark.ci

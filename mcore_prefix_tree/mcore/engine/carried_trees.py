@@ -28,7 +28,7 @@ from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan import Carrying, Chunk, FirstPass, ForestPlan
 from mcore_prefix_tree.plan.carry import IDLE
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.trie import build_trie
+from mcore_prefix_tree.trie import Sharing, Trie, sort_samples, trie_from_order
 from mcore_prefix_tree.utils.upload import upload
 
 Int64Array = npt.NDArray[np.int64]
@@ -98,7 +98,7 @@ class _Tree:
         cls, samples: Sequence[Sample], runs: Sequence[Chunk | FirstPass], folding: Folding, *, trains: bool
     ) -> _Tree:
         """Fold a tree's samples, in depth-first order, to be run in parts."""
-        layout = fold(samples, trie=build_trie(samples, folding.sharing))
+        layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing))
         chunks = sorted(run for run in runs if isinstance(run, Chunk))
         starts = [chunk.start for chunk in chunks]
         carried = find_carried(layout, [*starts, layout.physical_tokens])
@@ -200,6 +200,15 @@ class _Tree:
         batch = replace(batch, packed_seq_params=replace(params, tree_metadata=metadata, carry=carry))
         plan_attention(batch, self.folding.attention_backend, self.folding.attention_cases)
         return batch
+
+
+def _trie_as_planned(samples: Sequence[Sample], sharing: Sharing) -> Trie:
+    """Return the trie of a plan's trees: some of a step's can have another order by themselves."""
+    order, shared = sort_samples(samples, sharing)
+    trees = np.split(np.arange(len(order)), np.flatnonzero(shared == 0)[1:])
+    places = np.concatenate(sorted(trees, key=lambda tree: int(order[tree].min())))
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
+    return trie_from_order(order[places], shared[places], lengths[order[places]])
 
 
 def _by_shelf(shelf: Int64Array, values: Int64Array) -> tuple[tuple[int, torch.Tensor], ...]:
