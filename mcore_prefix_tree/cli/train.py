@@ -38,30 +38,24 @@ def train(
     checkpoint.
     """
     with ended_at_once():
-        _train(recipe, overrides, hf, resume=resume, new_data=new_data, plot=plot)
+        from rich.console import Console
 
+        from mcore_prefix_tree.cli.console import ConsoleReporter
+        from mcore_prefix_tree.settings.command_checks import Task
 
-def _train(
-    recipe: str, overrides: list[str] | None, hf: str | None, *, resume: bool, new_data: bool, plot: str | None
-) -> None:
-    from rich.console import Console
+        loaded = load_job(recipe, overrides, Task.TRAIN, hf=hf, outputs=[partial(check_picture, plot)])
+        outlive_output()
+        from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
+        from mcore_prefix_tree.mcore.loop.session import EndedError
 
-    from mcore_prefix_tree.cli.console import ConsoleReporter
-    from mcore_prefix_tree.settings.command_checks import Task
-
-    loaded = load_job(recipe, overrides, Task.TRAIN, hf=hf, outputs=[partial(check_picture, plot)])
-    outlive_output()
-    from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
-    from mcore_prefix_tree.mcore.loop.session import EndedError
-
-    reporter = ConsoleReporter(Console(), keeps=plot is not None)
-    try:
-        run_train(loaded, reporter, resume=resume, new_data=new_data)
-    except VerificationError as error:
-        exit_with(FAILED, str(error))
-    except EndedError as error:
-        raise SystemExit(ENDED_BY_SIGNAL + error.signal) from None
-    finally:
-        reporter.close()
-        if plot is not None and reporter.steps:  # of the main rank, also of a run that ends early
-            draw_steps(reporter.steps, reporter.evaluations, plot)
+        reporter = ConsoleReporter(Console(), keeps=plot is not None)
+        try:
+            run_train(loaded, reporter, resume=resume, new_data=new_data)
+        except VerificationError as error:
+            exit_with(FAILED, str(error))
+        except EndedError as error:
+            raise SystemExit(ENDED_BY_SIGNAL + error.signal) from None
+        finally:
+            reporter.close()
+            if plot is not None and reporter.steps:  # of the main rank, also of a run that ends early
+                draw_steps(reporter.steps, reporter.evaluations, plot)

@@ -250,15 +250,8 @@ def _encoded_samples(
             messages[last] = replace(messages[last], is_cut=True)
         tools = parse_tools(content.tools)
         encoded = [
-            _parts(
-                one,
-                turns,
-                _weights_of_turns(messages, len(turns), content.prompt),
-                options.expand_turns,
-                source,
-            )
+            _parts(one, one.encode_turns(messages, tools), messages, content.prompt, options.expand_turns, source)
             for one in tokenizers
-            for turns in [one.encode_turns(messages, tools)]
         ]
     parts = encoded[0]
     for rendering, others in zip(options.renderings, encoded[1:], strict=True):
@@ -278,16 +271,11 @@ def _encoded_samples(
             tokens=tokens,
             loss_mask=mask,
             merge_key=merge_key,
-            source=sources[number],
-            signals=signals[number],
-            renderings=tuple(
-                Sample(
-                    tokens=others[number][0], loss_mask=others[number][1], merge_key=merge_key, source=sources[number]
-                )
-                for others in encoded[1:]
-            ),
+            source=own,
+            signals=signal,
+            renderings=tuple(Sample(tokens=ids, loss_mask=of, merge_key=merge_key, source=own) for ids, of in others),
         )
-        for number, (tokens, mask) in enumerate(parts)
+        for own, signal, ((tokens, mask), *others) in zip(sources, signals, zip(*encoded, strict=True), strict=True)
     ]
 
 
@@ -334,11 +322,13 @@ def _weights_of_turns(messages: Sequence[ChatMessage], turns: int, prompt: int) 
 def _parts(
     tokenizer: ChatTokenizer,
     turns: Sequence[EncodedTurn],
-    weights: Sequence[float | None],
+    messages: Sequence[ChatMessage],
+    prompt: int,
     expand_turns: bool,
     source: str,
 ) -> list[Part]:
     """Return tokens and loss mask of each sample of a conversation."""
+    weights = _weights_of_turns(messages, len(turns), prompt)
     weighted = [(turn, weight) for turn, weight in zip(turns, weights, strict=True) if weight is not None]
     if expand_turns:
         return [(turn.tokens, _mask(len(turn.tokens), [(turn, weight)])) for turn, weight in weighted]

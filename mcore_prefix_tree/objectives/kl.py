@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mcore_prefix_tree.objectives.scored import Float64Array, ScoredTokens
-from mcore_prefix_tree.objectives.scored_rows import Rows
 from mcore_prefix_tree.utils.lazy_torch import torch
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -61,31 +60,3 @@ class KLPenalty:
             of_token=coef * kl_estimate(old, ref, estimator).numpy(),
             metrics={"kl": (float(kl_estimate(old, ref, "k3").sum()), float(len(old)))},
         )
-
-
-Level = Literal["token", "sequence"]
-Mode = Literal["truncate", "mask"]
-
-
-def importance_weight(
-    old: torch.Tensor, rollout: torch.Tensor, rows: Rows, *, level: Level, mode: Mode, floor: float, cap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[K]`` weights without a gradient, and bool ``[K]``, whether the ratio was out of bounds; see above.
-
-    The product of a sequence ignores the loss mask, which has nothing to do with sampling.
-    """
-    difference = (old - rollout).detach()
-    if level == "sequence":
-        difference = rows.sum_per_sample(difference)[rows.sample]
-    ratio = difference.clamp(max=LOG_RATIO_LIMIT).exp()
-    outside = (ratio < floor) | (ratio > cap)
-    weight = ratio.clamp(floor, cap) if mode == "truncate" else ratio.masked_fill(outside, 0.0)
-    return weight, outside
-
-
-def is_far_off_policy(
-    logprob: torch.Tensor, rollout: torch.Tensor, advantage: torch.Tensor, rows: Rows, threshold: float
-) -> torch.Tensor:
-    """Return bool ``[K]``: the tokens that off-policy sequence masking omits."""
-    moved = rows.mean_per_sample(rollout - logprob.detach())
-    return (advantage < 0) & (moved > threshold)[rows.sample]

@@ -15,7 +15,9 @@ Per scored token, with the advantage A, the ratio r = pi / old, and ``sg`` for "
     (GSPO-token); for one advantage per sample the two have the same value and gradient. The mean is weighed by the loss
     mask.
 
-``tis`` is a weight for tokens that an engine sampled; see :mod:`mcore_prefix_tree.objectives.kl`.
+``tis`` is old / rollout, the ratio of a token that an engine sampled or of its sequence, truncated or masked outside
+``tis_floor`` and ``tis_cap``; off-policy sequence masking omits tokens of A < 0 in samples whose mean of log rollout -
+log pi is above ``off_policy_mask``.
 
 Legend: P padded tokens, K scored tokens, S samples.
 """
@@ -43,10 +45,6 @@ from mcore_prefix_tree.objectives.kl import (
     LOG_RATIO_LIMIT,
     KLEstimator,
     KLPenalty,
-    Level,
-    Mode,
-    importance_weight,
-    is_far_off_policy,
     kl_estimate,
 )
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
@@ -57,6 +55,8 @@ from mcore_prefix_tree.objectives.scored_rows import Rows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
 from mcore_prefix_tree.utils.lazy_torch import torch
+
+Level = Literal["token", "sequence"]
 
 
 def log_ratio(logprob: torch.Tensor, old: torch.Tensor, rows: Rows, level: Level) -> torch.Tensor:
@@ -134,7 +134,7 @@ class PolicyGradient(TokenObjective):
     tis_cap: PositiveFloat | None = None
     tis_floor: NonNegativeFloat = 0.0
     tis_level: Level = "token"
-    tis_mode: Mode = "truncate"
+    tis_mode: Literal["truncate", "mask"] = "truncate"
     off_policy_mask: PositiveFloat | None = None
     kl_coef: NonNegativeFloat = 0.0
     kl_estimator: KLEstimator | None = None
@@ -280,21 +280,12 @@ class PolicyGradient(TokenObjective):
         per_token, ratio_metrics = self._surrogate(scored, old, column["advantage"], rows)
         metrics |= ratio_metrics
         if self.tis_cap is not None:
-            weight, outside = importance_weight(
-                old,
-                column["rollout_logprobs"],
-                rows,
-                level=self.tis_level,
-                mode=self.tis_mode,
-                floor=self.tis_floor,
-                cap=self.tis_cap,
-            )
+            weight, outside = self._weigh_importance(old, column["rollout_logprobs"], rows, self.tis_cap)
             per_token = per_token * weight
             metrics |= {"tis_weight": weighted_mean(weight), "tis_outside": weighted_mean(outside)}
         if self.off_policy_mask is not None:
-            is_far = is_far_off_policy(
-                scored, column["rollout_logprobs"], column["advantage"], rows, self.off_policy_mask
-            )
+            drift = rows.mean_per_sample(column["rollout_logprobs"] - scored.detach())
+            is_far = (column["advantage"] < 0) & (drift > self.off_policy_mask)[rows.sample]
             per_token = per_token.masked_fill(is_far, 0.0)
             metrics["off_policy_masked"] = weighted_mean(is_far)
         if "ref_logprobs" in column:
@@ -319,6 +310,18 @@ class PolicyGradient(TokenObjective):
             metrics=metrics,
             bad_sample=first_bad_sample(scored, rows.sample),
         )
+
+    def _weigh_importance(
+        self, old: torch.Tensor, rollout: torch.Tensor, rows: Rows, cap: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[K]`` weights without a gradient, and bool ``[K]``, whether the ratio was out of bounds."""
+        difference = (old - rollout).detach()
+        if self.tis_level == "sequence":  # without the loss mask, which has nothing to do with sampling
+            difference = rows.sum_per_sample(difference)[rows.sample]
+        ratio = difference.clamp(max=LOG_RATIO_LIMIT).exp()
+        outside = (ratio < self.tis_floor) | (ratio > cap)
+        is_cut = self.tis_mode == "truncate"
+        return ratio.clamp(self.tis_floor, cap) if is_cut else ratio.masked_fill(outside, 0.0), outside
 
     def _surrogate(
         self, logprob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, rows: Rows

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from mcore_prefix_tree.data import ChatTokenizer, FieldNames, LineOptions, Ranks, load_tokenizer
+from mcore_prefix_tree.data import FieldNames, LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.sections import BatchConfig, DataConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.settings.sections import BatchConfig, ObjectiveConfig, Recipe, RecipeError
 
 
 def make_source(
@@ -40,12 +40,17 @@ def make_source(
     by = None if objective is None else objective.grouped_by
     setting = f"objective.name={recipe.objective.name}"
     if options is None:
-        options = _line_options(
-            data,
-            recipe.model,
-            () if objective is None else objective.renderings,
-            names or FieldNames(given=data.fields),
-            ({"batch.max_tokens": batch.max_tokens} if whole_samples else {}) | dict(limits or {}),
+        tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
+        all_limits = ({"batch.max_tokens": batch.max_tokens} if whole_samples else {}) | dict(limits or {})
+        if recipe.model.position_embedding_type == "learned_absolute":
+            all_limits["model.max_position_embeddings"] = recipe.model.max_position_embeddings
+        options = LineOptions(
+            tokenizer=tokenizer,
+            expand_turns=data.expand_turns,
+            vocab_size=_vocab_size(recipe.model, None if tokenizer is None else tokenizer.vocab_size),
+            limits=all_limits,
+            renderings=() if objective is None else objective.renderings,
+            names=names or FieldNames(given=data.fields),
         )
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,
@@ -70,26 +75,6 @@ def check_units(objective: Objective, batch: BatchConfig, section: ObjectiveConf
             f"batch.groups_per_step={batch.groups_per_step}: objective.name={section.name} with its options takes each "
             "sample separately; set batch.global_batch_size instead"
         )
-
-
-def _line_options(
-    data: DataConfig,
-    model: ModelConfig,
-    renderings: Sequence[ChatTokenizer],
-    names: FieldNames,
-    limits: Mapping[str, int],
-) -> LineOptions:
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.chat_template_kwargs)
-    if model.position_embedding_type == "learned_absolute":
-        limits = {**limits, "model.max_position_embeddings": model.max_position_embeddings}
-    return LineOptions(
-        tokenizer=tokenizer,
-        expand_turns=data.expand_turns,
-        vocab_size=_vocab_size(model, None if tokenizer is None else tokenizer.vocab_size),
-        limits=limits,
-        renderings=renderings,
-        names=names,
-    )
 
 
 def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:

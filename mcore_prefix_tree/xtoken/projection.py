@@ -6,6 +6,7 @@ Legend: V_s and V_t tokens of the student's and the teacher's vocabulary, k entr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,22 +38,20 @@ class Projection:
         return len(self.columns)
 
 
-def from_entries(
-    rows: IntArray,
-    columns: IntArray,
-    weights: FloatArray,
-    *,
-    student_vocab_size: int,
-    teacher_vocab_size: int,
-    top_k: int,
-    student_hash: str = "",
-    teacher_hash: str = "",
-) -> Projection:
-    """Add up a matrix's entries and keep the ``top_k`` of each row, scaled to add up to 1; the lower id of equal ones.
+class Entries(NamedTuple):
+    """Entries of a matrix, ``[E]`` each: int32 or int64 rows and columns, float64 weights of at least 0."""
 
-    ``rows`` are the student's tokens ``[E]``, in any order, ``columns`` the teacher's ``[E]``, ``weights`` float64
-    ``[E]``, at least 0; entries of one place are added.
+    rows: IntArray
+    columns: IntArray
+    weights: FloatArray
+
+
+def from_entries(entries: Entries, shape: tuple[int, int], top_k: int) -> Projection:
+    """Add up the entries of a ``[V_s, V_t]`` matrix and keep the ``top_k`` of each row, scaled to add up to 1.
+
+    Entries may come in any order, and those of one place are added; of equal weights the lower id is kept.
     """
+    (rows, columns, weights), (student_vocab_size, teacher_vocab_size) = entries, shape
     place, group = np.unique(rows.astype(np.int64) * teacher_vocab_size + columns, return_inverse=True)
     total = np.bincount(group, weights=weights, minlength=len(place)).astype(np.float64)
     place, total = place[total > 0], total[total > 0]
@@ -65,13 +64,7 @@ def from_entries(
     dense = np.full((student_vocab_size, top_k), -1, dtype=np.int32)
     values = np.zeros((student_vocab_size, top_k))
     dense[row, rank], values[row, rank] = column, total
-    return Projection(
-        columns=dense,
-        weights=_normalised(values),
-        teacher_vocab_size=teacher_vocab_size,
-        student_hash=student_hash,
-        teacher_hash=teacher_hash,
-    )
+    return Projection(columns=dense, weights=_normalised(values), teacher_vocab_size=teacher_vocab_size)
 
 
 def trim(projection: Projection, top_k: int) -> Projection:
@@ -93,10 +86,11 @@ def with_exact_map(projection: Projection, student_tokens: IntArray, teacher_tok
     return replace(projection, columns=columns, weights=weights)
 
 
-def entries(projection: Projection) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], FloatArray]:
-    """Return rows, columns and weights of the entries that are not empty, ``[E]`` each, row after row."""
+def list_entries(projection: Projection) -> Entries:
+    """Return the entries that are not empty, row after row."""
     row, rank = np.nonzero(projection.columns >= 0)
-    return row, projection.columns[row, rank].astype(np.int64), projection.weights[row, rank].astype(np.float64)
+    columns, weights = projection.columns[row, rank], projection.weights[row, rank]
+    return Entries(row, columns.astype(np.int64), weights.astype(np.float64))
 
 
 def _normalised(values: FloatArray) -> npt.NDArray[np.float32]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
-from mcore_prefix_tree.xtoken.projection import FloatArray, Projection, from_entries, with_exact_map
+from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, with_exact_map
 from mcore_prefix_tree.xtoken.reencode import TextEncoder
 from mcore_prefix_tree.xtoken.token_bytes import token_bytes
 
@@ -52,15 +51,6 @@ class BuildSettings:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not self.special_similarity >= 0:
             raise ValueError(f"special_similarity={self.special_similarity} must be at least 0")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Entries:
-    """Entries of a matrix, ``[E]`` each: int32 rows and columns, float64 weights."""
-
-    rows: npt.NDArray[np.int32]
-    columns: npt.NDArray[np.int32]
-    weights: FloatArray
 
 
 class Vocabularies:
@@ -108,16 +98,9 @@ class Vocabularies:
             if progress is not None:
                 progress(done, total)
         found.append(self._specials(settings))
-        return from_entries(
-            np.concatenate([part.rows for part in found]),
-            np.concatenate([part.columns for part in found]),
-            np.concatenate([part.weights for part in found]),
-            student_vocab_size=self.student.vocab_size,
-            teacher_vocab_size=self.teacher.vocab_size,
-            top_k=settings.top_k,
-            student_hash=self.student.hash,
-            teacher_hash=self.teacher.hash,
-        )
+        shape = self.student.vocab_size, self.teacher.vocab_size
+        built = from_entries(Entries(*map(np.concatenate, zip(*found, strict=True))), shape, settings.top_k)
+        return replace(built, student_hash=self.student.hash, teacher_hash=self.teacher.hash)
 
     def exact_map(self, projection: Projection) -> Projection:
         """Give each student's token that the teacher's vocabulary has as well the full weight of its row.

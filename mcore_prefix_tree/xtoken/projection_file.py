@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.data.write import whole_file
 from mcore_prefix_tree.utils.inputs import open_regular
-from mcore_prefix_tree.xtoken.projection import Projection, entries, from_entries
-from mcore_prefix_tree.xtoken.projection_build import Entries
+from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, list_entries
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 _FORMAT = "mcore-prefix-tree projection 1"
@@ -166,7 +165,7 @@ def _torch_bytes(projection: Projection, student_name: str, teacher_name: str, *
 
     content: dict[Any, Any]
     if sparse:
-        rows, columns, weights = entries(projection)
+        rows, columns, weights = list_entries(projection)
         content = dict(zip(zip(rows.tolist(), columns.tolist(), strict=True), weights.tolist(), strict=True))
     else:
         content = {
@@ -195,13 +194,14 @@ def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scal
     except Exception as error:  # a damaged file makes the unpickler raise nearly anything
         raise _damaged(path, error) from None
     if isinstance(content, dict) and {"indices", "likelihoods"} <= content.keys():
-        rows, columns, weights = _dense_entries(path, content, scale_column)
+        found = _dense_entries(path, content, scale_column)
         top_k, size = int(content["indices"].shape[1]), int(content["indices"].shape[0])
     elif isinstance(content, dict) and content and all(isinstance(key, tuple) and len(key) == 2 for key in content):
-        rows, columns, weights = _sparse_entries(path, content)
+        found = _sparse_entries(path, content)
         top_k, size = 0, student.vocab_size
     else:
         raise ValueError(f"{path}: has neither 'indices' and 'likelihoods' nor pairs of tokens; {_REBUILD}")
+    rows, columns, weights = found
     strange = (rows < 0) | (rows >= size) | (columns < 0) | (columns >= teacher.vocab_size)
     if strange.any():
         at = int(np.argmax(strange))
@@ -211,23 +211,13 @@ def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scal
         )
     if not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(f"{path}: has weights that are negative or not finite; {_REBUILD}")
-    return from_entries(
-        rows,
-        columns,
-        weights,
-        student_vocab_size=size,
-        teacher_vocab_size=teacher.vocab_size,
-        # The sparse form keeps all entries; they are counted once it is known that the rows are tokens.
-        top_k=top_k or int(np.bincount(rows).max(initial=1)),
-        student_hash=str(content.get("student_hash", "")),
-        teacher_hash=str(content.get("teacher_hash", "")),
-    )
+    # The sparse form keeps all entries; they are counted once it is known that the rows are tokens.
+    read = from_entries(found, (size, teacher.vocab_size), top_k or int(np.bincount(rows).max(initial=1)))
+    student_hash, teacher_hash = (str(content.get(name, "")) for name in ("student_hash", "teacher_hash"))
+    return replace(read, student_hash=student_hash, teacher_hash=teacher_hash)
 
 
-Coordinates = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]
-
-
-def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool) -> Coordinates:
+def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool) -> Entries:
     import torch
 
     indices, likelihoods = content["indices"], content["likelihoods"]
@@ -244,7 +234,7 @@ def _dense_entries(path: str | Path, content: dict[str, Any], scale_column: bool
     if trick and not scale_column:
         columns, weights = columns[:, :-1], weights[:, :-1]
     row, rank = np.nonzero((columns >= 0) & (weights != 0))
-    return row, columns[row, rank], weights[row, rank]
+    return Entries(row, columns[row, rank], weights[row, rank])
 
 
 def _check_tensor(path: str | Path, name: str, tensor: Any) -> None:
@@ -266,13 +256,13 @@ def _check_tensor(path: str | Path, name: str, tensor: Any) -> None:
         raise ValueError(f"{path}: '{name}' {found}; {_REBUILD}")
 
 
-def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Coordinates:
+def _sparse_entries(path: str | Path, content: dict[Any, Any]) -> Entries:
     try:
         keys = np.array([*content], dtype=np.int64)
         weights = np.array([float(weight) for weight in content.values()], dtype=np.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: of a tensor without a value
         raise ValueError(f"{path}: its pairs are not two tokens with a weight; {_REBUILD}") from None
-    return keys[:, 0], keys[:, 1], weights
+    return Entries(keys[:, 0], keys[:, 1], weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,13 +280,12 @@ class PartFiles:
             return None
         if about.get("key") != self.key:
             return None
-        return Entries(rows=arrays["rows"], columns=arrays["columns"], weights=arrays["weights"])
+        return Entries(**arrays)
 
     def save(self, name: str, part: Entries) -> None:
         self.folder.mkdir(exist_ok=True)
-        arrays: dict[str, npt.NDArray[Any]] = {"rows": part.rows, "columns": part.columns, "weights": part.weights}
         with whole_file(self._path(name)) as unfinished:
-            unfinished.write_bytes(_safetensors_bytes(arrays, {"key": self.key}))
+            unfinished.write_bytes(_safetensors_bytes(part._asdict(), {"key": self.key}))
 
     def remove(self) -> None:
         """Remove all parts, and the folder if it is then empty."""

@@ -21,7 +21,7 @@ from xtoken_toys import Toy
 
 from mcore_prefix_tree.xtoken.align import align_ends
 from mcore_prefix_tree.xtoken.dynamic import best_path
-from mcore_prefix_tree.xtoken.projection import entries, from_entries, trim
+from mcore_prefix_tree.xtoken.projection import Entries, from_entries, list_entries, trim
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies, shares, similar_names
 from mcore_prefix_tree.xtoken.projection_file import read_projection, write_projection
 
@@ -168,7 +168,7 @@ def test_both_passes_have_their_weights(theirs):
     for place, weight in counts.items():
         matrix[place] = weight
     matrix /= np.maximum(matrix.sum(1, keepdims=True), 1e-300)
-    rows, columns, weights = entries(OURS.build(BuildSettings(special_similarity=2.0)))
+    rows, columns, weights = list_entries(OURS.build(BuildSettings(special_similarity=2.0)))
     found = np.zeros_like(matrix)
     found[rows, columns] = weights
     np.testing.assert_allclose(found, matrix, atol=1e-7)
@@ -179,14 +179,8 @@ def built(tmp_path):
     """A random projection, in a file of theirs."""
     rng = np.random.default_rng(3)
     size = 40
-    projection = from_entries(
-        rng.integers(0, len(STUDENT), size),
-        rng.integers(0, len(TEACHER), size),
-        rng.random(size),
-        student_vocab_size=len(STUDENT),
-        teacher_vocab_size=len(TEACHER),
-        top_k=5,
-    )
+    rows, columns = (rng.integers(0, len(side), size) for side in (STUDENT, TEACHER))
+    projection = from_entries(Entries(rows, columns, rng.random(size)), (len(STUDENT), len(TEACHER)), 5)
     write_projection(tmp_path / "w.pt", projection)
     return tmp_path / "w.pt", projection
 
@@ -198,7 +192,7 @@ def read(path):
 def test_they_read_our_files(theirs, built, tmp_path):
     path, projection = built
     write_projection(tmp_path / "sparse.pt", projection, sparse=True)
-    expected = entries(projection)
+    expected = list_entries(projection)
     for name, student_size in ((path, len(STUDENT)), (tmp_path / "sparse.pt", int(expected[0].max()) + 1)):
         indices, values, v_student, _ = theirs.loss_utils.parse_projection_file(name)
         assert v_student == student_size

@@ -12,7 +12,7 @@ import pytest
 import torch
 from xtoken_toys import Toy, tokenizer_of
 
-from mcore_prefix_tree.xtoken.projection import Projection, entries, from_entries, trim
+from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, list_entries, trim
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies, shares, similar_names
 from mcore_prefix_tree.xtoken.projection_file import PartFiles, read_projection, write_projection
 
@@ -25,7 +25,7 @@ NO_NAMES = BuildSettings(special_similarity=2.0)
 
 def dense(projection):
     matrix = np.zeros((projection.student_vocab_size, projection.teacher_vocab_size))
-    rows, columns, weights = entries(projection)
+    rows, columns, weights = list_entries(projection)
     matrix[rows, columns] = weights
     return matrix
 
@@ -91,14 +91,7 @@ def test_special_tokens_are_mapped_by_similar_names():
 def test_the_exact_map_takes_the_token_that_the_teacher_writes():
     teacher = Toy(["<0x61>", "a", "<0xFF>", "b"], "teacher")
     vocabularies = Vocabularies(Toy(["b", "a", "<0xFF>", "c"], "student"), teacher)
-    given = from_entries(
-        np.array([2, 2, 5]),
-        np.array([3, 4, 5]),
-        np.array([1.0, 1.0, 2.0]),
-        student_vocab_size=6,
-        teacher_vocab_size=6,
-        top_k=2,
-    )
+    given = from_entries(Entries(np.array([2, 2, 5]), np.array([3, 4, 5]), np.array([1.0, 1.0, 2.0])), (6, 6), 2)
     projection = vocabularies.exact_map(given)
     assert projection.columns.tolist() == [[0, -1], [1, -1], [5, -1], [3, -1], [4, -1], [5, -1]]
     assert projection.weights.tolist() == [[1, 0]] * 6
@@ -114,12 +107,8 @@ def test_the_exact_map_knows_roles_of_special_tokens():
 
 
 def test_trim_keeps_the_heaviest_and_normalises():
-    projection = from_entries(
-        np.array([0, 0, 0, 2, 2]),
-        np.array([1, 3, 2, 0, 3]),
-        np.array([0.2, 0.5, 0.3, 1.0, 1.0]),
-        student_vocab_size=3, teacher_vocab_size=4, top_k=4,
-    )  # fmt: skip
+    rows, columns = np.array([0, 0, 0, 2, 2]), np.array([1, 3, 2, 0, 3])
+    projection = from_entries(Entries(rows, columns, np.array([0.2, 0.5, 0.3, 1.0, 1.0])), (3, 4), 4)
     assert projection.columns.tolist() == [[3, 2, 1, -1], [-1] * 4, [0, 3, -1, -1]]
     cut = trim(projection, 2)
     assert cut.columns.tolist() == [[3, 2], [-1, -1], [0, 3]]
@@ -137,7 +126,7 @@ def test_equal_entries_are_added_and_ties_prefer_the_lower_id():
     random_ = random.Random(1)
     triples = [(random_.randrange(5), random_.randrange(6), random_.choice([0.25, 0.5, 1.0])) for _ in range(60)]
     rows, columns, weights = (np.array(one) for one in zip(*triples, strict=True))
-    projection = from_entries(rows, columns, weights, student_vocab_size=5, teacher_vocab_size=6, top_k=3)
+    projection = from_entries(Entries(rows, columns, weights), (5, 6), 3)
     matrix = np.zeros((5, 6))
     np.add.at(matrix, (rows, columns), weights)
     for row in range(5):
