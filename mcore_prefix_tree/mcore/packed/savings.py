@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.plan.flops import Counts, ExpectedSpeedup, ModelWork
+from mcore_prefix_tree.plan.flops import DIMENSIONS, Counts, ExpectedSpeedup, ModelWork
 from mcore_prefix_tree.plan.model_shape import layer_parts
 
 
@@ -109,13 +109,9 @@ def count_model_flops(model: Any) -> ModelWork:
     """Count the FLOPs of a ``GPTModel`` or ``HybridModel`` with all its pipeline stages."""
     config = model.config
     return ModelWork.from_dimensions(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
+        **{name: getattr(config, name) for name in DIMENSIONS},
         vocab_size=model.vocab_size,
         num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
         swiglu=config.gated_linear_unit,
         fused_head=True,  # a report counts the positions that the head computes
         settings=vars(config),
