@@ -43,6 +43,9 @@ class Branching(NamedTuple):
     branch_states: int
 
 
+NO_BRANCHES = Branching(0, 0, 0)
+
+
 def branching(node_parent: npt.NDArray[np.integer]) -> Branching:
     """Count the segments of nodes in depth-first pre-order, ``[N]`` parents, -1 for a root."""
     starts = starts_of_chains(node_parent)

@@ -241,14 +241,11 @@ def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array
 
 def count_supervised(samples: Sequence[Sample], layout: FlatLayout) -> Int64Array:
     """Return int64 ``[P]``: how many tokens of samples with a loss mask each token predicts."""
-    scored = [np.flatnonzero(sample.loss_mask[1:]) + start for sample, start in _starts(samples, layout)]
+    starts = layout.cu_sample_lens[:-1].tolist()
+    scored = [np.flatnonzero(sample.loss_mask[1:]) + start for sample, start in zip(samples, starts, strict=True)]
     # The predictor of a token is the token before it in its sample.
     predictor = layout.sample_map[np.concatenate(scored)] if scored else np.empty(0, dtype=np.int64)
     return np.bincount(predictor, minlength=layout.padded_size)
-
-
-def _starts(samples: Sequence[Sample], layout: FlatLayout) -> list[tuple[Sample, int]]:
-    return list(zip(samples, layout.cu_sample_lens[:-1].tolist(), strict=True))
 
 
 def _nodes(layout: FlatLayout, start: int, end: int) -> slice:

@@ -332,7 +332,7 @@ MEGATRON_LM = (
     ),
 )
 
-# Its train_rl.py; mcore/megatron_lm/rl/script.py checks the script itself.
+# Its train_rl.py; mcore/megatron_lm/rl/rl_objective.py checks the script itself.
 MEGATRON_LM_RL = (
     Uses(
         "megatron.rl.rl_utils:calculate_grpo_loss",

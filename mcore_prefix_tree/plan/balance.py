@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, longest_runs, reach, reach_of_several
-from mcore_prefix_tree.plan.deal import deal
 from mcore_prefix_tree.plan.makespan import least_makespan
-from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, SubtreePlacer, place
+from mcore_prefix_tree.plan.pack import MAX_ATOMS, Atoms, Leaves, SubtreePlacer, deal, place
 from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
@@ -272,7 +271,10 @@ class _Search:
 
     def deal(self, bins: list[Int64Array]) -> None:
         """Deal bins, int64 ``[n]`` each, to the ranks and consider the result."""
-        self.consider(_deal(self.leaves, self.cost_model, bins, self.dp_size, self.micro_batches))
+        bins = bins + [np.arange(0)] * (self.dp_size * self.micro_batches - len(bins))
+        cost = [self.leaves.some(chosen).units(self.cost_model) for chosen in bins]
+        dealt = deal(cost, self.dp_size, size=[1] * len(bins), room=self.micro_batches)
+        self.consider([[bins[index] for index in rank] for rank in dealt.ranks])
 
 
 def _members(bin_of: Int64Array, bins: int) -> list[Int64Array]:
@@ -302,15 +304,3 @@ def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: in
     if len(runs) > count:
         runs = fewest_runs(leaves.context, fresh_tokens, max_tokens)
     return runs if len(runs) <= count else None
-
-
-def _deal(
-    leaves: Leaves, cost_model: CostModel, bins: list[Int64Array], dp_size: int, micro_batches: int
-) -> list[RankBins]:
-    """Deal bins, int64 ``[n]`` each, to ranks, ``micro_batches`` per rank."""
-    empty, missing = np.arange(0), dp_size * micro_batches - len(bins)
-    cost = [leaves.some(chosen).units(cost_model) for chosen in bins]
-    cost += [leaves.some(empty).units(cost_model)] * missing
-    bins = bins + [empty] * missing
-    dealt = deal(cost, dp_size, size=[1] * len(bins), room=micro_batches)
-    return [[bins[index] for index in rank] for rank in dealt.ranks]

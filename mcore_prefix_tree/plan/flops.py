@@ -38,6 +38,9 @@ from mcore_prefix_tree.plan.model_shape import (
     trained_depths,
 )
 
+# Sizes of a model that Megatron-LM's arguments, its configurations and recipes have under the same names.
+DIMENSIONS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
+
 
 class Counts(NamedTuple):
     """Tokens, pairs and predictors that a run computes, without padding.
@@ -332,14 +335,11 @@ class ModelWork:
         columns = 1 if scalar_head else model.vocab_size or vocab_size
         if columns is None:
             raise ValueError("the cost of the output layer needs model.vocab_size; give it in the recipe")
+        sizes = {name: getattr(model, name) for name in DIMENSIONS}
         return cls.from_dimensions(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
-            num_attention_heads=model.num_attention_heads,
+            **sizes | {"ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size},
             vocab_size=columns,
             num_query_groups=model.num_query_groups,
-            kv_channels=model.kv_channels,
             swiglu=model.swiglu,
             fused_head=fused_head and not scalar_head,
             settings=model.transformer,

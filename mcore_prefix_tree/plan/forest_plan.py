@@ -11,14 +11,15 @@ Legend: S samples, D data-parallel ranks, K micro-batches per rank.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.plan.balance import RankBins, balance
+from mcore_prefix_tree.plan.balance import balance
 from mcore_prefix_tree.plan.carry import (
     CarriedMicroBatch,
     CarriedTree,
@@ -31,12 +32,13 @@ from mcore_prefix_tree.plan.carry import (
 )
 from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, smallest_budget
-from mcore_prefix_tree.plan.pack import Leaves, first_scored
+from mcore_prefix_tree.plan.pack import Leaves, deal, first_scored
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples
 from mcore_prefix_tree.utils.choices import OverBudget
 
 Int64Array = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,8 +210,7 @@ def plan_step(
     fresh = lengths - shared
     if keys is not None:
         leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
-        clusters = Clusters.of(keys, leaves)
-        _check_clusters(clusters, samples, order, max_tokens)
+        clusters = _make_clusters(keys, leaves, samples, order, max_tokens)
         fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
         per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
         return _cluster_plan(clusters, leaves, order, max_tokens, dp_size, per_rank, cost_model)
@@ -220,7 +221,7 @@ def plan_step(
 
     leaves = Leaves.of_samples(shared, lengths, _scored(samples, order, shared, cost_model))
     ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens, bubble=bubble)
-    ranks = [_for_pipeline(leaves, cost_model, rank) for rank in ranks]
+    ranks = [_for_pipeline(rank, lambda chosen: leaves.some(chosen).units(cost_model)) for rank in ranks]
     return ForestPlan(
         micro_batches=tuple(
             tuple(
@@ -275,9 +276,7 @@ def fewest_micro_batches(
     if keys is None:
         repeated = _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
         return repeated if carried is None else min(carried, repeated)
-    leaves = Leaves.every_sample(shared, lengths, None)
-    clusters = Clusters.of(keys, leaves)
-    _check_clusters(clusters, samples, order, max_tokens)
+    clusters = _make_clusters(keys, Leaves.every_sample(shared, lengths), samples, order, max_tokens)
     fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
     return fewest if carried is None else min(carried, fewest)
 
@@ -371,9 +370,9 @@ def _micro_batches_per_rank(asked: int | None, fewest: int, max_tokens: int, dp_
     return fewest if asked is None else asked
 
 
-def _for_pipeline(leaves: Leaves, cost_model: CostModel, rank: RankBins) -> RankBins:
+def _for_pipeline(rank: list[T], cost: Callable[[T], int]) -> list[T]:
     """The cheapest micro-batches first and last: while a pipeline fills and drains, all stages wait for those."""
-    by_cost = sorted(rank, key=lambda chosen: leaves.some(chosen).units(cost_model))
+    by_cost = sorted(rank, key=cost)
     return by_cost[0::2] + by_cost[1::2][::-1]
 
 
@@ -401,8 +400,11 @@ def _even_plan(
     )
 
 
-def _check_clusters(clusters: Clusters, samples: Sequence[Sample], order: Int64Array, max_tokens: int) -> None:
-    """Raise BudgetError for a cluster above ``max_tokens``; ``order`` is int64 ``[S]``."""
+def _make_clusters(
+    keys: Sequence[Hashable], leaves: Leaves, samples: Sequence[Sample], order: Int64Array, max_tokens: int
+) -> Clusters:
+    """Put leaves with one key together; raise BudgetError for a cluster above ``max_tokens``; ``order`` is ``[S]``."""
+    clusters = Clusters.of(keys, leaves)
     for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
         if tokens > max_tokens:
             sources = [samples[index].source for index in order[members].tolist()]
@@ -410,6 +412,7 @@ def _check_clusters(clusters: Clusters, samples: Sequence[Sample], order: Int64A
                 f"{', '.join(sources[:-1])} and {sources[-1]} stay together, and their {tokens} unique tokens do not "
                 f"fit a micro-batch of batch.max_tokens={max_tokens}; raise batch.max_tokens or shorten the samples"
             )
+    return clusters
 
 
 def _cluster_plan(
@@ -428,13 +431,9 @@ def _cluster_plan(
     bins += [np.empty(0, dtype=np.int64)] * (count - len(bins))
     tokens = [leaves.some(places).tokens for places in bins]
     cost = tokens if cost_model is None else [leaves.some(places).units(cost_model) for places in bins]
-    # The largest first, each to the lightest rank that still has room.
-    ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    for chosen in sorted(range(count), key=lambda chosen: -cost[chosen]):
-        open_ranks = [rank for rank in ranks if len(rank) < per_rank]
-        min(open_ranks, key=lambda rank: sum(cost[taken] for taken in rank)).append(chosen)
+    ranks = deal(cost, dp_size, size=[1] * count, room=per_rank).ranks
     if cost_model is not None:
-        ranks = [rank[::-1][0::2] + rank[::-1][1::2][::-1] for rank in ranks]  # as in _for_pipeline
+        ranks = [_for_pipeline(rank, cost.__getitem__) for rank in ranks]
     return ForestPlan(
         micro_batches=tuple(tuple(tuple(order[bins[chosen]].tolist()) for chosen in rank) for rank in ranks),
         physical_tokens=tuple(tuple(tokens[chosen] for chosen in rank) for rank in ranks),

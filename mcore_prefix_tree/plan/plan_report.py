@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
-from mcore_prefix_tree.layout.stats import branching
+from mcore_prefix_tree.layout.stats import NO_BRANCHES, Branching, branching
 from mcore_prefix_tree.plan.carry import FORWARD, Chunk, FirstPass, first_pass_depths
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
@@ -113,48 +113,41 @@ def report_plan(
     place = np.empty(len(samples), dtype=np.int64)
     place[order] = np.arange(len(samples))
 
-    def count(indices: Sequence[int]) -> MicroBatchReport:
-        own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
-        own_scored = int(own.scored.sum())
-        branches = branching(trie_from_order(np.arange(len(own)), own.context, own.length).node_parent)
-        segments, levels, _ = branches
+    def find_leaves(indices: Sequence[int]) -> Leaves:
+        return everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
+
+    def report(
+        count: int, tokens: int, pairs: int, scored: int, branches: Branching = NO_BRANCHES, *, passes: float = 1.0
+    ) -> MicroBatchReport:
+        cost = cost_model.of_micro_batch(tokens, pairs, scored, branches.segments, branches.segment_levels)
         return MicroBatchReport(
-            samples=len(indices),
-            tokens=own.tokens,
-            padding=padding.size(own.tokens) - own.tokens,
-            pairs=own.pairs,
-            scored=own_scored,
-            cost=cost_model.of_micro_batch(own.tokens, own.pairs, own_scored, segments, levels),
+            samples=count,
+            tokens=tokens,
+            padding=padding.size(tokens) - tokens,
+            pairs=pairs,
+            scored=scored,
+            cost=passes * cost,
             **branches._asdict(),
         )
+
+    def count(indices: Sequence[int]) -> MicroBatchReport:
+        own = find_leaves(indices)
+        branches = branching(trie_from_order(np.arange(len(own)), own.context, own.length).node_parent)
+        return report(len(indices), own.tokens, own.pairs, int(own.scored.sum()), branches)
 
     def count_first_pass(run: FirstPass, parts: Sequence[Chunk | FirstPass]) -> MicroBatchReport:
         chunks = sorted(part for part in parts if isinstance(part, Chunk))
         tokens = run.end - run.start
         pairs = int((first_pass_depths(chunks)[run.start : run.end] + 1).sum()) if tokens else 0
-        return MicroBatchReport(
-            samples=0,
-            tokens=tokens,
-            padding=padding.size(tokens) - tokens,
-            pairs=pairs,
-            scored=0,
-            cost=FORWARD * cost_model.of_micro_batch(tokens, pairs, 0),
-        )
+        return report(0, tokens, pairs, 0, passes=FORWARD)
 
     def count_chunk(indices: Sequence[int], chunk: Chunk, passes: float) -> MicroBatchReport:
-        own = everything.some(np.sort(place[np.asarray(indices, dtype=np.int64)]))
+        own = find_leaves(indices)
         depths = [np.arange(*ends) for ends in zip(own.context.tolist(), own.length.tolist(), strict=True)]
         position, ends = np.concatenate(depths), np.cumsum(own.length - own.context)
         tokens, pairs = chunk.end - chunk.start, int((position[chunk.start : chunk.end] + 1).sum())
-        own_scored = int(own.scored.sum()) * tokens // own.tokens
-        return MicroBatchReport(
-            samples=int(((ends > chunk.start) & (ends <= chunk.end)).sum()),
-            tokens=tokens,
-            padding=padding.size(tokens) - tokens,
-            pairs=pairs,
-            scored=own_scored,
-            cost=passes * cost_model.of_micro_batch(tokens, pairs, own_scored),
-        )
+        ending = int(((ends > chunk.start) & (ends <= chunk.end)).sum())
+        return report(ending, tokens, pairs, int(own.scored.sum()) * tokens // own.tokens, passes=passes)
 
     def count_rank(rank: int, cuts: Sequence[tuple[int, ...]]) -> Iterator[MicroBatchReport]:
         carrying = plan.carrying_of(rank)

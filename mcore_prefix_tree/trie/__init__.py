@@ -1,7 +1,14 @@
 """A trie of samples: the tokens that they share, and the samples that share them."""
 
-from mcore_prefix_tree.trie.sort import SHARE_ALL, Sharing, common_prefix_length, sort_samples
-from mcore_prefix_tree.trie.trie import Trie, build_trie, trie_from_order
+from mcore_prefix_tree.trie.trie import (
+    SHARE_ALL,
+    Sharing,
+    Trie,
+    build_trie,
+    common_prefix_length,
+    sort_samples,
+    trie_from_order,
+)
 
 __all__ = [
     "SHARE_ALL",

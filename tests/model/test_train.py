@@ -238,7 +238,7 @@ def test_second_ctrl_c_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         os.kill(os.getpid(), number)
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("mcore_prefix_tree.mcore.loop.session._TWICE_S", 0.01)
+    monkeypatch.setattr("mcore_prefix_tree.mcore.loop.session._NEXT_CTRL_C_S", 0.01)
     with EndRequest(), pytest.raises(KeyboardInterrupt):
         twice(signal.SIGINT, 0.02)
     with EndRequest():

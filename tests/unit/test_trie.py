@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.trie import Sharing, build_trie, trie_from_order
-from mcore_prefix_tree.trie.sort import common_prefix_length, prompt_length
+from mcore_prefix_tree.trie.trie import common_prefix_length, prompt_length
 
 
 @given(sample_lists())

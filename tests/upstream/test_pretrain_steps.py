@@ -22,8 +22,9 @@ from mcore_prefix_tree.layout import Padding
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.megatron_lm import step_batches
-from mcore_prefix_tree.mcore.megatron_lm.dry_run import Need, fill_omitted, largest_micro_batch_size, needs
+from mcore_prefix_tree.mcore.megatron_lm.dry_run import fill_omitted, largest_micro_batch_size
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
+    Need,
     StepDealer,
     StepIterator,
     StepMicroBatch,
@@ -143,11 +144,11 @@ def test_omitted_sizes_are_filled_for_validation() -> None:
 def test_needs_count_each_step_and_reject_small_sizes() -> None:
     # 8 samples that share all but their ends, and 8 that share nothing, two of which fit 50 tokens.
     mixed = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
-    found = list(needs(mixed, lambda _: size(4, 1, dp_size=2), folding(max_tokens=50, dp_size=2), SFT, end=16))
+    found = check_steps(mixed, lambda _: size(4, 1, dp_size=2), folding(max_tokens=50, dp_size=2), SFT, end=16)
     assert [step.samples for step in found] == [4, 4]
     assert found[0].micro_batches < found[1].micro_batches == 2
     with pytest.raises(ArgumentError, match=r"use --micro-batch-size 2, or raise --prefix-tree-max-tokens"):
-        list(needs(mixed, lambda _: size(1, 4, dp_size=2), folding(max_tokens=50, dp_size=2), SFT, end=16))
+        check_steps(mixed, lambda _: size(1, 4, dp_size=2), folding(max_tokens=50, dp_size=2), SFT, end=16)
 
 
 def test_steps_are_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,17 +263,17 @@ def test_statistics() -> None:
         StepDealer(order(), job(folding()), clock=lambda: next(now)), consumed=0, size=lambda: size(2, 4)
     )
     steps = [deal(iterator, 2) for _ in range(3)]
-    stats = [step[0].stats for step in steps]
-    assert all(step[0].stats is step[1].stats for step in steps)
-    assert [one.seconds_before for one in stats if one] == [0.0, 2.5, 0.5]
-    first, second, _ = stats
-    assert first is not None
-    assert second is not None
-    assert first.logical_tokens == second.logical_before == 8 * 25
+    figures = [step[0].figures for step in steps]
+    assert all(step[0].figures is step[1].figures for step in steps)
     # One of two micro-batches holds everything: cutting would compute the prompt twice.
-    assert first.physical_tokens == second.physical_before == 20 + 8 * 5
-    assert np.isclose(sum(micro_batch.share for micro_batch in steps[0]), 1)
-    assert steps[0][0].host_seconds == steps[0][1].host_seconds > 0
+    logical, physical = 8 * 25, 20 + 8 * 5
+    assert all(one["fold ratio"] == (logical, physical) for one in figures)
+    assert "logical tokens/s" not in figures[0]
+    assert [one["logical tokens/s"] for one in figures[1:]] == [(logical, 2.5), (logical, 0.5)]
+    assert [one["physical tokens/s"] for one in figures[1:]] == [(physical, 2.5), (physical, 0.5)]
+    milliseconds, share = figures[0]["plan time (ms)"]
+    assert np.isclose(2 * share, 1)
+    assert milliseconds > 0
 
 
 def test_less_sharing_reaches_the_micro_batches() -> None:
@@ -290,7 +291,7 @@ def test_less_sharing_reaches_the_micro_batches() -> None:
 
 def test_evaluation_is_not_measured() -> None:
     iterator = StepIterator(StepDealer(order(), job(folding())), consumed=0, size=lambda: size(2, 4))
-    assert next(iterator).stats is None
+    assert not next(iterator).figures
 
 
 def test_oversized_step_is_reported_at_its_turn() -> None:

@@ -108,6 +108,15 @@ def latest_weights(folder: str | Path) -> int | str | None:
     return latest_iteration(folder)
 
 
+def find_weights(folder: str | Path, setting: str) -> int | str:
+    """Return the main rank's :func:`latest_weights`; raise RecipeError, with the name of the setting, without any."""
+    # A network folder shows another machine's last checkpoint late: all take the main rank's.
+    iteration: int | str | None = everyone(latest_weights(folder))[0]
+    if iteration is None:
+        raise RecipeError(f"{setting}={folder} holds no checkpoint; name the folder of a run")
+    return iteration
+
+
 def iteration_folder(folder: str | Path, iteration: int | str) -> Path:
     """Return the folder of an iteration's checkpoint, or of one without an iteration; Megatron-LM's name for it."""
     return Path(folder) / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")

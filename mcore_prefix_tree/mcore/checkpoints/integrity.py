@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import FILE as SETTINGS
 from mcore_prefix_tree.mcore.checkpoints.unpickling import read_metadata
 from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, on_main_rank
@@ -78,7 +76,9 @@ def _check_share(folder: Path) -> None:
                 raise DamagedCheckpointError(f"{folder / name} is missing, and {MANIFEST} names it")
     for path, items in _share_of_files(folder):
         try:
-            _check_records(path, items)
+            with open_regular(path) as file:
+                if any(_archive(file, stored).testzip() is not None for stored in items):
+                    raise zipfile.BadZipFile
             digest = _digest(path, items)
         except Exception as error:  # a damaged archive makes zipfile raise nearly anything
             raise DamagedCheckpointError(
@@ -108,17 +108,12 @@ def _read_manifest(path: Path) -> Mapping[str, str] | None:
 
 def _share_of_files(folder: Path) -> list[tuple[Path, list[Any]]]:
     """Return the files that this rank checks, and where each archive in them lies, in the order of the file."""
-    items = _archives(read_metadata(folder / ".metadata"))
+    items: dict[str, list[Any]] = defaultdict(list)
+    for stored in sorted(read_metadata(folder / ".metadata").storage_data.values(), key=lambda stored: stored.offset):
+        items[stored.relative_path].append(stored)
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in INFORMATION)
     ranks = all_ranks()
     return [(path, items[path.name]) for path in files[ranks.rank :: ranks.size]]
-
-
-def _archives(metadata: Metadata) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = defaultdict(list)
-    for stored in sorted(metadata.storage_data.values(), key=lambda stored: stored.offset):
-        found[stored.relative_path].append(stored)
-    return found
 
 
 def _digest(path: Path, items: list[Any]) -> str:
@@ -132,13 +127,6 @@ def _digest(path: Path, items: list[Any]) -> str:
                 line = f"{stored.offset} {stored.length} {record.filename} {record.CRC} {record.file_size}\n"
                 digest.update(line.encode())
     return digest.hexdigest()
-
-
-def _check_records(path: Path, items: list[Any]) -> None:
-    with open_regular(path) as file:
-        for stored in items:
-            if _archive(file, stored).testzip() is not None:
-                raise zipfile.BadZipFile
 
 
 def _archive(file: BinaryIO, stored: Any) -> zipfile.ZipFile:

@@ -77,10 +77,11 @@ def check_holds_only_data(folder: Path) -> None:
     metadata = read_metadata(folder / ".metadata")
     for name in sorted({str(stored.relative_path) for stored in metadata.storage_data.values()}):
         _check_inside(folder, name)
-    for key, stored in _objects(metadata):
-        with open_regular(folder / stored.relative_path) as file:
-            file.seek(stored.offset)
-            _check_object(folder / stored.relative_path, key, file.read(stored.length))
+    for index, stored in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):  # an object, not a tensor
+            with open_regular(folder / stored.relative_path) as file:
+                file.seek(stored.offset)
+                _check_object(folder / stored.relative_path, index.fqn, file.read(stored.length))
     common = folder / "common.pt"
     if common.exists():
         _load_data(read_regular(common), str(common))
@@ -108,13 +109,6 @@ def read_metadata(path: Path) -> Metadata:
     if not all(isinstance(table, dict) for table in tables):
         raise UnsafeCheckpointError(f"{path} is damaged: a table of torch's Metadata is missing")
     return metadata
-
-
-def _objects(metadata: Metadata) -> Iterator[tuple[str, Any]]:
-    """Yield each object that torch unpickles, by key, and where it is stored."""
-    for index, stored in metadata.storage_data.items():
-        if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
-            yield index.fqn, stored
 
 
 def _check_inside(folder: Path, name: str) -> None:
@@ -174,8 +168,4 @@ def pickle_enums_by_value() -> None:
     """
     for admitted in (*SAFE_GLOBALS, _MEM_FORMAT_ENCODING):
         if isinstance(admitted, type) and issubclass(admitted, Enum):
-            copyreg.pickle(admitted, _by_value)
-
-
-def _by_value(member: Enum) -> tuple[Any, ...]:
-    return type(member), (member.value,)
+            copyreg.pickle(admitted, lambda member: (type(member), (member.value,)))

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 from uuid import uuid4
 
 import torch
@@ -70,31 +70,23 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -
         RecipeError: Megatron-Bridge gives other weights than the source has.
     """
     with without_scalar_head(chunks) as (models, head):
-        _export(source, models, target, score=_find_score_weight(head))
-
-
-def _find_score_weight(head: torch.nn.Module | None) -> torch.Tensor | None:
-    """Return the weight of a scalar head on every rank, None for a language model; the last stage has it."""
-    weights = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
-    return next((weight for weight in weights if weight is not None), None)
-
-
-def _export(source: str, models: list[torch.nn.Module], target: str | Path, *, score: torch.Tensor | None) -> None:
-    """Write the folder; ``score`` is the weight ``[1, h]`` of a scalar head."""
-    folder = HuggingFaceFolder.read(source)
-    if score is not None:
-        folder = folder.with_scalar_head()
-    weights: Iterator[tuple[str, torch.Tensor]] = load_bridge(source).export_hf_weights(
-        models, cpu=True, show_progress=False
-    )
-    if score is not None:
-        weights = chain(weights, [(SCORE, score)])
-    has_depths = bool(get_model_config(models[0]).mtp_num_layers)
-    _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished, has_depths))
+        # Only the last stage has it.
+        of_ranks = everyone(None if head is None else cast("torch.Tensor", head.weight).detach().cpu())
+        score = next((weight for weight in of_ranks if weight is not None), None)
+        folder = HuggingFaceFolder.read(source)
+        weights: Iterator[tuple[str, torch.Tensor]] = load_bridge(source).export_hf_weights(
+            models, cpu=True, show_progress=False
+        )
+        if score is not None:
+            folder, weights = folder.with_scalar_head(), chain(weights, [(SCORE, score)])
+        has_depths = bool(get_model_config(models[0]).mtp_num_layers)
+        _write_folder(target, weights, lambda unfinished: _Writer(folder, unfinished, has_depths))
 
 
 def _write_folder(
-    target: str | Path, weights: Iterable[tuple[str, torch.Tensor]], writer_to: Callable[[Path], _FolderWriter]
+    target: str | Path,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    writer_to: Callable[[Path], _Writer | _AdapterWriter],
 ) -> None:
     """Write a folder that appears once it is complete, from weights of any shapes that all ranks make together."""
     unfinished = Path(f"{Path(target).absolute()}.{everyone(uuid4().hex)[0]}.tmp")
@@ -126,14 +118,6 @@ def _write_folder(
         if is_main_rank():
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-class _FolderWriter(Protocol):
-    def add(self, name: str, weight: torch.Tensor) -> None:
-        """Take a weight, of any shape."""
-
-    def finish(self) -> None:
-        """Write the remaining files."""
 
 
 class _AdapterWriter:
@@ -250,9 +234,7 @@ def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
     check_new(target, f"PATH={target}")
     make_parent(target, f"PATH={target}")
     with session(recipe) as joined:
-        iteration = everyone(checkpoint.latest_weights(saved))[0]
-        if iteration is None:
-            raise RecipeError(f"checkpoint.save={saved} holds no checkpoint; train first, or name the folder of a run")
+        iteration = checkpoint.find_weights(saved, "checkpoint.save")
         model = joined.recipe.model
         assert model.vocab_size is not None, "the folder gives it"
         chunks = build_chunks(

@@ -123,8 +123,16 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
         run = replace(run, job=replace(run.job, hook=loader.hook()))
         if recipe.verify.enabled and saved is None:
             _verify(run, chunks, reporter)
-        trainer = Trainer(run, chunks, held_out=_planned(held_out, run))
-        trainer.train(saved, reporter, new_data=new_data)
+        evaluated = None
+        if held_out is not None:
+            evaluated = HeldOut(
+                held_out,
+                run.job,
+                per_step=recipe.batch.per_step,
+                by_group=recipe.batch.groups_per_step is not None,
+                in_trie_order=recipe.data.order == "folded",
+            )
+        Trainer(run, chunks, held_out=evaluated).train(saved, reporter, new_data=new_data)
         if target is not None:
             # Like a step, it is finished first: a signal would leave half a folder, and no other copy without a save.
             with EndRequest():
@@ -168,19 +176,6 @@ def _read_held_out(
     return groups
 
 
-def _planned(held_out: Sequence[Sequence[Sample]] | None, run: Resolved) -> HeldOut | None:
-    if held_out is None:
-        return None
-    batch = run.recipe.batch
-    return HeldOut(
-        held_out,
-        run.job,
-        per_step=batch.per_step,
-        by_group=batch.groups_per_step is not None,
-        in_trie_order=run.recipe.data.order == "folded",
-    )
-
-
 def _verify(run: Resolved, chunks: list[torch.nn.Module], reporter: Reporter) -> None:
     report = run.verified(chunks, partial(reporter.comparing, "verify") if is_main_rank() else None)
     if is_main_rank():
@@ -210,7 +205,9 @@ def _report_order(data: Data, say: Callable[[str], None]) -> None:
 
 def _check_optimizer(options: OptimizerConfig, model: ModelConfig, checkpoints: CheckpointConfig) -> None:
     """Reject settings that Megatron's optimizer, with the installed kernels, would reject after the model is built."""
-    if not _fused_adam():
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    if not HAVE_APEX_OR_TE:
         if options.use_distributed_optimizer and checkpoints.save is not None:
             raise RecipeError(
                 "optimizer.use_distributed_optimizer: without the FusedAdam of TransformerEngine or Apex, Megatron "
@@ -222,9 +219,3 @@ def _check_optimizer(options: OptimizerConfig, model: ModelConfig, checkpoints: 
             "model.dtype=float64: Megatron takes the FusedAdam of TransformerEngine or Apex if it is installed, "
             "which has no float64; set model.dtype=float32, or device=cpu"
         )
-
-
-def _fused_adam() -> bool:
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
-
-    return bool(HAVE_APEX_OR_TE)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mcore_prefix_tree.data.write import check_output, whole_file
 from mcore_prefix_tree.mcore.checkpoints.checkpoint import hold
@@ -27,16 +27,12 @@ _BEGINNING = b'{"iteration": '
 _WANDB_ID = "wandb_run_id"
 
 
+# Its methods ``step`` and ``evaluation`` raise LogError if it cannot be written to.
+_Log: TypeAlias = "_MetricsFile | _Charts"
+
+
 class LogError(OSError):
     """A log cannot be written. The message names the setting, the place and the reason."""
-
-
-class _Log(Protocol):
-    """A place that a run's numbers are written to; each method raises LogError if it cannot be written."""
-
-    def step(self, report: StepReport) -> None: ...
-
-    def evaluation(self, evaluation: Evaluation) -> None: ...
 
 
 class Logs:
@@ -220,7 +216,21 @@ def _is_wanted(line: bytes, done: int, where: str) -> bool:
     return done > 0 and iteration <= done
 
 
-class _Board:
+class _Charts:
+    """A place that shows numbers by name."""
+
+    def step(self, report: StepReport) -> None:
+        self._write(_step_numbers(report), report.iteration)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        metrics = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
+        self._write({"validation/loss": evaluation.loss, **metrics}, evaluation.iteration)
+
+    def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
+        raise NotImplementedError
+
+
+class _Board(_Charts):
     """TensorBoard's file; it hides the later steps of an earlier run in its folder."""
 
     def __init__(self, folder: str, done: int) -> None:
@@ -230,12 +240,6 @@ class _Board:
         with _naming(self._setting, "folder"):
             self._writer: Any = SummaryWriter(folder, purge_step=done + 1 if done else 0)  # type: ignore[no-untyped-call]
             self._writer.flush()
-
-    def step(self, report: StepReport) -> None:
-        self._write(_step_numbers(report), report.iteration)
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._write(_evaluation_numbers(evaluation), evaluation.iteration)
 
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
         with _naming(self._setting, "folder"):
@@ -249,7 +253,7 @@ class _Board:
             self._writer.close()
 
 
-class _Wandb:
+class _Wandb(_Charts):
     """A run of Weights & Biases; a resumed run continues the one whose id is saved with its checkpoints."""
 
     def __init__(
@@ -279,12 +283,6 @@ class _Wandb:
         self._run.define_metric("*", step_metric="iteration")
         say(f"{self._setting}: run {self._run.id} in {self._run.dir if self._run.offline else self._run.url}")
 
-    def step(self, report: StepReport) -> None:
-        self._write(_step_numbers(report), report.iteration)
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._write(_evaluation_numbers(evaluation), evaluation.iteration)
-
     def _write(self, numbers: Mapping[str, float], iteration: int) -> None:
         try:
             self._run.log({"iteration": iteration, **numbers})
@@ -311,12 +309,6 @@ def _step_numbers(report: StepReport) -> dict[str, float]:
         "seconds/plan": report.plan_seconds,
         **{f"objective/{name}": value for name, value in report.metrics.items()},
     }
-
-
-def _evaluation_numbers(evaluation: Evaluation) -> dict[str, float]:
-    """Return an evaluation's numbers by the same names."""
-    metrics = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
-    return {"validation/loss": evaluation.loss, **metrics}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from mcore_prefix_tree.mcore.loop.session import Session
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.models.config_fields import DTYPES
 from mcore_prefix_tree.mcore.models.lora import load_frozen, load_start
-from mcore_prefix_tree.mcore.ranks import all_ranks, everyone, is_main_rank
+from mcore_prefix_tree.mcore.ranks import all_ranks, is_main_rank
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.sample import Sample, SampleError
@@ -169,11 +169,7 @@ class Resolved:
                 hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
             say(f"the weights are new, drawn with seed={recipe.seed}{hint}")
             return chunks
-        iteration = everyone(checkpoint.latest_weights(folder))[0]
-        if iteration is None:
-            raise RecipeError(
-                f"checkpoint.pretrained_checkpoint={folder} holds no checkpoint; name the folder of a run"
-            )
+        iteration = checkpoint.find_weights(folder, "checkpoint.pretrained_checkpoint")
         has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
         say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{'' if has_head else new_head}")
         return chunks

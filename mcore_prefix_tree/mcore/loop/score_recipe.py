@@ -75,11 +75,8 @@ def run_score(
     weights = {main: _policy(recipe.checkpoint, recipe.model, recipe.objective)}
     if reference is not None:
         weights[REFERENCE] = _reference(reference, recipe.model)
-    found = {column: one.last() for column, one in weights.items()}
     with session(recipe) as joined:
-        # A network folder shows another machine's last checkpoint late: all take the main rank's.
-        found = everyone(found)[0]
-        names = {column: one.named(found[column]) for column, one in weights.items()}
+        names = {column: one.named() for column, one in weights.items()}
         objective = make_bound_objective(recipe)
         # The objective's fields are not checked: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
@@ -124,13 +121,19 @@ class _Weights:
     folder: str | Path
     is_hf: bool = False
 
-    def last(self) -> int | str | None:
-        """Return the iteration of a run's last checkpoint, None without one."""
-        return None if self.is_hf else checkpoint.latest_weights(self.folder)
-
-    def named(self, last: int | str | None) -> int | str:
-        """Return the iteration, or the name of the model's folder; raise RecipeError if the run has no checkpoint."""
-        return str(self.folder) if self.is_hf else _existing(self.folder, last)
+    def named(self) -> int | str:
+        """Return the last iteration, or the name of the model's folder; raise RecipeError without a checkpoint."""
+        if self.is_hf:
+            return str(self.folder)
+        # A network folder shows another machine's last checkpoint late: all take the main rank's.
+        last: int | str | None = everyone(checkpoint.latest_weights(self.folder))[0]
+        if last is None and (Path(self.folder) / "metadata.json").is_file():
+            raise RecipeError(
+                f"{self.folder} is a checkpoint itself; name the folder that it is in, whose last one is taken"
+            )
+        if last is None:
+            raise RecipeError(f"{self.folder} holds no checkpoint; train first, or name the folder of a run that did")
+        return last
 
     def fill(self, chunks: list[torch.nn.Module], name: int | str, model: ModelConfig) -> None:
         """Fill a model with the weights that :meth:`named` named."""
@@ -168,11 +171,3 @@ def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
             f"'{difference}'; score it in a separate run, with --hf"
         )
     return _Weights(folder=folder, is_hf=True)
-
-
-def _existing(folder: str | Path, iteration: int | str | None) -> int | str:
-    if iteration is None and (Path(folder) / "metadata.json").is_file():
-        raise RecipeError(f"{folder} is a checkpoint itself; name the folder that it is in, whose last one is taken")
-    if iteration is None:
-        raise RecipeError(f"{folder} holds no checkpoint; train first, or name the folder of a run that did")
-    return iteration

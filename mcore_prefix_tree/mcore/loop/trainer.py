@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -137,15 +137,9 @@ class Trainer:
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=options.lr,
-                min_lr=options.min_lr,
-                weight_decay=options.weight_decay,
-                adam_beta1=options.adam_beta1,
-                adam_beta2=options.adam_beta2,
-                clip_grad=options.clip_grad,
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
-                use_distributed_optimizer=options.use_distributed_optimizer,
+                **{name: value for name, value in vars(options).items() if not name.startswith("lr_")},
             ),
             self._chunks,
         )
@@ -193,9 +187,9 @@ class Trainer:
                 folder=recipe.checkpoint.save,
                 settings=asdict(recipe),
             ) as log,
-            StepPlanner(
+            StepPlanner[_StepSize](
                 self._order,
-                self._fold,
+                lambda samples, _: fold_step(samples, self._job),
                 num_workers=recipe.data.num_workers,
                 consumed=self._consumed(done + 1),
             ) as planner,
@@ -253,16 +247,14 @@ class Trainer:
         self, iteration: int, *, repeats: int = ROUNDS, progress: Callable[[int, int], None] | None = None
     ) -> Comparison:
         """Run forward and backward of one iteration's batch, folded and unfolded."""
-        return compare(self._chunks, self._samples(iteration), self._job, repeats=repeats, progress=progress)
+        # Of a finished run with new data, the last step's are not there any more.
+        samples = self._order.take(max(0, self._consumed(iteration)), self._size.samples)
+        return compare(self._chunks, samples, self._job, repeats=repeats, progress=progress)
 
     def calibrate(self, *, repeats: int) -> Calibration:
         """Time micro-batches of the first few steps' samples."""
         samples = self._order.take(0, min(_CALIBRATION_STEPS * self._recipe.batch.per_step, self._order.per_epoch))
         return calibrate(self._chunks, samples, self._job, repeats=repeats)
-
-    def _samples(self, iteration: int) -> list[Sample]:
-        # Of a finished run with new data, the last step's are not there any more.
-        return self._order.take(max(0, self._consumed(iteration)), self._size.samples)
 
     @property
     def _size(self) -> _StepSize:
@@ -299,9 +291,13 @@ class Trainer:
         before, now = vars(progress), vars(self._progress(progress.iteration))
         other = difference(before, now)
         if other is not None and not new_data:
+            how = f"was written with {other}={before[other]}, this run has {other}={now[other]}"
+            if other == CHECKSUMS:
+                given = f"data.path={self._recipe.data.path}"
+                how = f"holds as many samples as {given} gives, but not the same, or not in the same groups"
             raise RecipeError(
-                f"checkpoint {source} {self._how_data_differ(other, before, now)}; the data would not continue where "
-                "it stopped: change it back, or say --new-data, to begin with the first of the data"
+                f"checkpoint {source} {how}; the data would not continue where it stopped: change it back, or say "
+                "--new-data, to begin with the first of the data"
             )
         if new_data and not are_new_data(before, now):
             # A job that is started again with the same words must not begin its data again.
@@ -311,12 +307,6 @@ class Trainer:
         if is_main_rank():
             reporter.message(told)
         return saved
-
-    def _how_data_differ(self, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-        if name == CHECKSUMS:
-            given = f"data.path={self._recipe.data.path}"
-            return f"holds as many samples as {given} gives, but not the same, or not in the same groups"
-        return f"was written with {name}={before[name]}, this run has {name}={now[name]}"
 
     def _save(self, iteration: int, reporter: Reporter) -> None:
         options = self._recipe.checkpoint
@@ -352,9 +342,6 @@ class Trainer:
         The learning-rate schedule advances by one step, however many samples there are; ``iteration`` counts from 1.
         """
         return self._step(iteration, fold_step(samples, self._job))
-
-    def _fold(self, samples: Sequence[Sample], size: _StepSize) -> FoldedStep:
-        return fold_step(samples, self._job)
 
     def _step(self, iteration: int, folded: FoldedStep) -> StepReport:
         started = time.perf_counter()

@@ -71,7 +71,10 @@ def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_wid
         micro_batches: number of micro-batches of a step, on each data-parallel rank.
         logits_width: size of the vocabulary if all tokens' logits are kept; counts without pipeline stages only.
     """
-    layers = [_layer(config, tokens, has_experts) for has_experts in _have_experts(config)]
+    have_experts = [False] * config.num_layers
+    if config.num_moe_experts is not None:
+        have_experts = layers_with_experts(config.num_layers, config.moe_layer_freq)
+    layers = [_layer(config, tokens, has_experts) for has_experts in have_experts]
     stages, virtual = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     in_flight: float = min(1.0, micro_batches / stages) if virtual is None else 1 + (stages - 1) / (stages * virtual)
     kept, again = _kept(config, tokens, layers)
@@ -139,10 +142,3 @@ def _layer(config: Any, tokens: int, has_experts: bool) -> _Layer:
         parts |= experts
     again = sum(size for name, size in parts.items() if name in recomputed)
     return _Layer(kept=attention + sum(parts.values()) - again, again=again)
-
-
-def _have_experts(config: Any) -> list[bool]:
-    """Return, for each layer, whether it has experts."""
-    if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    return layers_with_experts(config.num_layers, config.moe_layer_freq)

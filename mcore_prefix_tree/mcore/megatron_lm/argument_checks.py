@@ -127,10 +127,6 @@ def checked_config(args: argparse.Namespace) -> Any:
     """Return Megatron's ``TransformerConfig`` of a job that folding can train and Megatron-LM can save.
 
     The validated arguments gain the values that folding needs.
-
-    Raises:
-        ArgumentError: see :func:`check_arguments`, :func:`check_installed`; or checkpoints could not be loaded.
-        NotImplementedError: see :func:`check_config`.
     """
     check_arguments(args)
     check_layers(args)
@@ -144,11 +140,7 @@ def checked_config(args: argparse.Namespace) -> Any:
 
 
 def config_for_folding(args: argparse.Namespace) -> Any:
-    """Return Megatron's ``TransformerConfig`` of a model that folding can train; ``args`` gain the values for that.
-
-    Raises:
-        ArgumentError, NotImplementedError: see :func:`check_spec`, :func:`check_config`.
-    """
+    """Return Megatron's ``TransformerConfig`` of a model that folding can train; ``args`` gain the values for that."""
     check_spec(args)
     # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
     args.variable_seq_lengths = True
@@ -347,7 +339,11 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
     size = None if name is None else load_tokenizer(name, args.prefix_tree_chat_template_kwargs).vocab_size
     if args.tokenizer_type is not None:
         if args.prefix_tree_dry_run:
-            _pad_without_tokenizer(args)
+            if args.padded_vocab_size is None and args.vocab_size is None:
+                raise ArgumentError(
+                    "--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size"
+                )
+            _pad_vocabulary(args)
         return
     given = args.padded_vocab_size or args.vocab_size
     if args.use_checkpoint_args:
@@ -364,13 +360,6 @@ def _set_vocabulary(args: argparse.Namespace, args_defaults: Mapping[str, Any] |
     args.tokenizer_type = "NullTokenizer"
     args.vocab_size = max(args.vocab_size or 0, size or 0) or given
     args.prefix_tree_vocab_size = args.vocab_size
-    _pad_vocabulary(args)
-
-
-def _pad_without_tokenizer(args: argparse.Namespace) -> None:
-    """Set the rows of the embedding from the size of the vocabulary; raise ArgumentError if neither is given."""
-    if args.padded_vocab_size is None and args.vocab_size is None:
-        raise ArgumentError("--prefix-tree-dry-run builds no tokenizer; give --vocab-size or --padded-vocab-size")
     _pad_vocabulary(args)
 
 

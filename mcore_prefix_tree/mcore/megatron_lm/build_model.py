@@ -25,33 +25,31 @@ from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 
 
 @readable_arguments()
-def tree_model_provider(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: Any = None,
-    pg_collection: Any = None,
-) -> Any:
-    """Return the model of the arguments, with stock state-dict keys; exit with status 2 if folding rejects it."""
+def tree_model_provider(*ends: bool, config: Any = None, **stage: Any) -> Any:
+    """Return the model of the arguments, with stock state-dict keys; exit with status 2 if folding rejects it.
+
+    ``ends`` and ``stage`` are as in :func:`tree_model`.
+    """
     args = get_args()
     checked = config_in_provider(args)
-    model = tree_model(
-        args,
-        config or checked,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
+    model = tree_model(args, config or checked, *ends, **stage)
     if args.prefix_tree_hf is not None:
         load_weights(args, model)
     return model
 
 
-def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = None, **stage: Any) -> Any:
+def tree_model(
+    args: argparse.Namespace,
+    config: Any,
+    pre_process: bool = True,
+    post_process: bool = True,
+    *,
+    vp_stage: int | None = None,
+    pg_collection: Any = None,
+) -> Any:
     """Return a model of these arguments and of this ``TransformerConfig``, which is set for this machine in place.
 
-    ``stage`` has ``pre_process``, ``post_process`` and ``pg_collection``, as Megatron gives them to a model provider.
+    The other arguments are those that Megatron gives a model provider.
     """
 
     def exchange(spec: Any) -> Any:
@@ -66,7 +64,8 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
     vars(config).update(interleaving(config.virtual_pipeline_model_parallel_size, on_gpu=on_gpu))
     if has_scalar_head(args):  # its embedding is read from a tied checkpoint all the same
         args = argparse.Namespace(**vars(args) | {"untie_embeddings_and_output_weights": True})
-    model = build_model(args, config, exchange, vp_stage=vp_stage, **stage)
+    stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+    model = build_model(args, config, exchange, **stage, pg_collection=pg_collection)
     check_model(model)
     if not has_scalar_head(args):
         with_multi_token(model, exchange)
@@ -74,11 +73,7 @@ def tree_model(args: argparse.Namespace, config: Any, *, vp_stage: int | None = 
 
 
 def with_head(args: argparse.Namespace, model: Any) -> Any:
-    """Return a stage, changed in place, with the output layer of the job's objective; all ranks call it together.
-
-    Raises:
-        ArgumentError, NotImplementedError: see :func:`head_starts_new`, :func:`with_scalar_head`.
-    """
+    """Return a stage, changed in place, with the output layer of the job's objective; all ranks call it together."""
     if not has_scalar_head(args):
         with_vocab_size(model, vocab_size_without_padding(args))
         return with_edge_head(model) if args.prefix_tree_fused_head else model

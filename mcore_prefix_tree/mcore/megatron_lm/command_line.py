@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.flags import readable_arguments
@@ -27,26 +28,31 @@ def add_prefix_tree_args(
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
     """
-    return _CheckedJob(add_argument_group(parser), args_defaults, scores=scores)
+    return CheckedParser(parser, add_argument_group, partial(_check_job, args_defaults, scores))
 
 
 class CheckedParser(argparse.ArgumentParser):
-    """Megatron-LM's parser; ends the process with one sentence if the job cannot run."""
+    """Megatron-LM's parser; ends the process with one sentence if the job cannot run.
 
-    script = "pretrain_gpt.py"
+    Args:
+        add_group: adds the arguments of ``--prefix-tree`` to a parser and returns it.
+        check: checks a ``--prefix-tree`` job: its parsed arguments, not validated yet, and the names of those given.
+        script: name of Megatron-LM's script.
+    """
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
+    def __init__(
+        self,
+        parser: argparse.ArgumentParser,
+        add_group: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
+        check: Callable[[argparse.Namespace, set[str]], None],
+        *,
+        script: str = "pretrain_gpt.py",
+    ) -> None:
+        self._add_group, self._check, self._script = add_group, check, script
+        parent = add_group(parser)
         super().__init__(
-            prog=parser.prog, description=parser.description, parents=[parser], add_help=False, allow_abbrev=False
+            prog=parent.prog, description=parent.description, parents=[parent], add_help=False, allow_abbrev=False
         )
-
-    def check(self, parsed: argparse.Namespace, words: Sequence[str]) -> None:
-        """Check a ``--prefix-tree`` job: its parsed arguments, not validated yet, and the words of the command line."""
-        raise NotImplementedError
-
-    def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add the arguments of ``--prefix-tree`` and return the parser."""
-        raise NotImplementedError
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -58,7 +64,8 @@ class CheckedParser(argparse.ArgumentParser):
             if parsed.prefix_tree:
                 end_without_stacks()  # a site's own script has no other place
                 check_checkpoints(parsed)
-                self.check(parsed, words)
+                options = {word.partition("=")[0] for word in words}
+                self._check(parsed, {one.dest for one in self._actions if options & set(one.option_strings)})
             else:
                 check_unused(words)
         return parsed
@@ -74,53 +81,35 @@ class CheckedParser(argparse.ArgumentParser):
         try:
             return super().format_help()
         except ValueError as error:  # core_v0.19.0 has a help text that holds "10%)"
-            usage = f"%(prog)s <arguments of {self.script}> --prefix-tree ..."
-            ours = self.add_own(argparse.ArgumentParser(usage=usage, add_help=False)).format_help()
+            usage = f"%(prog)s <arguments of {self._script}> --prefix-tree ..."
+            ours = self._add_group(argparse.ArgumentParser(usage=usage, add_help=False)).format_help()
             return f"{ours}\nMegatron-LM {compat.installed_version()} cannot show its own arguments: {error}\n"
 
 
-class _CheckedJob(CheckedParser):
-    """The parser of jobs that read files; a dry run ends here."""
+def _check_job(
+    args_defaults: Mapping[str, Any] | None, scores: bool, parsed: argparse.Namespace, given: set[str]
+) -> None:
+    """Check a job that reads files; a dry run ends here."""
+    if parsed.prefix_tree_score is not None and not scores:
+        raise ArgumentError(
+            "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
+        )
+    check_checkpoint_args(parsed)
+    # These imports need Megatron-LM, which this module works without.
+    if parsed.prefix_tree_hf is not None:
+        from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import set_arguments
 
-    def __init__(
-        self, parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None, *, scores: bool
-    ) -> None:
-        super().__init__(parser)
-        self._args_defaults = args_defaults
-        self._scores = scores
+        set_arguments(parsed, given)
+    from mcore_prefix_tree.mcore.megatron_lm.argument_checks import check_command_line
 
-    def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_argument_group(parser)
+    if not parsed.prefix_tree_dry_run:
+        check_command_line(parsed, args_defaults)
+        return
+    from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run, fill_omitted
 
-    def check(self, parsed: argparse.Namespace, words: Sequence[str]) -> None:
-        if parsed.prefix_tree_score is not None and not self._scores:
-            raise ArgumentError(
-                "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
-            )
-        check_checkpoint_args(parsed)
-        # These imports need Megatron-LM, which this module works without.
-        if parsed.prefix_tree_hf is not None:
-            from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import set_arguments
-
-            set_arguments(parsed, self._given(words))
-        from mcore_prefix_tree.mcore.megatron_lm.argument_checks import check_command_line
-
-        if parsed.prefix_tree_dry_run:
-            self._dry_run(parsed)
-        check_command_line(parsed, self._args_defaults)
-
-    def _dry_run(self, parsed: argparse.Namespace) -> NoReturn:
-        from mcore_prefix_tree.mcore.megatron_lm.argument_checks import check_command_line
-        from mcore_prefix_tree.mcore.megatron_lm.dry_run import dry_run, fill_omitted
-
-        omitted = fill_omitted(parsed, self._args_defaults)
-        validated = check_command_line(parsed, self._args_defaults)
-        assert validated is not None, "a dry run that cannot be validated is refused"
-        if validated.rank == 0:
-            print(dry_run(validated, omitted))
-        raise SystemExit(0)
-
-    def _given(self, words: Sequence[str]) -> set[str]:
-        """Return the names of the arguments on a command line."""
-        options = {word.partition("=")[0] for word in words}
-        return {action.dest for action in self._actions if options & set(action.option_strings)}
+    omitted = fill_omitted(parsed, args_defaults)
+    validated = check_command_line(parsed, args_defaults)
+    assert validated is not None, "a dry run that cannot be validated is refused"
+    if validated.rank == 0:
+        print(dry_run(validated, omitted))
+    raise SystemExit(0)

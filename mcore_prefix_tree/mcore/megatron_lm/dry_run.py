@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +34,8 @@ from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
-    StepSize,
-    check_fits,
-    checked_steps,
+    Need,
+    check_steps,
     evaluation_size,
     megatrons_calculator,
     size_at,
@@ -68,7 +67,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
     order = training_order(args, objective)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
-        training = list(needs(order, lambda start: size_at(args, start), folding, objective, end=end))
+        training = check_steps(order, lambda start: size_at(args, start), folding, objective, end=end)
     validation = validation_order(args, objective) if args.prefix_tree_valid_data_path and args.eval_iters else None
     evaluation = [] if validation is None else _evaluation(args, validation, folding, objective, end)
     # Evaluation takes training's size, unless its own is set.
@@ -131,7 +130,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
     lines += [
         f"a rank's memory by an estimate, of {args.world_size} ranks:",
         f"  Megatron-LM's warm-up at the start, before all else: {warm_up_bytes(args) / GIB:.3g} GiB",
-        f"  weights, gradients, optimizer: {_weights(args) / GIB:.3g} GiB",
+        f"  weights, gradients, optimizer: {(_weights_in_layout(args) + _whole_projections(args)) / GIB:.3g} GiB",
     ]
     lines += [
         f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches) / GIB:.3g} GiB"
@@ -169,7 +168,7 @@ def _evaluation(
     left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
     evaluations = 1 + end // args.global_batch_size // interval - left_out
     end = evaluations * args.eval_iters * evaluated.samples
-    return list(needs(validation, lambda _: evaluated, folding, objective, end=end))
+    return check_steps(validation, lambda _: evaluated, folding, objective, end=end)
 
 
 def _expected(
@@ -211,11 +210,6 @@ def _filled(plan: ForestPlan, max_tokens: int) -> str:
     return text + (f"; {empty} of {len(sizes)} are empty" if empty else "")
 
 
-def _weights(args: argparse.Namespace) -> float:
-    """Return the bytes of weights, gradients and optimizer of the most loaded rank, with experts counted separately."""
-    return _weights_in_layout(args) + _whole_projections(args)
-
-
 def _whole_projections(args: argparse.Namespace) -> float:
     """Return the bytes that the estimate cuts off latent attention's down projections, which ranks hold in full."""
     if not args.multi_latent_attention:
@@ -231,6 +225,7 @@ def _whole_projections(args: argparse.Namespace) -> float:
 # The estimate of core_v0.16.1 cuts experts like everything else. So experts are counted separately, by the bytes that
 # those of one rank add to a model in the layout of experts.
 def _weights_in_layout(args: argparse.Namespace) -> float:
+    """Return the bytes of weights, gradients and optimizer of the most loaded rank, but for whole projections."""
     if args.num_experts is None:
         return _count_weight_bytes(args)
     experts, tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
@@ -264,14 +259,6 @@ def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> f
     return activation_bytes(config, tokens, micro_batches=micro_batches, logits_width=logits_width)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """Demands of a step on the sizes: samples per data-parallel rank, and micro-batches per rank under the budget."""
-
-    samples: int
-    micro_batches: int
-
-
 def fill_omitted(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> frozenset[str]:
     """Fill sizes that a dry run has to find, so that Megatron can validate the rest; return their names.
 
@@ -293,22 +280,6 @@ def fill_omitted(args: argparse.Namespace, args_defaults: Mapping[str, Any] | No
     if "seq_length" in found and None not in limits:  # without one of them the job is refused
         args.seq_length = min(limits)
     return found
-
-
-def needs(
-    order: SampleOrder,
-    size_at: Callable[[int], StepSize],
-    folding: Folding,
-    objective: Objective,
-    *,
-    end: int,
-) -> Iterator[Need]:
-    """Yield the demands of :func:`checked_steps`; raise ArgumentError for a step that exceeds its micro-batches."""
-    for size, samples in checked_steps(order, size_at, consumed=0, end=end):
-        needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
-        if needed > size.micro_batches:
-            check_fits(samples, size, folding, objective)
-        yield Need(samples=size.samples // size.dp_size, micro_batches=needed)
 
 
 def largest_micro_batch_size(steps: Sequence[Need], *, stages: int, multiple: int) -> int:

@@ -102,11 +102,7 @@ def check_same_model(args: argparse.Namespace, config: Any) -> None:
 
 
 def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
-    """Fill a ``GPTModel`` with the weights of the folder, unless the job loads a checkpoint; all ranks together.
-
-    Raises:
-        ArgumentError: see :func:`load_folder`.
-    """
+    """Fill a ``GPTModel`` with the weights of the folder, unless the job loads a checkpoint; all ranks together."""
     checkpoints = (args.load, args.pretrained_checkpoint)
     if any(folder is not None and Path(folder, TRACKER).is_file() for folder in checkpoints):
         return

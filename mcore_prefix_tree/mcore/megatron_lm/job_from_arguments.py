@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
 from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
+from mcore_prefix_tree.plan.flops import DIMENSIONS
 from mcore_prefix_tree.plan.model_shape import layer_parts
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings.bind_objective import make_bound_objective as objective_of_recipe
@@ -65,13 +66,9 @@ def count_model_work(args: argparse.Namespace) -> ModelWork:
     """Return the FLOPs of the model that the arguments describe."""
     scalar_head = has_scalar_head(args)
     return ModelWork.from_dimensions(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
+        **{name: getattr(args, name) for name in DIMENSIONS},
         vocab_size=1 if scalar_head else args.padded_vocab_size,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
         swiglu=args.swiglu,
         fused_head=args.prefix_tree_fused_head and not scalar_head,
         settings=vars(args),
@@ -133,9 +130,6 @@ def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Ca
     Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
     stage, and only that one asks it. A teacher's ``attention_backend: auto`` looks at the first step of ``order``;
     ``say`` receives which weights are loaded, on every rank.
-
-    Raises:
-        RecipeError, NotImplementedError, ValueError: see :meth:`HookLoader.hook`.
     """
     if job.objective.second_models is None:
         return job.hook

@@ -137,34 +137,25 @@ def _parsed_here(parsing: Mapping[str, Any]) -> Any:
         return pretrain_cfg_container_from_args(args)
 
 
-def build_model(
-    args: argparse.Namespace,
-    config: Any,
-    exchange: Callable[[Any], Any],
-    *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-    pg_collection: Any,
-) -> Any:
+def build_model(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any], **stage: Any) -> Any:
     """Build a pipeline stage's model as the checkout's script does, from other layers.
 
     It is a ``HybridModel`` if the arguments have a pattern of its layers, as in ``pretrain_hybrid.py``; else a
     ``GPTModel``, as in ``pretrain_gpt.py``. All arguments that describe a model reach the checkout's own builder;
-    ``exchange`` maps the layer, block or stack spec that they select to the one to build.
+    ``exchange`` maps the layer, block or stack spec that they select to the one to build; ``stage`` has
+    ``pre_process``, ``post_process``, ``vp_stage`` and ``pg_collection``, as Megatron gives them to a model provider.
 
     Raises:
         ArgumentError: the checkout has no builder.
     """
-    stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
     if importlib.util.find_spec("megatron.training.models") is not None:
         make = _gpt_config if hybrid_pattern(args) is None else _hybrid_config
         model_config = make(args, config, exchange)
-        return model_config.get_builder_cls()(model_config).build_model(**stage, pg_collection=pg_collection)
-    with _importable(exchange(_selected_spec(args, config, vp_stage))) as spec:
+        return model_config.get_builder_cls()(model_config).build_model(**stage)
+    with _importable(exchange(_selected_spec(args, config, stage["vp_stage"]))) as spec:
         args = argparse.Namespace(**vars(args) | {"spec": spec})
         kind = "gpt" if hybrid_pattern(args) is None else "hybrid"
-        return _builder(kind)(args, **stage, config=config, pg_collection=pg_collection)
+        return _builder(kind)(args, config=config, **stage)
 
 
 def _hybrid_config(args: argparse.Namespace, config: Any, exchange: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A step's samples, dealt as exactly the micro-batches that Megatron's calculator says a step has.
+"""A step's samples, dealt as exactly the micro-batches that Megatron's calculator says a step has; its forward step.
 
 Megatron counts in ``--micro-batch-size``: a step is ``get_num_microbatches()`` micro-batches per rank, and when it is
 done ``get_num_microbatches() * micro_batch_size * data_parallel_size`` samples count as consumed, for the learning
@@ -18,22 +18,34 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import StragglerDetector
+from megatron.training import get_args, get_timers
 
+from mcore_prefix_tree.arguments.flags import readable_arguments
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import divisor_part, for_model, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, StepPlanner, fold_step
 from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
+from mcore_prefix_tree.mcore.seam.validation import check_step
 from mcore_prefix_tree.objectives import LossOutput, Objective
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.utils.upload import upload
+
+# What Megatron's schedule takes of a loss function: the loss, its divisor, and logged values.
+Reported = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +62,6 @@ class StepSize:
         return self.micro_batches * self.micro_batch_size * self.dp_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepStats:
-    """Figures that a step adds to Megatron's log line: tokens of all ranks, physical ones without padding.
-
-    ``*_before`` are those of the training step before; its ``seconds_before`` reach from its first micro-batch to this
-    one's, without evaluation and checkpoints, and are 0 at the first.
-    """
-
-    logical_tokens: int
-    physical_tokens: int
-    seconds_before: float = 0.0
-    logical_before: int = 0
-    physical_before: int = 0
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepMicroBatch:
     """A micro-batch and the step it belongs to.
@@ -73,34 +70,31 @@ class StepMicroBatch:
         step: dealt step, on the host. Megatron's iterator keeps it until the step ends, to repeat it if necessary.
         index: index of the micro-batch in the step.
         readout: readout that the last pipeline stage is asked for.
-        host_seconds: seconds that this rank spent on planning and folding the step.
-        share: share of this micro-batch among those of its rank.
-        stats: figures of its step; None in evaluation.
-        known: metrics that the objective knows before the step runs, as (sum, weight).
+        figures: figures of its step that the log line, TensorBoard and W&B show with the loss: a numerator and
+            denominator each. Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides,
+            and averages over ``--log-interval``.
     """
 
     step: DealtStep
     index: int
     readout: Readout[LossOutput]
-    host_seconds: float
-    share: float
-    stats: StepStats | None
-    known: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    figures: Mapping[str, tuple[float, float]]
 
     def take(self, model: Any) -> MicroBatch:
         """Return the micro-batch on the device; see :meth:`DealtStep.take`."""
         return self.step.take(self.index, model)
 
 
-def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, objective: Objective) -> None:
-    """Check that a step's samples fit its micro-batches; this is much cheaper than planning them.
+def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, objective: Objective) -> int:
+    """Return the fewest micro-batches per rank that a step's samples need; much cheaper than planning them.
 
     Raises:
-        ArgumentError: they need more; the message names the arguments and the largest ``--micro-batch-size`` that fits.
+        ArgumentError: they need more than the step has; the message names the arguments and the largest
+            ``--micro-batch-size`` that fits.
     """
     needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
     if needed <= size.micro_batches:
-        return
+        return needed
     fitting = [
         count
         for count in range(1, size.micro_batch_size)
@@ -161,43 +155,33 @@ class StepDealer:
         self._job, self._chunks, self._clock = job, chunks, clock
         self._planner: StepPlanner[StepSize] = StepPlanner(order, self._fold, num_workers=num_workers)
         self._begun: int | None = None  # samples before the step that is dealt
-        self._started: float | None = None
-        self._seconds = 0.0
         self._step: DealtStep | None = None
-        self._stats: StepStats | None = None
-        self._known: Mapping[str, tuple[float, float]] = {}
+        self._figures: dict[str, tuple[float, float]] = {}
+        self._before: tuple[float, int, int] | None = None  # the training step before: its start and its tokens
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
         """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
         if consumed != self._begun:
             self._begin(consumed, size)
         assert self._step is not None, "it has begun"
-        return StepMicroBatch(
-            step=self._step,
-            index=index,
-            readout=self._job.readout,
-            host_seconds=self._seconds,
-            share=1 / size.micro_batches,
-            stats=self._stats,
-            known=self._known,
-        )
+        return StepMicroBatch(step=self._step, index=index, readout=self._job.readout, figures=self._figures)
 
     def _begin(self, consumed: int, size: StepSize) -> None:
         now = self._clock() if self._clock is not None else 0.0
         step = self._planner.step(consumed, size)
         self._step = DealtStep(step.micro_batches, self._job, chunks=self._chunks)
-        self._begun, self._seconds, self._known = consumed, step.seconds, step.metrics
+        self._begun, self._figures = consumed, dict(step.metrics)
         if self._clock is None:
             return
-        before = self._stats
-        self._stats = StepStats(
-            logical_tokens=step.logical_tokens,
-            physical_tokens=step.physical_tokens,
-            seconds_before=0.0 if self._started is None else now - self._started,
-            logical_before=before.logical_tokens if before else 0,
-            physical_before=before.physical_tokens if before else 0,
-        )
-        self._started = now
+        tokens, share = (step.logical_tokens, step.physical_tokens), 1 / size.micro_batches
+        self._figures["fold ratio"] = tokens
+        if self._before is not None:
+            # Those of the step before: a step's end is not known inside it.
+            started, logical, physical = self._before
+            self._figures["logical tokens/s"] = (logical, now - started)
+            self._figures["physical tokens/s"] = (physical, now - started)
+        self._figures["plan time (ms)"] = (1e3 * step.seconds * share, share)
+        self._before = (now, *tokens)
 
     def _fold(self, samples: Sequence[Sample], size: StepSize) -> FoldedStep:
         check_fits(samples, size, self._job.folding, self._job.objective)
@@ -232,21 +216,11 @@ class StepIterator(Iterator[StepMicroBatch]):
 CHECKED_SAMPLES = 1_000_000
 
 
-def checked_steps(
-    order: SampleOrder, size_at: Callable[[int], StepSize], *, consumed: int, end: int
-) -> Iterator[tuple[StepSize, Sequence[Sample]]]:
-    """Yield size and samples of the steps that a job is checked for before it starts, each epoch in its own order.
+class Need(NamedTuple):
+    """Demands of a step on the sizes: samples per data-parallel rank, and micro-batches per rank under the budget."""
 
-    These are the steps from ``consumed`` samples to ``end``. A longer job is checked for its first
-    :data:`CHECKED_SAMPLES`, or for its first epoch if that is more; streamed samples, which are read and encoded for
-    this, for the first epoch. ``size_at`` returns the size of the step that begins after so many samples.
-    """
-    checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
-    start, end = consumed, min(end, consumed + checked)
-    while start < end:
-        size = size_at(start)
-        yield size, order.take(start, size.samples)
-        start += size.samples
+    samples: int
+    micro_batches: int
 
 
 def check_steps(
@@ -255,12 +229,23 @@ def check_steps(
     folding: Folding,
     objective: Objective,
     *,
-    consumed: int,
+    consumed: int = 0,
     end: int,
-) -> None:
-    """Check that the steps of :func:`checked_steps` fit their micro-batches; raise as :func:`check_fits` does."""
-    for size, samples in checked_steps(order, size_at, consumed=consumed, end=end):
-        check_fits(samples, size, folding, objective)
+) -> list[Need]:
+    """Return the demands of a job's steps; raise as :func:`check_fits` if one does not fit its micro-batches.
+
+    These are the steps from ``consumed`` samples to ``end``, each epoch in its own order. A longer job is checked for
+    its first :data:`CHECKED_SAMPLES`, or for its first epoch if that is more; streamed samples, which are read and
+    encoded for this, for the first epoch. ``size_at`` returns the size of the step that begins after so many samples.
+    """
+    checked = order.samples_per_epoch if order.is_streamed else max(CHECKED_SAMPLES, order.samples_per_epoch)
+    start, end, needs = consumed, min(end, consumed + checked), []
+    while start < end:
+        size = size_at(start)
+        needed = check_fits(order.take(start, size.samples), size, folding, objective)
+        needs.append(Need(samples=size.samples // size.dp_size, micro_batches=needed))
+        start += size.samples
+    return needs
 
 
 @contextmanager
@@ -346,3 +331,51 @@ def _check_interleaved(args: argparse.Namespace, size: StepSize) -> None:
             f"stages takes them {group} at a time, and at least {stages} in the end; change --global-batch-size or "
             "--micro-batch-size"
         )
+
+
+@readable_arguments()
+def tree_forward_step(
+    data_iterator: Iterator[StepMicroBatch], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
+    """Run one pipeline stage's forward of the next folded micro-batch; return its output and loss function."""
+    check_step(model)
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    with straggler_timers(data=True):
+        micro_batch = next(data_iterator)
+    timers("batch-generator").stop()
+    with straggler_timers():
+        batch = for_model(micro_batch.take(model), model)
+        output = tree_forward(model, batch, micro_batch.readout)
+    return output, partial(_loss, micro_batch, batch)
+
+
+def straggler_timers(*, data: bool = False) -> AbstractContextManager[Any]:
+    """Return the timers of ``--log-straggler``, which nothing starts without it; ``data`` marks a block that fetches.
+
+    Megatron's context logs the stack of any error that ends it early, for example Ctrl-C or a mistake reported in one
+    sentence.
+    """
+    return StragglerDetector()(bdata=data) if get_args().log_straggler else nullcontext()
+
+
+def _loss(micro_batch: StepMicroBatch, batch: MicroBatch, output: torch.Tensor) -> Reported:
+    """Return the loss of the stage's output, local logits ``[1, P, V / tp]`` by default."""
+    found = micro_batch.readout.read(output, batch)
+    loss = found.loss
+    num_tokens = torch.full((), divisor_part(batch), dtype=torch.int, device=output.device)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=lambda loss: ~torch.isfinite(loss),
+            message="found NaN or Inf in the loss of a folded micro-batch",
+            tolerance=0.0,
+            fatal=True,
+        )
+    report = {"lm loss": torch.stack([loss.detach().float(), num_tokens.float()])}
+    report |= {name: pair.float() for name, pair in found.metrics.items()}
+    figures = micro_batch.figures
+    if figures:
+        pairs = upload(np.array(list(figures.values()), dtype=np.float32), output.device)
+        report |= dict(zip(figures, pairs.unbind(), strict=True))
+    return loss, num_tokens, report

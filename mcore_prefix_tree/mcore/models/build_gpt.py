@@ -35,6 +35,12 @@ from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.utils.memory import available_bytes
 
+# Keys of a recipe's model that megatron-core's configurations have under the same names.
+_SAME_NAMES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+    *("normalization", "add_bias_linear", "qk_layernorm"),
+)
+
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
     """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
@@ -53,17 +59,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     if latent is not None:
         check_latent_layers(model, parallel, on_gpu=on_gpu)
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "kv_channels": model.kv_channels,
-        "normalization": model.normalization,
+        **{name: getattr(model, name) for name in _SAME_NAMES},
         "gated_linear_unit": model.swiglu,
         "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
-        "add_bias_linear": model.add_bias_linear,
-        "qk_layernorm": model.qk_layernorm,
     }
     if latent is not None:
         fixed |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
@@ -155,16 +153,11 @@ def build_chunks(
         # Torch's norms start in the default dtype, not in params_dtype.
         chunk = chunk.to(device=device, dtype=config.params_dtype)
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
-        _keep_biases_of_experts(chunk)
-    return chunks
-
-
-def _keep_biases_of_experts(chunk: torch.nn.Module) -> None:
-    """Restore the biases of experts to fp32, as Megatron's training does around ``Float16Module``."""
-    for module in chunk.modules():
-        keep: Any = getattr(module, "_maintain_float32_expert_bias", None)
-        if keep is not None:
+        for module in chunk.modules():
+            # The biases of experts stay in fp32, as in Megatron's training around ``Float16Module``.
+            keep: Any = getattr(module, "_maintain_float32_expert_bias", lambda: None)
             keep()
+    return chunks
 
 
 def _weights(model: ModelConfig, *, scalar_head: bool) -> int:

@@ -32,13 +32,8 @@ def settings_of_run(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: boo
         "bf16": dtype is torch.bfloat16,
         "fp16": False,
         "calculate_per_token_loss": True,
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": parallel.context_parallel_size,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        **vars(parallel),  # its keys are Megatron's names
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        "sequence_parallel": parallel.sequence_parallel,
         # Micro-batches differ in length; upstream lets stages exchange lengths with every dispatcher but allgather.
         "variable_seq_lengths": True,
         "use_cpu_initialization": not on_gpu,

@@ -73,7 +73,10 @@ def compare(
     stock: dict[str, torch.Tensor] = {}
     with _undisturbed(model) as sent:
         if model.training:
-            _check_repeats(lambda: _folded(model, rows, folded(call)))
+            with torch.no_grad():
+                reason = why_not_the_same(lambda: _folded(model, rows, folded(call)))
+            if reason is not None:
+                raise FoldCheckError(f"check_first: {reason}")
         answers = _folded(model, rows, folded(call))
         gradients = _gradients(model, sent, answers)
         for index in range(_most_rows(model, len(spans))):
@@ -100,14 +103,6 @@ def _folded(model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> torch.Te
         answers: torch.Tensor = arguments["packed_seq_params"].finish(output)[0]
         return answers
     return expand(whole(output, model), rows, dim=0)
-
-
-def _check_repeats(run: Callable[[], torch.Tensor]) -> None:
-    """Reject a run whose answers, tensors of any shape, change with random numbers."""
-    with torch.no_grad():
-        reason = why_not_the_same(run)
-    if reason is not None:
-        raise FoldCheckError(f"check_first: {reason}")
 
 
 @contextmanager

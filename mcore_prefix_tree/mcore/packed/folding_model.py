@@ -42,7 +42,6 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
-from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.utils.upload import moved, upload
 
@@ -207,25 +206,15 @@ class Folding:
             if not self._takes_routes:
                 check_routers(model)
                 self._takes_routes = True
-        metadata = TreeMetadata.from_layout(rows.layout, device=rows.device)
         asked, finish, head_rows = _asked(model, rows, call)
-        params = RowsPackedSeqParams.from_metadata(
-            metadata,
-            attention_backend=self._resolved(model, rows.device),
+        folded = rows.make_call(
+            self._resolved(model, rows.device),
+            finish=finish,
+            report=FoldReport.of(rows.layout, self._work, head_rows=head_rows),
+            rotary_by_token=rows.spatial is not None,
         )
-        report = FoldReport.of(rows.layout, self._work, head_rows=head_rows)
-        return {name: value for name, value in call.items() if name not in _OF_ROWS} | {
-            "input_ids": upload(rows.layout.input_ids, rows.device).long().unsqueeze(0),
-            "position_ids": metadata.tree_position_ids.long().unsqueeze(0),
-            "packed_seq_params": replace(
-                cast("RowsPackedSeqParams", params),
-                finish=finish,
-                report=report,
-                rotary_by_token=rows.spatial is not None,
-            ),
-            **_of_tokens(rows, call),
-            **asked,
-        }
+        kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
+        return kept | folded | _of_tokens(rows, call) | asked
 
     def _resolved(self, model: Any, device: torch.device) -> str:
         if self._backend is None:
@@ -270,7 +259,7 @@ def _asked(
         return {}, partial(expand, rows=rows, dim=1), None
     # The fused head forms logits twice, which sharing pays for.
     if isinstance(model.output_layer, EdgeHeadMixin) and rows.layout.fold_ratio > 1:
-        return _requested(model, RowLogprobs(labels=labels), rows), _loss, None
+        return _requested(model, RowLogprobs(labels=labels), rows), lambda logprobs: -logprobs.squeeze(-1), None
     finish = partial(loss_of_logits, labels=labels, rows=rows, model=model)
     return {"runtime_gather_output": False}, finish, None
 
@@ -283,11 +272,6 @@ def _requested(model: Any, logprobs: RowLogprobs, rows: PackedRows) -> dict[str,
 
 def _same(output: Any) -> Any:
     return output
-
-
-def _loss(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return losses ``[1, T]`` of log-probabilities ``[1, T, 1]``."""
-    return -logprobs.squeeze(-1)
 
 
 def _left_alone(model: Any, rows: PackedRows, call: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
 from mcore_prefix_tree.mcore.packed.savings import FoldReport
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import upload
 
 
@@ -48,6 +49,21 @@ class FoldedRows(PackedRows):
     def place(self) -> torch.Tensor:
         """Folded token that answers for each position, int64 tensor ``[T]``; P for padding."""
         return upload(self.places_in(self.layout), self.device)
+
+    def make_call(self, attention_backend: str, *, deterministic_attention: bool = False, **own: Any) -> dict[str, Any]:
+        """Return ids, positions and parameters of the folded micro-batch for a model's forward.
+
+        ``own`` are fields of :class:`RowsPackedSeqParams` and its bases.
+        """
+        metadata = TreeMetadata.from_layout(self.layout, device=self.device)
+        params: Any = RowsPackedSeqParams.from_metadata(
+            metadata, attention_backend=attention_backend, deterministic_attention=deterministic_attention
+        )
+        return {
+            "input_ids": upload(self.layout.input_ids, self.device).long().unsqueeze(0),
+            "position_ids": metadata.tree_position_ids.long().unsqueeze(0),
+            "packed_seq_params": replace(params, **own),
+        }
 
 
 @dataclass
@@ -137,8 +153,10 @@ def read_rows(
             )
         routes = routes.cpu().numpy()
     rows = PackedRows(ids=ids, row=row, start=slots[row], length=length[row], device=device, routes=routes)
-    if positions:
-        _check_restarts(positions[0], rows)
+    for checked_ids in positions:
+        for number, start, count in zip(row.tolist(), rows.start.tolist(), rows.length.tolist(), strict=True):
+            if (checked_ids[start : start + count] != np.arange(count)).any():
+                raise ValueError(f"position_ids of row {number} must count from 0 to be folded")
     return rows
 
 
@@ -159,13 +177,6 @@ def with_spatial(rows: PackedRows, position_ids: torch.Tensor | None, packed_seq
     position, *numbers = (one.cpu().numpy() for one in (position_ids[:, 0], pictures) if one is not None)
     spatial = rows.from_first(position)
     return replace(rows.compared_by(*numbers, *spatial), spatial=spatial)
-
-
-def _check_restarts(positions: Int64Array, rows: PackedRows) -> None:
-    """Refuse positions that do not count from 0 in every row."""
-    for row, start, length in zip(rows.row.tolist(), rows.start.tolist(), rows.length.tolist(), strict=True):
-        if (positions[start : start + length] != np.arange(length)).any():
-            raise ValueError(f"position_ids of row {row} must count from 0 to be folded")
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Int64Array]:

@@ -20,7 +20,6 @@ from mcore_prefix_tree.mcore.engine.step_hook import StepHook
 from mcore_prefix_tree.mcore.models.bridge import described
 from mcore_prefix_tree.mcore.models.build_gpt import build_chunks, transformer_config
 from mcore_prefix_tree.mcore.models.lora import load_start
-from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.mcore.teachers.paired_teachers import ExportedTeacher, PairedTeachers
 from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel, TeacherRanks
@@ -232,8 +231,6 @@ def _fill(
         except RecipeError as error:
             raise RecipeError(f"of the teacher: {error}") from error
         return model.hf
-    iteration = everyone(checkpoint.latest_weights(folder))[0]
-    if iteration is None:
-        raise RecipeError(f"the teacher's checkpoint.save={folder} holds no checkpoint; name the folder of a run")
+    iteration = checkpoint.find_weights(folder, "the teacher's checkpoint.save")
     checkpoint.load_weights(folder, iteration, chunks, model=model, replicas=replicas)
     return checkpoint.iteration_folder(folder, iteration)

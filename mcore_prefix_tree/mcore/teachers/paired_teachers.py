@@ -93,7 +93,7 @@ class PairedTeachers(StepHook):
         ]
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return [replace(batch, hook_data=None) for batch in batches]
-        if self._averages:
+        if self.objective.settings.teachers == "averaged_logits" and len(self.models) > 1:
             weights = self.objective.settings.teacher_weights or [1.0] * len(found)
             mix = tuple(weight / sum(weights) for weight in weights)
             lessons = [self._lessons(batches, 0, found, mix, 1.0, len(found[0][0].weight))]
@@ -104,10 +104,6 @@ class PairedTeachers(StepHook):
             ]
         of_batches = zip(*lessons, strict=True)
         return [replace(batch, hook_data=own) for batch, own in zip(batches, of_batches, strict=True)]
-
-    @property
-    def _averages(self) -> bool:
-        return self.objective.settings.teachers == "averaged_logits" and len(self.models) > 1
 
     def _lessons(
         self,

@@ -17,7 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.attention import Case
-from mcore_prefix_tree.logprob import Head
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.engine.pipeline import forward_only
 from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
@@ -176,7 +175,10 @@ class TeacherModel(StepHook):
         for batch, hidden in zip(batches, found[own], strict=True):
             weight, head = output_weight_and_head(self._model, batch.edges, batch.temperature)
             if self.columns is not None:
-                weight, head = _shard_as_student(self.columns, head)
+                parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
+                group = parallel_state.get_tensor_model_parallel_group() if parallel else None
+                start = parallel_state.get_tensor_model_parallel_rank() * len(self.columns)
+                weight, head = self.columns, replace(head, vocab_start=start, group=group)
             # Megatron converts the output of a bfloat16 model to fp32; these are numbers that bfloat16 has.
             made.append(TeacherHidden(hidden=hidden.to(weight.dtype), weight=weight.detach(), head=head))
         return made
@@ -211,11 +213,3 @@ class TeacherModel(StepHook):
         return replace(
             batch, packed_seq_params=replace(batch.packed_seq_params, attention_backend=self.attention_backend)
         )
-
-
-def _shard_as_student(columns: torch.Tensor, head: Head) -> tuple[torch.Tensor, Head]:
-    """Return a teacher's output weight ``[V / tp, h]``, sharded over its student's ranks, and its head."""
-    parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    group = parallel_state.get_tensor_model_parallel_group() if parallel else None
-    start = parallel_state.get_tensor_model_parallel_rank() * len(columns)
-    return columns, replace(head, vocab_start=start, group=group)

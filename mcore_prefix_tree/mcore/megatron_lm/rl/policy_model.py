@@ -27,33 +27,18 @@ from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, R
 from mcore_prefix_tree.mcore.seam.output_layer import request_arguments
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
-from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
-from mcore_prefix_tree.utils.upload import upload
 
 Int64Array = npt.NDArray[np.int64]
 
 
 @readable_arguments()
-def rl_model_provider(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: Any = None,
-    pg_collection: Any = None,
-) -> Any:
-    """Return the model of the arguments, with stock state-dict keys; exit with status 2 if folding rejects it."""
+def rl_model_provider(*ends: bool, config: Any = None, **stage: Any) -> Any:
+    """Return the model of the arguments, as :func:`~mcore_prefix_tree.mcore.megatron_lm.build_model.tree_model`."""
     args = get_args()
     checked = checked_config(args)
     args.prefix_tree_attention_backend = _resolved(args, checked)
-    model = tree_model(
-        args,
-        config or checked,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
+    model = tree_model(args, config or checked, *ends, **stage)
     folding = _LogprobFolding(
         args.prefix_tree_attention_backend, deterministic=args.prefix_tree_deterministic_attention
     )
@@ -163,21 +148,13 @@ class _LogprobFolding:
         check_positions(model, int(rows.length.max(initial=1)))
         check_draws(model)
         folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
-        metadata = TreeMetadata.from_layout(folded.layout, device=rows.device)
-        tree: Any = RowsPackedSeqParams.from_metadata(
-            metadata, attention_backend=self._backend, deterministic_attention=self._deterministic
-        )
-        asked: dict[str, Any] = {}
+        arguments = folded.make_call(self._backend, deterministic_attention=self._deterministic)
+        arguments["attention_mask"] = None
         if model.post_process:
             labels = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
-            asked, tree.finish = _asked(model, folded, labels)
-        return (), {
-            "input_ids": upload(folded.layout.input_ids, rows.device).long().unsqueeze(0),
-            "position_ids": metadata.tree_position_ids.long().unsqueeze(0),
-            "attention_mask": None,
-            "packed_seq_params": tree,
-            **asked,
-        }
+            asked, arguments["packed_seq_params"].finish = _asked(model, folded, labels)
+            arguments |= asked
+        return (), arguments
 
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         params = kwargs.get("packed_seq_params")

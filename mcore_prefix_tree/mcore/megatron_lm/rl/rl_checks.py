@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_prefix_tree.arguments.group import add_rl_argument_group, check_rl_arguments
@@ -12,7 +12,7 @@ from mcore_prefix_tree.mcore.megatron_lm.argument_checks import as_config, check
 from mcore_prefix_tree.mcore.megatron_lm.command_line import CheckedParser
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import check_backend
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers, check_megatron_lm
-from mcore_prefix_tree.mcore.megatron_lm.rl.script import load_script
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import load_script
 from mcore_prefix_tree.mcore.seam.validation import check_config
 
 
@@ -34,11 +34,7 @@ def check_command_line(args: argparse.Namespace) -> None:
 
 
 def checked_config(args: argparse.Namespace) -> Any:
-    """Return the ``TransformerConfig`` of validated arguments, which gain the values that folding needs.
-
-    Raises:
-        ArgumentError, NotImplementedError, ValueError: see :func:`check_command_line`.
-    """
+    """Return the ``TransformerConfig`` of validated arguments, which gain the values that folding needs."""
     check_rl_arguments(args)
     check_layers(args)
     # The size of the loop's micro-batches without folding. So a step always fits, and needs no more memory.
@@ -63,16 +59,9 @@ def add_rl_arguments(
             "the train_rl.py of this checkout is older than that of core_v0.19.0, which --prefix-tree trains: "
             f"{error}; check out core_v0.19.0"
         ) from error
-    return _CheckedLoop(add_rl_argument_group(add_inference_args(parser)))
-
-
-class _CheckedLoop(CheckedParser):
-    script = "train_rl.py"
-
-    def add_own(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_rl_argument_group(parser)
-
-    def check(self, parsed: argparse.Namespace, words: Sequence[str]) -> None:
-        from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import check_command_line
-
-        check_command_line(parsed)
+    return CheckedParser(
+        add_inference_args(parser),
+        add_rl_argument_group,
+        lambda parsed, _: check_command_line(parsed),
+        script="train_rl.py",
+    )

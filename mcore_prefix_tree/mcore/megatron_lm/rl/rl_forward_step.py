@@ -31,26 +31,25 @@ from mcore_prefix_tree.mcore.engine.forward_step import for_model, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, make_job_from_args
-from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import straggler_timers
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import run_pretrain
 from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import add_rl_arguments
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import (
     LoopMicroBatch,
+    Script,
     ScriptLoss,
     ScriptObjective,
+    load_script,
     read_micro_batch,
 )
-from mcore_prefix_tree.mcore.megatron_lm.rl.script import Script, load_script
 from mcore_prefix_tree.mcore.megatron_lm.start import say_which_megatron_core
+from mcore_prefix_tree.mcore.megatron_lm.step_batches import Reported, straggler_timers
 from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput
 from mcore_prefix_tree.plan import BudgetError
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.errors import naming_memory
-
-Reported = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +115,8 @@ class FoldedForwardStep:
         ]
         ranks, rank = _gather_all_ranks(mine), parallel_state.get_data_parallel_rank()
         if self._job is None:
-            self._job = _make_job(args, script)
+            # The model provider has resolved the back-end: there is no first step to look at.
+            self._job = make_job_from_args(args, ScriptObjective(script=script, args=args, dtypes={}), lambda: [])
         objective = ScriptObjective(script=script, args=args, dtypes=mine[0].dtypes)
         job = replace(self._job, objective=objective)
         own = [one for loops in ranks for one in loops]
@@ -163,12 +163,6 @@ def _cut(
         tokens = sum(folding.physical_tokens([samples[index] for index in chosen]) for chosen in bins if chosen)
         return [bins[start : start + count] for start in range(0, len(bins), count)], tokens
     return list(plan.micro_batches), sum(map(sum, plan.physical_tokens))
-
-
-def _make_job(args: argparse.Namespace, script: Script) -> Job:
-    objective = ScriptObjective(script=script, args=args, dtypes={})
-    # The model provider has resolved the back-end: there is no first step to look at.
-    return make_job_from_args(args, objective, lambda: [])
 
 
 def _forget_rotary_tables(model: Any) -> None:
