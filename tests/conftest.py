@@ -3,12 +3,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from harness.groups import LEFT_BEHIND, release_groups, threads
 from hypothesis import settings
+
+from mcore_prefix_tree.cpu.emulation import eager_functions
 
 # Shells start background jobs with Ctrl-C ignored, and nohup ignores SIGHUP. Commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         order.get(item.path.name, order.get(folder, len(order))) for item, folder in zip(items, folders, strict=True)
     ]
     items[:] = [item for _, item in sorted(zip(positions, items, strict=True), key=lambda pair: pair[0])]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let test files that import Megatron do so without torch's compiler, as commands do on a CPU."""
+    with nullcontext() if torch.cuda.is_available() else eager_functions():
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-PRELOADED = ["mcore_prefix_tree.cpu.emulation", "mcore_prefix_tree.mcore.loop.jobs", "mcore_prefix_tree.cli.main"]
+PRELOADED = ["harness.preload"]
 
 
 def fork_context() -> ForkServerContext:
