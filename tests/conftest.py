@@ -60,7 +60,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logfinish() -> None:
     """Free a test's leftovers, before the threads of hundreds of forgotten groups slow down the others."""
     global _kept
-    if len(sys.modules) > _imported + 100:
+    # Groups of a module's fixture have to be found when it ends.
+    if len(sys.modules) > _imported + 100 and not torch.distributed.is_initialized():
         _freeze_imported()
     _forget_balancing()
     if threads() > _kept + LEFT_BEHIND:
