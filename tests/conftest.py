@@ -3,12 +3,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from harness.groups import LEFT_BEHIND, release_groups, threads
 from hypothesis import settings
+
+from mcore_prefix_tree.cpu.emulation import eager_functions
 
 # Shells start background jobs with Ctrl-C ignored, and nohup ignores SIGHUP. Commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +33,7 @@ _ON_GPU = [Path(__file__).with_name(name) for name in ("gpu", "kernels")]
 _LONGEST = ["test_page_runs.py", "torchrun", "faults", "kernels", "upstream", "world", "model"]
 
 _kept = 0  # threads after the last release: a module's fixtures have some
+_imported = 0  # modules at the last freeze
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,15 +46,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for _, item in sorted(zip(positions, items, strict=True), key=lambda pair: pair[0])]
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let test files that import Megatron do so without torch's compiler, as commands do on a CPU."""
+    with nullcontext() if torch.cuda.is_available() else eager_functions():
+        yield
+
+
 def pytest_collection_finish() -> None:
-    """Keep imported objects out of every later garbage collection, which would look at millions of objects."""
-    gc.collect()
-    gc.freeze()
+    _freeze_imported()
 
 
 def pytest_runtest_logfinish() -> None:
     """Free a test's leftovers, before the threads of hundreds of forgotten groups slow down the others."""
     global _kept
+    # Groups of a module's fixture have to be found when it ends.
+    if len(sys.modules) > _imported + 100 and not torch.distributed.is_initialized():
+        _freeze_imported()
     _forget_balancing()
     if threads() > _kept + LEFT_BEHIND:
         release_groups()
@@ -66,6 +78,14 @@ def megatron_on_the_cpu() -> Iterator[None]:
 
     with cpu_emulation(force=True), single_process():
         yield
+
+
+def _freeze_imported() -> None:
+    """Keep imported objects out of every later garbage collection, which takes 0.3 s with those of Megatron."""
+    global _imported
+    gc.collect()
+    gc.freeze()
+    _imported = len(sys.modules)
 
 
 def _forget_balancing() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
+from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -100,7 +102,18 @@ def load_job(
 
     loaded = load_recipe(recipe, with_hf(overrides, hf), [*checks, *map(checked, outputs)])
     quiet_upstream()
+    _import_megatron(loaded.device)
     return loaded
+
+
+def _import_megatron(device: str) -> None:
+    """Import what all jobs share; where they run on a CPU, without the compiler that only a GPU's would use."""
+    import torch
+
+    from mcore_prefix_tree.cpu.emulation import eager_functions
+
+    with nullcontext() if device != "cpu" and torch.cuda.is_available() else eager_functions():
+        import_module("mcore_prefix_tree.mcore.loop.session")
 
 
 def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:

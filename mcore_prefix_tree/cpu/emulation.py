@@ -247,6 +247,27 @@ def _causal_conv1d(
 
 
 @contextmanager
+def eager_functions() -> Iterator[None]:
+    """Let ``torch.compile`` return functions as they are inside the block, and run those that it compiled eagerly.
+
+    Megatron's ``@jit_fuser`` is ``torch.compile``: minutes of C++ compilation for nothing that a CPU run measures. The
+    compiler's imports alone take 2 s in each process, so that commands import Megatron inside such a block.
+    """
+    compiled = "torch._dynamo" in sys.modules
+    with (
+        mock.patch.object(torch, "compile", lambda model=None, **_: (lambda given: given) if model is None else model),
+        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+    ):
+        yield
+
+
+def _forget_torch_functions() -> None:
+    # Dynamo files every torch function by identity when something is first decorated; make it forget ours.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.trace_rules.clear_lru_cache()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
 def cpu_emulation(*, force: bool = False) -> Iterator[None]:
     """Answer megatron-core's CUDA calls with the CPU inside the ``with`` block, and restore everything after it.
 
@@ -263,15 +284,14 @@ def cpu_emulation(*, force: bool = False) -> Iterator[None]:
             "directly, or pass force=True to use the CPU all the same."
         )
     # Megatron first, while the functions are still the real ones: it must not bind one that outlives the block.
-    importlib.import_module("megatron.core")
+    with eager_functions():
+        importlib.import_module("megatron.core")
     # So must PyTorch, which collects the factories that `with torch.device(...)` obeys at its first use.
     with torch.device("cpu"):
         torch.empty(0)
     with ExitStack() as stack:
-        # Megatron's `@jit_fuser` is torch.compile: minutes of C++ compilation for nothing that a CPU run measures.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # Dynamo files every torch function by identity when something is first decorated; make it forget ours.
-        stack.callback(torch._dynamo.trace_rules.clear_lru_cache)
+        stack.enter_context(eager_functions())
+        stack.callback(_forget_torch_functions)
         for owner, name, replacement in [*_torch_optimizers(), *_replacements()]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         for owner, name, replacement in [*_without_transformer_engine(), *_without_fla(), *state_space.stand_ins()]:

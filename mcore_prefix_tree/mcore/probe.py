@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import linecache
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,8 +67,26 @@ def find_missing(uses: Uses) -> Iterator[str]:
     if uses.attributes and not isinstance(target, type):
         yield f"{shown} (which is not a class)"
     elif uses.attributes:
-        there = list_attributes(target)
-        yield from (f"{shown}.{name}" for name in uses.attributes.split() if there is not None and name not in there)
+        names = [name for name in uses.attributes.split() if not _is_plainly_set(target, name)]
+        there = list_attributes(target) if names else None
+        yield from (f"{shown}.{name}" for name in names if there is not None and name not in there)
+
+
+def _is_plainly_set(kind: type, name: str) -> bool:
+    """Return whether a class has a name, or a line of its or an ancestor's source begins with ``self.name =``."""
+    # Nearly all are, and to parse the sources takes half a second at each import.
+    line = re.compile(rf"^ +self\.{name}(?: *:[^=\n]*)? = ", re.MULTILINE)
+    return hasattr(kind, name) or any(line.search(_text(one)) for one in kind.__mro__)
+
+
+@cache
+def _text(kind: type) -> str:
+    """Return the text of a class in its module; it may end early; empty if it is in none."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    if kind.__module__.startswith("torch.") or not file.endswith(".py"):
+        return ""
+    found = re.search(rf"^class {kind.__name__}\b.*(?:\n(?!\w|@).*)*", "".join(linecache.getlines(file)), re.MULTILINE)
+    return found[0] if found else ""
 
 
 @cache

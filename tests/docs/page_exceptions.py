@@ -82,6 +82,13 @@ AFTER = {
     "docs/howto/scoring.md": "docs/howto/sft.md",
 }
 
+# Pages that are run with the slow tests: half a minute of CPU or more each, for commands that another test runs too.
+LONG = {
+    "docs/howto/critic.md": "tests/model/test_train_scalar_heads.py closes PPO's loop: reward model, values, critic",
+    "docs/howto/distillation.md": "tests/model/test_score_serves.py scores, and trains on what it wrote",
+    "docs/howto/grpo.md": "tests/peers/test_grpo_own_model.py scores, trains and scores again",
+}
+
 # Changes of recipes in the reader's folder: (file, text, replacement). Disabled features take longer than the
 # training itself; verify and the closing table have separate tests, and pages cut both from a training's output.
 SHORTER = [("recipes/quickstart.yaml", "compare: true", "compare: false\nverify: {enabled: false}")]

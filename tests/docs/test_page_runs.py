@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_exceptions import AFTER, NOT_RUN, QUOTED, REPEATED, reason
+from page_exceptions import AFTER, LONG, NOT_RUN, QUOTED, REPEATED, reason
 from page_outputs import difference, rewritten, same_line
 from page_runs import Content, Runs, blocks_of, parts_of, quoted_of
 from pages import PAGES, ROOT, fences_of, name_of
@@ -33,10 +33,14 @@ def runs() -> Iterator[Runs]:
     runs.close()
 
 
+def mark_of(name: str) -> Any:
+    return pytest.mark.slow if name in LONG else () if name in QUICK else pytest.mark.ci
+
+
 @pytest.mark.skipif(not version("megatron-core").startswith("0.19."), reason="pages show the output of 0.19")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(one, id=name_of(one), marks=() if name_of(one) in QUICK else pytest.mark.ci) for one in RUN],
+    [pytest.param(one, id=name_of(one), marks=mark_of(name_of(one))) for one in RUN],
 )
 def test_page_shows_its_commands_output(page: Path, runs: Runs) -> None:
     for ran in runs.of(page):

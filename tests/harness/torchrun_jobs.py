@@ -16,6 +16,7 @@ import torch
 
 from harness.commands import write_rows
 from harness.forked_ranks import launch
+from harness.forks import PRELOADED
 
 VOCAB = 64
 PROGRAM = ("-m", "mcore_prefix_tree")
@@ -86,10 +87,22 @@ def run(
     program: Sequence[str] = PROGRAM,
     stdin: str | None = None,
     timeout_s: float = 240,
+    imports: Sequence[str] = (),
 ) -> Ended:
-    """Run a command line on ranks that are forked: for their joint work, without the time of torchrun's imports."""
+    """Run a command line on ranks that are forked: for their joint work, without the time of torchrun's imports.
+
+    ``imports`` are further modules, in folders of ``sys.path``, that the ranks find imported.
+    """
     words = [*program, *map(str, arguments)]
-    code, out, err = launch(ranks, words, stdin=stdin or "", environment=environment(), timeout_s=timeout_s)
+    code, out, err = launch(
+        ranks,
+        words,
+        stdin=stdin or "",
+        environment=environment(),
+        timeout_s=timeout_s,
+        imports=(*PRELOADED, *imports),
+        path=tuple(sys.path) if imports else (),
+    )
     return Ended(code=code, out=out, err=err)
 
 

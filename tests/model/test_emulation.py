@@ -3,6 +3,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -113,6 +115,17 @@ def test_compiled_functions_run_eagerly() -> None:
     with cpu_emulation():
         assert torch.compile(function)(torch.ones(1)).item() == 2
     assert seen == [True]
+
+
+def test_commands_import_no_compiler_on_a_cpu() -> None:
+    """Its imports are a third of a command's start. Decorated with and without settings, functions stay as they are."""
+    with emulation.eager_functions():
+        assert torch.compile(len) is torch.compile(fullgraph=True)(len) is len
+    code = "import sys; from mcore_prefix_tree.cli import options as o; o._import_megatron('auto'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = done.stdout.split()
+    assert "megatron.core.transformer.moe.router" in imported
+    assert not [name for name in imported if name.startswith("torch._inductor")]
 
 
 def test_forked_process_draws_like_another(monkeypatch: pytest.MonkeyPatch) -> None:

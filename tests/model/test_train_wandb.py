@@ -140,6 +140,7 @@ def without_wandb() -> list[str]:
     return [path for path in sys.path if not (Path(path) / "wandb").is_dir()]
 
 
+@pytest.mark.ci
 def test_the_real_client_writes_offline(job: Path, tmp_path: Path) -> None:
     if find_spec("wandb") is None:
         pytest.skip("wandb is not installed")

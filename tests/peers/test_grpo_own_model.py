@@ -17,7 +17,8 @@ from pages import commands_of
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from harness import torchrun_jobs
+from harness.torchrun_jobs import PROGRAM
+from hf_jobs import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "grpo-own-model.md"
@@ -37,8 +38,8 @@ def test_commands_of_the_page_raise_the_reward(tmp_path: Path, monkeypatch: pyte
         (tmp_path / folder).symlink_to(ROOT / folder)
     ran = [words for words in commands_of(PAGE) if "tiny" in " ".join(words)]
     for program, *words in ran:
-        target = (words.pop(0),) if program == "python" else torchrun_jobs.PROGRAM
-        done = torchrun_jobs.run(1, *words, program=target)
+        target = (words.pop(0),) if program == "python" else PROGRAM
+        done = run_ranks(1, *words, program=target)
         assert done.code == 0, done.err
     assert [words[1] for words in ran if words[0] != "python"] == ["verify", "score", "train"]
     before, after = (rewards_in(tmp_path / name) for name in ("rollouts.jsonl", "after.jsonl"))

@@ -16,13 +16,13 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 import transformers
-from harness import torchrun_jobs
 from hf_folders import saved_model
 from hf_jobs import (
     PP2,
     STILL,
     TP2_SP,
     assert_same_folder,
+    run_ranks,
     saved_classifier,
     weights_in,
     worst_reward,
@@ -45,7 +45,7 @@ def test_classifier_in_and_out(layout: tuple[str, ...], tmp_path: Path) -> None:
         ("train", recipe, *options, f"checkpoint.export_hf={exported}"),
     ):
         if layout:
-            ranks = torchrun_jobs.run(2, *arguments)
+            ranks = run_ranks(2, *arguments)
             assert ranks.code == 0, ranks.err
         else:
             done = run_command(*arguments)

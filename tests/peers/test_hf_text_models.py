@@ -19,9 +19,8 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 import transformers
-from harness import torchrun_jobs
 from harness.commands import run_command
-from hf_jobs import PP2, REFERENCE, STILL, TP2_SP, assert_same_folder, weights_in, worst_score, write_recipe
+from hf_jobs import PP2, REFERENCE, STILL, TP2_SP, assert_same_folder, run_ranks, weights_in, worst_score, write_recipe
 from hf_text_models import M_ROPE, check_text, saved_model
 
 from mcore_prefix_tree.settings import RecipeError, load_recipe
@@ -72,7 +71,7 @@ def test_weights_for_pictures_are_exported_untouched(family: str, layout: tuple[
     source, exported, recipe = tmp_path / "source", tmp_path / "exported", write_recipe(tmp_path)
     saved_model(family, source)
     arguments = ("train", recipe, "--hf", str(source), f"checkpoint.export_hf={exported}", *layout)
-    still = torchrun_jobs.run(2, *arguments, STILL) if layout else run_command(*arguments, STILL)
+    still = run_ranks(2, *arguments, STILL) if layout else run_command(*arguments, STILL)
     assert (still.code if layout else still.exit_code) == 0, still.err if layout else still.output
     assert_same_folder(exported, source)
     if layout:

@@ -25,9 +25,19 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 import safetensors.torch
-from harness import torchrun_jobs
 from hf_folders import LLAMA3, rows, saved_model
-from hf_jobs import PP2, STILL, TP2_SP, assert_same_folder, nll, read_model, weights_in, worst_score, write_job
+from hf_jobs import (
+    PP2,
+    STILL,
+    TP2_SP,
+    assert_same_folder,
+    nll,
+    read_model,
+    run_ranks,
+    weights_in,
+    worst_score,
+    write_job,
+)
 
 from mcore_prefix_tree.utils import os_signals
 
@@ -342,7 +352,7 @@ def test_weights_that_one_rank_cannot_load(how: str, layout: tuple[str, ...], tm
         config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 80}
         (source / "config.json").write_text(json.dumps(config))
         says = "has shape [96, 64] instead of [80, 64]"
-    done = torchrun_jobs.run(2, "verify", recipe, "--hf", source, *layout, timeout_s=60)
+    done = run_ranks(2, "verify", recipe, "--hf", source, *layout, timeout_s=60)
     assert done.code == 2, done.err
     assert len(done.errors) == 1, done.err
     assert says in done.errors[0]

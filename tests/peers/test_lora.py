@@ -19,9 +19,8 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import peft
-from harness import torchrun_jobs
 from hf_folders import rows
-from hf_jobs import EP2, PP2, STILL, TP2_SP, nll, read_model, weights_in, worst_score, write_job
+from hf_jobs import EP2, PP2, STILL, TP2_SP, nll, read_model, run_ranks, weights_in, worst_score, write_job
 from safetensors.torch import load_file
 
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
@@ -108,7 +107,7 @@ def test_adapter_is_exported_unchanged(layout: tuple[str, ...], tmp_path: Path) 
     recipe, source, adapter, _ = write_adapter(tmp_path, "Llama 3", ALL)
     exported = tmp_path / "exported"
     options = ("--hf", source, f"model.adapter={adapter}", STILL, f"checkpoint.export_hf={exported}", *layout)
-    trained = torchrun_jobs.run(2 if layout else 1, "train", recipe, *options)
+    trained = run_ranks(2 if layout else 1, "train", recipe, *options)
     assert trained.code == 0, trained.err
     expected, found = weights_in(adapter), weights_in(exported)
     assert found.keys() == expected.keys()
@@ -134,7 +133,7 @@ def test_layouts_train_as_one_process_does(family: str, layout: tuple[str, ...],
     for ranks, further in ((1, ("verify.enabled=false",)), (2, layout)):
         log, exported = tmp_path / f"{ranks}.jsonl", tmp_path / f"exported {ranks}"
         outputs = (f"log.metrics={log}", f"checkpoint.export_hf={exported}")
-        done = torchrun_jobs.run(ranks, "train", recipe, *options, *further, *outputs)
+        done = run_ranks(ranks, "train", recipe, *options, *further, *outputs)
         assert done.code == 0, done.err
         logs.append([json.loads(line) for line in log.read_text().splitlines()])
         trained.append(weights_in(exported))
@@ -145,7 +144,7 @@ def test_layouts_train_as_one_process_does(family: str, layout: tuple[str, ...],
         moved = trained[0][name] - start
         assert float((trained[1][name] - trained[0][name]).norm()) <= 1e-2 * float(moved.norm()), name
     scores = tmp_path / "scores.jsonl"
-    scored = torchrun_jobs.run(2, "score", recipe, *options, *layout, "--output", scores)
+    scored = run_ranks(2, "score", recipe, *options, *layout, "--output", scores)
     assert scored.code == 0, scored.err
     assert worst_score(scores, model) <= 1e-5
 

@@ -24,6 +24,7 @@ def test_bad_standard_input_is_reported_once(job: Path) -> None:
     assert done.out == ""
 
 
+@pytest.mark.ci
 def test_under_torchrun_a_mistake_is_reported_once(job: Path) -> None:
     done = run_torchrun(2, "train", job, "data.path=nope.jsonl")  # after the ranks have met
     assert done.code == 1  # torchrun's own

@@ -83,7 +83,6 @@ def assert_told_once(done: Ended, saved: Path, *, steps: list[int]) -> None:
     assert list(done.losses) == steps
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rank", "limit"),
     [
@@ -137,6 +136,7 @@ def mounted(options: str, folder: Path, *arguments: object) -> Ended:
     return Ended(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
+@pytest.mark.ci
 def test_a_disk_that_holds_one_checkpoint_and_not_two(job: Path, undisturbed: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     size = sum(path.stat().st_size for path in (undisturbed / "iter_0000002").iterdir())

@@ -111,6 +111,7 @@ def test_checkpoint_of_two_ranks_resumes_in_one_process(
         assert float(loss) == pytest.approx(float(reference.losses[step]), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.ci
 def test_killed_run_resumes_with_the_same_bits(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
     reference_folder, reference = undisturbed
     saved = tmp_path / "saved"
@@ -212,6 +213,7 @@ def test_torchrun_starts_ranks_that_all_get_standard_input(job: Path, undisturbe
     assert done.losses == reference.losses
 
 
+@pytest.mark.ci
 def test_ranks_that_mpirun_started_train_the_same(job: Path, undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
     _, reference = undisturbed
     with socket.socket() as free:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 
@@ -78,6 +79,15 @@ def raw_weights() -> dict[str, torch.Tensor]:
     layout = Layout(tp=dist.get_world_size())
     (chunk,) = build_chunks(tiny_gpt_config(layout=layout, num_layers=1))
     return {name: parameter.detach() for name, parameter in chunk.named_parameters()}
+
+
+def has_preloaded() -> bool:
+    return "harness.preload" in sys.modules and "torch._inductor.compile_fx" not in sys.modules
+
+
+def test_ranks_find_megatron_imported() -> None:
+    """Multiprocessing says nothing of a module that its server did not find; each rank would spend four seconds."""
+    assert world(1).run(has_preloaded, layout=Layout()) == [True]
 
 
 def test_groups_end_with_their_call() -> None:

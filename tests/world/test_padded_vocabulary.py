@@ -52,6 +52,8 @@ JOBS = {
         name="distill", options=(("teacher", "full"), ("divergence", "reverse_kl")), teacher_config=TAUGHT
     ),
 }
+# Every objective, both heads and a teacher with a vocabulary of its own.
+QUICK = ("sft", "grpo, logits", "dpo", "distill from a model")
 
 
 def within(samples: Sequence[Sample], vocab_size: int) -> list[Sample]:
@@ -91,7 +93,8 @@ def unfolded(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("cut", "name"),
     [
-        *(("127-tp2", name) for name in JOBS),
+        *(("127-tp2", name) for name in QUICK),
+        *(pytest.param("127-tp2", name, marks=pytest.mark.ci) for name in JOBS if name not in QUICK),
         ("101-tp4", "grpo"),
         *(pytest.param(cut, name, marks=pytest.mark.ci) for cut in ("127-tp4", "130-tp4") for name in ("sft", "grpo")),
         *(pytest.param("130-tp4", name, marks=pytest.mark.slow) for name in list(JOBS)[4:]),
@@ -112,7 +115,7 @@ def test_step_equals_the_unpadded_vocabulary(cut: str, name: str) -> None:
     check_gradients(list(itertools.chain.from_iterable(parts for _, parts in results)), wanted)
 
 
-@pytest.mark.parametrize("share_embeddings", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("share_embeddings", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["untied", "tied"])
 @pytest.mark.parametrize("way", ["weighted sum", "logits", "logprobs"])
 @pytest.mark.parametrize("cut", ["127-tp2", pytest.param("101-tp4", marks=pytest.mark.ci)])
 def test_supervised_training(cut: str, way: str, share_embeddings: bool) -> None:
@@ -158,7 +161,9 @@ def test_the_likeliest_tokens_are_all_of_the_vocabulary(cut: str) -> None:
             np.testing.assert_allclose(np.exp(logprobs).sum(axis=1), 1, rtol=FP64)
 
 
-@pytest.mark.parametrize("reads", ["labels", "logits", "logprobs"])
+@pytest.mark.parametrize(
+    "reads", ["labels", *(pytest.param(one, marks=pytest.mark.ci) for one in ("logits", "logprobs"))]
+)
 @pytest.mark.parametrize("cut", ["127-tp2", pytest.param("101-tp4", marks=pytest.mark.ci)])
 def test_folding_inside_the_model(cut: str, reads: str) -> None:
     size, vocab_size = CUTS[cut]
@@ -213,7 +218,7 @@ def columns(path: Path) -> dict[str, list[np.ndarray]]:
     return {name: [np.array(line[name], dtype=float) for line in lines] for name in ("old_logprobs", "entropy")}
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["saved whole", "saved by two ranks"])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.ci), 2], ids=["saved whole", "saved by two ranks"])
 def test_checkpoints_move_between_layouts(tmp_path: Path, ranks: int) -> None:
     """Scores of one checkpoint in both layouts, by both heads; then both resume from it, with equal steps."""
     own = [TP2] if ranks == 2 else []

@@ -35,7 +35,7 @@ def by_sample(kind: str) -> Result:
     return loss, assemble(parts)
 
 
-@pytest.mark.parametrize("kind", ["one token", "missing"])
+@pytest.mark.parametrize("kind", [pytest.param("one token", marks=pytest.mark.ci), "missing"])
 @in_layouts("tp2-sp", "pp2", "pp2-vpp2", "dp2", "ep2", ci=["single", "tp2-sp-pp2-vpp2"], slow=["dp4"])
 def test_routes_in_every_layout(size: int, layout: Layout, kind: str) -> None:
     """In micro-batches under a budget, layers recomputed, on ranks with different numbers of tokens."""
