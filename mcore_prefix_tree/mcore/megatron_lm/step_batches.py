@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.folding import Folding
@@ -119,6 +121,10 @@ class DealtStep:
         self._batches, self._job, self._chunks = batches, job, chunks
         self._waiting: list[WaitingMicroBatch] = []
 
+    def list_sizes(self) -> list[torch.Size]:
+        """Return ``[batch, length]`` of each micro-batch."""
+        return [batch.input_ids.shape for batch in self._batches]
+
     def take(self, index: int, model: Any) -> MicroBatch:
         """Return a micro-batch on the device, to one model chunk after the other."""
         device = self._job.folding.device
@@ -164,11 +170,8 @@ class StepDealer:
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
         """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
-        if consumed != self._begun:
-            self._begin(consumed, size)
-        assert self._step is not None, "it has begun"
         return StepMicroBatch(
-            step=self._step,
+            step=self._step_after(consumed, size),
             index=index,
             readout=self._job.readout,
             host_seconds=self._seconds,
@@ -176,6 +179,16 @@ class StepDealer:
             stats=self._stats,
             known=self._known,
         )
+
+    def list_sizes(self, consumed: int, size: StepSize) -> list[torch.Size]:
+        """Return ``[batch, length]`` of each of this rank's micro-batches of the step after ``consumed`` samples."""
+        return self._step_after(consumed, size).list_sizes()
+
+    def _step_after(self, consumed: int, size: StepSize) -> DealtStep:
+        if consumed != self._begun:
+            self._begin(consumed, size)
+        assert self._step is not None, "it has begun"
+        return self._step
 
     def _begin(self, consumed: int, size: StepSize) -> None:
         now = self._clock() if self._clock is not None else 0.0
