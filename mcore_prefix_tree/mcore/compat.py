@@ -204,6 +204,7 @@ ENGINE = (
     Uses("megatron.core.pipeline_parallel.schedules:get_schedule_table"),
     Uses("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator", keywords="pp_group config"),
     Uses(f"{_STATE}:get_pipeline_model_parallel_group"),
+    Uses(f"{_STATE}:model_parallel_is_initialized"),
     Uses(
         "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
         keywords="forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only "

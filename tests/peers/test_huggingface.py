@@ -230,7 +230,7 @@ def test_depth_of_a_folder_in_two_stages(tmp_path: Path) -> None:
     recipe, source = write_depth_job(tmp_path)
     exported, log = tmp_path / "exported", tmp_path / "log.jsonl"
     options = (DEPTH, STILL, *PP2, "batch.max_tokens=200", f"log.metrics={log}", f"checkpoint.export_hf={exported}")
-    done = torchrun_jobs.run(2, "train", recipe, "--hf", source, *options)
+    done = run_ranks(2, "train", recipe, "--hf", source, *options)
     assert done.code == 0, done.err
     assert json.loads(log.read_text())["metrics"]["mtp_1 loss"] == pytest.approx(loss_of_depth(source), rel=1e-5)
     assert_same_folder(exported, source)

@@ -1,12 +1,13 @@
 """Tell pipeline stages the shapes that they would otherwise ask each other for.
 
 With ``variable_seq_lengths``, a stage receives a shape before each tensor, and waits for the device to read it. Every
-stage has planned the same micro-batches, so it knows their lengths; Megatron's schedules take a communicator.
+stage has planned the same micro-batches, so it knows their lengths; Megatron's schedules take a communicator, and so
+does the loop of Megatron-LM since core_v0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,38 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]
         return next(self._outputs) if recv_prev else None, next(self._grads) if recv_next else None
 
 
+class LoopShapes(KnownShapes):
+    """A :class:`KnownShapes` for a loop that takes one for all its steps, before there are process groups.
+
+    Args:
+        chunks: virtual stages of this rank.
+        sizes: function that returns ``[batch, length]`` of each micro-batch of the step that the loop is in.
+    """
+
+    def __init__(self, chunks: int, sizes: Callable[[], Sequence[torch.Size]]) -> None:
+        self._chunks, self._sizes = chunks, sizes
+
+    def join(self, config: Any) -> None:
+        """Take the groups of ``parallel_state`` and the config of the stage's model, before the first step."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        super().__init__(group, config, *(self._steps(config, direction) for direction in (0, 1)))
+
+    def _steps(self, config: Any, direction: int) -> Iterator[Shape]:
+        # A step receives all its shapes, so the first that is left to ask for belongs to the next one.
+        while True:
+            yield from _arriving(config, self._chunks, self._sizes())[direction]
+
+
+class LateGroups(ProcessGroupCollection):  # type: ignore[misc]
+    """Process groups of ``parallel_state`` for a loop that takes a collection before it makes them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if "tp" not in vars(self) and parallel_state.model_parallel_is_initialized():
+            self.__dict__.update(vars(ProcessGroupCollection.use_mpu_process_groups()))
+            return getattr(self, name)
+        return super().__getattr__(name)
+
+
 def give_shapes(config: Any, chunks: int, sizes: Sequence[torch.Size]) -> dict[str, Any]:
     """Return arguments of Megatron's schedules, for several pipeline stages, that spare them the exchange of shapes.
 
@@ -47,6 +80,15 @@ def give_shapes(config: Any, chunks: int, sizes: Sequence[torch.Size]) -> dict[s
         chunks: virtual stages of this rank.
         sizes: ``[batch, length]`` of each micro-batch's token ids.
     """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return {
+        "p2p_communicator": KnownShapes(group, config, *_arriving(config, chunks, sizes)),
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+    }
+
+
+def _arriving(config: Any, chunks: int, sizes: Sequence[torch.Size]) -> tuple[list[Shape], list[Shape]]:
+    """Return the shapes of the outputs and of the gradients that this rank receives in a step, in order."""
     group = parallel_state.get_pipeline_model_parallel_group()
     first, last = group.rank() == 0, group.rank() == group.size() - 1
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -58,7 +100,4 @@ def give_shapes(config: Any, chunks: int, sizes: Sequence[torch.Size]) -> dict[s
     outputs, grads = (
         [shapes[index] for index, chunk in order if chunk or not at_the_end] for at_the_end in (first, last)
     )
-    return {
-        "p2p_communicator": KnownShapes(group, config, outputs, grads),
-        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
-    }
+    return outputs, grads

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.training import get_args, get_timers, print_rank_0
 
 from mcore_prefix_tree.arguments.flags import SPELLINGS, readable_arguments
@@ -135,7 +136,7 @@ class TreeDatasetsProvider:
 
     def __init__(self) -> None:
         self._training: StepDealer | None = None
-        self._consumed_before = 0  # samples, of other data than these
+        self._consumed_before = self._evaluated_before = 0  # samples, of other data than these
         self._validation: StepDealer | None = None
         self._objective: Objective | None = None
         self._hook: StepHook | None = None
@@ -175,6 +176,7 @@ class TreeDatasetsProvider:
             args.eval_iters = 0
             return train, None, None
         consumed = 0 if args.skip_train else args.consumed_valid_samples
+        self._evaluated_before = args.consumed_valid_samples - consumed
         if self._validation is None:
             order = validation_order(args, objective)
             if not order.is_streamed:
@@ -184,6 +186,18 @@ class TreeDatasetsProvider:
             job = self._job(args, objective, order)
             self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
         return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
+
+    def list_sizes(self) -> list[torch.Size]:
+        """Return ``[batch, length]`` of each micro-batch of the step that Megatron's loop is in, which counts samples.
+
+        Evaluation is what it runs without gradients.
+        """
+        args = get_args()
+        if torch.is_grad_enabled():
+            assert self._training is not None, "the loop trains"
+            return self._training.list_sizes(args.consumed_train_samples - self._consumed_before, current_size(args))
+        assert self._validation is not None, "the loop evaluates"
+        return self._validation.list_sizes(args.consumed_valid_samples - self._evaluated_before, evaluation_size(args))
 
     def _job(self, args: argparse.Namespace, objective: Objective, order: SampleOrder) -> Job:
         """Return a job; training and validation share one hook, with its teachers."""

@@ -153,4 +153,5 @@ def run(root: Path) -> None:
         if any(word.partition("=")[0] == "--prefix-tree-score" for word in sys.argv[1:]):
             run_score(args_defaults={})
             return
-        run_pretrain(TreeDatasetsProvider(), tree_model_provider, tree_forward_step, args_defaults={})
+        datasets = TreeDatasetsProvider()
+        run_pretrain(datasets, tree_model_provider, tree_forward_step, args_defaults={}, list_sizes=datasets.list_sizes)

@@ -118,6 +118,10 @@ class DealtStep:
         self._batches, self._job, self._chunks = batches, job, chunks
         self._waiting: list[WaitingMicroBatch] = []
 
+    def list_sizes(self) -> list[torch.Size]:
+        """Return ``[batch, length]`` of each micro-batch."""
+        return [batch.input_ids.shape for batch in self._batches]
+
     def take(self, index: int, model: Any) -> MicroBatch:
         """Return a micro-batch on the device, to one model chunk after the other."""
         device = self._job.folding.device
@@ -161,10 +165,18 @@ class StepDealer:
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
         """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
+        step = self._step_after(consumed, size)
+        return StepMicroBatch(step=step, index=index, readout=self._job.readout, figures=self._figures)
+
+    def list_sizes(self, consumed: int, size: StepSize) -> list[torch.Size]:
+        """Return ``[batch, length]`` of each of this rank's micro-batches of the step after ``consumed`` samples."""
+        return self._step_after(consumed, size).list_sizes()
+
+    def _step_after(self, consumed: int, size: StepSize) -> DealtStep:
         if consumed != self._begun:
             self._begin(consumed, size)
         assert self._step is not None, "it has begun"
-        return StepMicroBatch(step=self._step, index=index, readout=self._job.readout, figures=self._figures)
+        return self._step
 
     def _begin(self, consumed: int, size: StepSize) -> None:
         now = self._clock() if self._clock is not None else 0.0
