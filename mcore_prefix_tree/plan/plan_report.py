@@ -9,10 +9,10 @@ import numpy as np
 
 from mcore_prefix_tree.layout import NO_PADDING, Padding
 from mcore_prefix_tree.layout.stats import NO_BRANCHES, Branching, branching
+from mcore_prefix_tree.plan.balance import least_makespan
 from mcore_prefix_tree.plan.carry import FORWARD, Chunk, FirstPass, first_pass_depths
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
-from mcore_prefix_tree.plan.makespan import least_makespan
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, sort_samples, trie_from_order

@@ -7,8 +7,11 @@ compat.check(compat.PACKED)
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs  # noqa: E402
 from mcore_prefix_tree.mcore.packed.fold_check import FoldCheckError  # noqa: E402
 from mcore_prefix_tree.mcore.packed.folding_model import Folding, Inside, fold_inside, folding_model  # noqa: E402
-from mcore_prefix_tree.mcore.packed.packed_rows import PicturePackedSeqParams, RoutedPackedSeqParams  # noqa: E402
-from mcore_prefix_tree.mcore.packed.savings import FoldReport  # noqa: E402
+from mcore_prefix_tree.mcore.packed.packed_rows import (  # noqa: E402
+    FoldReport,
+    PicturePackedSeqParams,
+    RoutedPackedSeqParams,
+)
 
 __all__ = [
     "FoldCheckError",

@@ -27,12 +27,13 @@ from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_h
 from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import (
     FoldedRows,
+    FoldReport,
     PackedRows,
     RowsPackedSeqParams,
+    count_model_flops,
     read_rows,
     with_spatial,
 )
-from mcore_prefix_tree.mcore.packed.savings import FoldReport, count_model_flops
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
