@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import runpy
 import sys
 from pathlib import Path
 
+import bench_head
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def bench_head(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import bench_head
-
-    monkeypatch.setattr(bench_head, "EXACT_ROWS", 5)
-    # Compiling Megatron's cross-entropy for this CPU takes longer than all the rest.
-    with torch.compiler.set_stance("force_eager"):
-        yield bench_head
-
-
-def run_bench_head(bench_head, monkeypatch, tmp_path):
+def run_bench_head(monkeypatch, tmp_path):
     output = tmp_path / "head.json"
+    monkeypatch.setattr(bench_head, "EXACT_ROWS", 5)
     cases = ["--case", "16", "4", "50", "--case", "7", "3", "20"]
     monkeypatch.setattr(sys, "argv", ["bench_head.py", "--repeats", "2", *cases, "--output", str(output)])
+    gc.freeze()  # every measurement collects garbage first
     bench_head.main()
     return json.loads(output.read_text())
 
 
-def test_the_heads_benchmark(bench_head, monkeypatch, tmp_path):
-    result = run_bench_head(bench_head, monkeypatch, tmp_path)
+def test_the_heads_benchmark(monkeypatch, tmp_path):
+    result = run_bench_head(monkeypatch, tmp_path)
     assert [(case["rows"], case["supervised"]) for case in result["cases"]] == [
         (16, 1.0),
         (16, 0.4),
@@ -52,13 +45,13 @@ def test_the_heads_benchmark(bench_head, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_failed_way_loses_only_its_row(bench_head, monkeypatch, tmp_path):
+def test_failed_way_loses_only_its_row(monkeypatch, tmp_path):
     def broken(case):
         raise torch.OutOfMemoryError("CUDA out of memory\nwith details")
 
     monkeypatch.setattr(bench_head.Case, "torch_two_steps", broken)
     with pytest.raises(SystemExit, match="some heads failed"):
-        run_bench_head(bench_head, monkeypatch, tmp_path)
+        run_bench_head(monkeypatch, tmp_path)
     result = json.loads((tmp_path / "head.json").read_text())
     ways = result["cases"][0]["ways"]
     assert ways["torch: linear, cross_entropy"] == {"failed": "OutOfMemoryError: CUDA out of memory"}
