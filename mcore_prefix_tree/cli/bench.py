@@ -1,17 +1,29 @@
-"""``mcore-prefix-tree bench``: training steps compared with unfolded ones."""
+"""``mcore-prefix-tree bench``: training steps compared with unfolded ones, and predicted times of attention."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mcore_prefix_tree.cli.options import RecipeFile, Repeats, check_output_option, load_job, local_file, overrides_like
+from mcore_prefix_tree.cli import numbers
+from mcore_prefix_tree.cli.options import (
+    RecipeFile,
+    Repeats,
+    check_output_option,
+    load_job,
+    local_file,
+    overrides_like,
+    takes,
+)
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_comparison
+from mcore_prefix_tree.cli.samples import SampleOptions
+from mcore_prefix_tree.utils.inputs import MOST
 
 app = typer.Typer(no_args_is_help=True, help="Measure training steps, and write the numbers.")
 
@@ -60,3 +72,50 @@ def step(
 
         with whole_file(output) as unfinished:
             unfinished.write_text(json.dumps(step_result(asdict(loaded), comparison), indent=2, allow_nan=False) + "\n")
+
+
+@app.command()
+@takes(SampleOptions)
+def attention(
+    options: SampleOptions,
+    predict: Annotated[str, typer.Option(metavar="GPU", help="The GPU: h100 or h200.")],
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=MOST, metavar="N", help="Most physical tokens of a micro-batch.")
+    ],
+    heads: Annotated[
+        str, typer.Option(metavar="Q,K,D", help="Heads of queries and of keys on a rank, and their width.")
+    ] = "64,8,128",
+) -> None:
+    """Predict the times of a layer's attention on a GPU that is not here, folded and unfolded, from machine code.
+
+    The micro-batches are those of all samples as one step. A measurement of the same forest is shown instead.
+    """
+    from mcore_prefix_tree.utils.versions import install_command
+
+    if find_spec("triton") is None:
+        raise ValueError(f"--predict compiles the kernels, but Triton is missing; {install_command('gpu')}")
+    from rich.console import Console
+
+    from mcore_prefix_tree.bench.predicted_attention import WAITING, attention_case, find_chip, predict_step
+    from mcore_prefix_tree.cli.terminal import grid, say
+
+    chip, sizes = find_chip(predict), heads.split(",")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes) or int(sizes[0]) % int(sizes[1]):
+        raise ValueError(
+            f"--heads {heads}: give three numbers, the first a multiple of the second; for example 64,8,128"
+        )
+    case = attention_case(*map(int, sizes))
+    table = grid(("layout", "pass", "source", "ms", "TFLOP/s", "of peak"), left=(0, 1, 2))
+    for layout, name, source, seconds, rate in predict_step(options.read().all, max_tokens, case, chip):
+        share = numbers.share(rate / chip.peak)
+        table.add_row(layout, name, source, numbers.figure(1e3 * seconds), numbers.figure(rate), share)
+    console = Console()
+    console.print(table)
+    say(
+        console,
+        f"One layer on one {chip.name}: {case.heads} heads on {case.kv_heads} of {case.head_dim}, bf16, triton. "
+        "TFLOP/s count visible pairs. A predicted figure sums the clocks of compiled tiles along the block lists, at "
+        f"the clock of a product of {chip.peak:g} TFLOP/s, times {WAITING} for waits. This factor is fitted to a "
+        "forest on an H200, where three others were 1 to 7 % off. Memory, host and row sums are not counted.",
+        style="dim",
+    )

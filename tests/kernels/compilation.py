@@ -10,23 +10,20 @@ import hashlib
 import itertools
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
-from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for, part, rounded
+from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
 from mcore_prefix_tree.attention.triton_tree.kernel_calls import ROW_SUMS
+from mcore_prefix_tree.bench.predicted_attention import compile_kernel, compile_source, disassemble
 from mcore_prefix_tree.logprob.softmax_kernels import COLUMNS, EDGES, WARPS
 
 # Largest shared memory of one program, in bytes: CUDA C++ Programming Guide, compute capabilities.
@@ -41,8 +38,6 @@ OPTIONS = {
     "window": {"window": 1000},
     "all": {"window": 1000, "sinks": torch.zeros(32)},
 }
-POINTERS = {"lse": "fp32", "delta": "fp32", "sinks": "bf16", "end": "i32", "position": "i32", "schedule": "i32"}
-SCALARS = {"scale": "fp32", "softmax_scale": "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,61 +83,6 @@ def case_of(architecture, head_dim, value_dim, *, dtype=torch.bfloat16, options=
     )
 
 
-def tiles_of(case, block, width, engine, widest, dtype=None):
-    """The type of the result of ``Call.tiles``."""
-    dtype = dtype or {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[case.dtype]
-    return f"tensordesc<{dtype}[1, {block}, {part(width, widest)}]>" if engine else (f"*{dtype}", "i32", "i32")
-
-
-def compile_kernel(kernel, case, launch, *, engine, absent=(), architecture):
-    head_dim, value_dim = case.head_dim, case.value_dim
-    rows, columns, widest = launch.query_block, launch.key_block, launch.widest
-    tiles = {
-        "query": (rows, head_dim), "key": (columns, head_dim), "value": (columns, value_dim), "out": (rows, value_dim),
-        "grad_out": (rows, value_dim), "grad_key": (columns, head_dim), "grad_value": (columns, value_dim),
-        "grad_query": (rows, head_dim),
-    }  # fmt: skip
-    partial = {"partial_key": (columns, head_dim), "partial_value": (columns, value_dim)}
-    constants = {
-        "HEADS": case.heads, "KV_HEADS": case.kv_heads, "GROUP": case.heads // case.kv_heads, "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim, "HEAD_PART": part(head_dim, widest), "VALUE_PART": part(value_dim, widest),
-        "BLOCK_M": rows, "BLOCK_N": columns, "STAGES": launch.stages, "ENGINE": engine,
-        "LISTED": case.options.window is not None,
-    }  # fmt: skip
-    constants |= dict.fromkeys(absent)
-    if case.options.window is None:
-        constants["window"] = None
-    if case.options.sinks is None:
-        constants["sinks"] = None
-    signature, aligned = {}, []
-    for place, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in tiles:
-            signature[name] = tiles_of(case, *tiles[name], engine, widest)
-        elif name in partial:
-            signature[name] = tiles_of(case, *partial[name], engine, widest, "fp32") if engine else "*fp32"
-        else:
-            signature[name] = f"*{POINTERS[name]}" if name in POINTERS else SCALARS.get(name, "i32")
-        kind = signature[name]
-        if isinstance(kind, tuple):
-            aligned += [(place, part) for part in range(3)]
-        elif kind.startswith("*"):
-            aligned.append((place,))
-    return built(kernel, signature, constants, aligned, launch.warps, architecture)
-
-
-def built(kernel, signature, constants, aligned, warps, architecture):
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={name: value for name, value in constants.items() if name in kernel.arg_names},
-        attrs={path: [["tt.divisibility", 16]] for path in aligned},
-    )
-    target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
-
-
 def softmax_report(kernel, logits, out, architecture, *, absent=()):
     """Resources and machine code of a kernel of the vocabulary head, for rows that 16 bytes divide."""
     constants = {"COLUMNS": COLUMNS, "EDGES": EDGES, **dict.fromkeys(absent)}
@@ -154,7 +94,7 @@ def softmax_report(kernel, logits, out, architecture, *, absent=()):
         for name in kernel.arg_names
     }
     aligned = [(place,) for place, name in enumerate(kernel.arg_names) if name not in constants]
-    compiled = built(kernel, signature, constants, aligned, WARPS, architecture)
+    compiled = compile_source(kernel, signature, constants, aligned, WARPS, architecture)
     found = report_of(kernel, dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage"), compiled)
     return found, dump(compiled.asm["cubin"], "nvdisasm", "-c")
 
@@ -230,19 +170,15 @@ def dump(cubin, tool, option):
     said_of = hashlib.sha256(f"{triton.__version__} {tool} {option} ".encode() + cubin).hexdigest()
     kept = KEPT / said_of
     if not kept.exists():
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(cubin)
-            file.flush()
-            done = subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True)
+        said = disassemble(cubin, tool, option)
         KEPT.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(done.stdout)
+        unfinished.write_text(said)
         unfinished.replace(kept)
     return kept.read_text()
 
 
 KEPT = Path(__file__).parents[2] / ".pytest_cache" / "machine_code"
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Every row of the table, and dimensions that a row rounds up.
 HEAD_DIMS = sorted({*UP_TO, (32, 32), (96, 96)})
 

@@ -40,7 +40,7 @@ ALLOWED = {
         "settings", "signals", "trie", "utils", "xtoken",
     },
     "integrations": {"attention", "layout", "logprob", "mcore", "metadata", "plan", "sample", "trie", "utils"},
-    "bench": {"mcore", "settings", "utils"},
+    "bench": {"attention", "layout", "mcore", "metadata", "plan", "sample", "settings", "utils"},
     "pretrain_gpt": {"arguments", "mcore", "utils"},
     "pretrain_hybrid": {"pretrain_gpt"},
     "train_rl": {"pretrain_gpt"},
