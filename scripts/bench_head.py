@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mcore_prefix_tree import Sample, SamplingMask, Signals, fold
 from mcore_prefix_tree.bench.machine import describe_machine
@@ -199,6 +201,51 @@ def seconds(way: Callable[[Case], torch.Tensor], case: Case) -> float:
     return clock() - started
 
 
+class Traffic(TorchDispatchMode):
+    """Count the bytes of logits that operators read and write, apart from matrix products: ``bytes``.
+
+    A matrix with as many columns as the vocabulary has logits, or their gradients.
+    """
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.bytes = columns, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        schema, name = func._schema, func.overloadpacket.__name__
+        if name in UNCOUNTED or any(result.alias_info and not result.alias_info.is_write for result in schema.returns):
+            return results
+        given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+        given |= kwargs or {}
+        for argument in schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            only = argument.name == "out" or name in ("copy_", "zero_", "fill_")
+            self.bytes += self._size(given.get(argument.name)) * (1 + (written and not only))
+        if not any(result.alias_info for result in schema.returns):
+            self.bytes += sum(map(self._size, tree_leaves(results)))
+        return results
+
+    def _size(self, value: Any) -> int:
+        is_block = isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape[1] == self.columns
+        return value.numel() * value.element_size() if is_block else 0
+
+
+# Matrix products, operators that read or write a few of the numbers, and memory that nothing is written to.
+UNCOUNTED = {
+    *("mm", "addmm", "index", "index_put_", "_index_put_impl_", "nll_loss_forward"),
+    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+}
+
+
+def bytes_per_logit(way: Callable[[Case], torch.Tensor], case: Case) -> float:
+    """Return the bytes of logits that forward and backward move for each one that is scored."""
+    case.hidden.grad = case.weight.grad = None
+    with Traffic(len(case.weight)) as traffic:
+        way(case).backward()
+    return traffic.bytes / (len(case.needed.host_row) * len(case.weight))
+
+
 def synchronize(case: Case) -> None:
     if case.hidden.device.type == "cuda":
         torch.cuda.synchronize()
@@ -236,9 +283,11 @@ def tried(way: Callable[[Case], torch.Tensor], case: Case, exact: tuple[torch.Te
         case.hidden.grad = case.weight.grad = None
         peak = PeakMemory(case.hidden.device)
         seconds(way, case)
+        peak_bytes = peak.bytes()
+        traffic = bytes_per_logit(way, case)
     except Exception as failure:  # out of memory, or a peer's kernel that this GPU does not have
         return {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0]}
-    return {"gradient_error": found, "peak_bytes": peak.bytes(), "seconds": []}
+    return {"gradient_error": found, "peak_bytes": peak_bytes, "bytes_per_logit": traffic, "seconds": []}
 
 
 def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
@@ -261,7 +310,7 @@ def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
 
 
 def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
-    shown = Table("way", "seconds", "of unfused", "peak memory", "gradient error", title=title)
+    shown = Table("way", "seconds", "of unfused", "peak memory", "gradient error", "bytes per logit", title=title)
     unfused = results["unfused"].get("seconds", [])
     for name, result in results.items():
         if "failed" in result or not unfused:
@@ -269,9 +318,8 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
             continue
         ratio = statistics.median(own / other for own, other in zip(result["seconds"], unfused, strict=True))
         memory = "unknown" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 2**20:,.0f} MiB"
-        shown.add_row(
-            name, f"{result['median_seconds']:.3f}", f"{ratio:.2f}", memory, f"{result['gradient_error']:.1e}"
-        )
+        figures = (f"{result['gradient_error']:.1e}", f"{result['bytes_per_logit']:.1f}")
+        shown.add_row(name, f"{result['median_seconds']:.3f}", f"{ratio:.2f}", memory, *figures)
     return shown
 
 

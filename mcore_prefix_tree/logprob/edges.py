@@ -306,7 +306,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         if grad_logprob is not None:
             per_row = sum_per_row(grad_logprob, edges.predictor, sums.total)
             at_target = torch.where(here, grad_logprob, 0)
-        grad = logits if ctx.in_place else torch.empty_like(logits)
+        grad = None if ctx.in_place else torch.empty_like(logits)
         for rows in row_blocks(logits):
             owned = edges.of_flat(rows)
             of_edges = None
@@ -319,8 +319,9 @@ class _EdgeLogprobs(torch.autograd.Function):
                 edges=of_edges,
             )
             own_scale = None if scale is None else scale[rows]
-            softmax_backward(logits[rows], sums[rows], grads, out=grad[rows], scale=own_scale)
-        return grad, None, None, None, None, None, None
+            out = None if grad is None else grad[rows]
+            softmax_backward(logits[rows], sums[rows], grads, out=out, scale=own_scale)
+        return logits if grad is None else grad, None, None, None, None, None, None
 
 
 def edge_logprobs(

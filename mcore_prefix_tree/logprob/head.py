@@ -135,6 +135,6 @@ def add_gradients(
             of_outputs,
             out=chunks.gradient_memory(len(products)),
             scale=None if chunks.scale is None else chunks.scale[rows],
-            scratch=products,
+            overwrite=True,
         )
         grads.add_(rows, grad)

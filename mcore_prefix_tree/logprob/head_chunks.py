@@ -153,9 +153,9 @@ class Chunks:
         scale = None if self.scale is None else self.scale[rows]
         return BlockSoftmax(products, scale=scale, with_entropy=with_entropy, scratch=lambda: self.scratch(rows))
 
-    def gradient_memory(self, count: int) -> torch.Tensor:
-        """Memory for the gradient of so many rows of products, ``[count, Vl]`` in the dtype of the hidden states."""
-        return self._product[:count]
+    def gradient_memory(self, count: int) -> torch.Tensor | None:
+        """Memory for the gradient of so many rows, ``[count, Vl]``, in the dtype of its products; None is the block."""
+        return None if self._product is self._logits else self._product[:count]
 
     def scratch(self, rows: slice) -> torch.Tensor:
         """Memory of the size of some rows' logits, the same for every chunk."""

@@ -188,24 +188,28 @@ def softmax_backward(
     sums: RowSums,
     grads: LogitGrads,
     *,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     scale: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
+    overwrite: bool = False,
 ) -> torch.Tensor:
-    """Write the gradient of logits ``[B, Vl]`` in any floating dtype into ``out`` and return it.
+    """Return the gradient of logits ``[B, Vl]`` in any floating dtype.
 
     Args:
         sums: sums of ``scale * logits``, over all ranks.
-        out: ``[B, Vl]`` in any floating dtype; it may be the logits. It is rounded after everything is added.
+        out: ``[B, Vl]`` in any floating dtype, for the gradient; None overwrites the logits. The gradient is rounded
+            after everything is added.
         scale: ``[B]``, factors of the logits; None is 1.
-        scratch: ``[B, Vl]`` in the dtype of the sums, to be overwritten; it may be the logits.
+        overwrite: whether logits in the dtype of the sums may be overwritten, too, to save memory.
     """
+    out = logits if out is None else out
     if kernels_take(logits):
         return _kernel_backward(logits, sums, grads, out, scale)
-    block = scratch
-    if block is None:
-        # In fp32 or wider for any dtype of the gradient: a target's rounding error would be permanent.
-        block = out if out.dtype == sums.total.dtype else torch.empty_like(out, dtype=sums.total.dtype)
+    # In fp32 or wider for any dtype of the gradient: a target's rounding error would be permanent.
+    wide = sums.total.dtype
+    if out.dtype == wide:
+        block = out
+    else:
+        block = logits if overwrite and logits.dtype == wide else torch.empty_like(out, dtype=wide)
     if block is not logits:
         block.copy_(logits)
     if scale is not None:
@@ -279,14 +283,14 @@ class BlockSoftmax:
         self._shifted = scratch() if with_entropy else None
         self.sums = softmax_sums_(block, shifted=self._shifted)
 
-    def gradient(self, rows: slice, joined: RowSums, grads: LogitGrads, *, out: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of some rows ``[rows, Vl]``, in ``out`` if that has another dtype than the block.
+    def gradient(self, rows: slice, joined: RowSums, grads: LogitGrads, *, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient of some rows ``[rows, Vl]``, in ``out`` or in the block; it can be taken once.
 
-        ``joined`` is over all ranks. It can be taken once.
+        ``joined`` is over all ranks.
         """
         block, scale = self._block[rows], None if self._scale is None else self._scale[rows]
         if self._by_kernel:
-            return _kernel_backward(block, joined, grads, block if out.dtype == block.dtype else out, scale)
+            return _kernel_backward(block, joined, grads, block if out is None else out, scale)
         shift = self.sums.maximum[rows] - joined.maximum
         grads = grads.times(scale)
         if grads.entropy is None:
@@ -298,4 +302,4 @@ class BlockSoftmax:
         else:
             assert self._shifted is not None
             block = softmax_backward_(self._shifted[rows], replace(joined, maximum=-shift), grads)
-        return block if out.dtype == block.dtype else out.copy_(block)
+        return block if out is None else out.copy_(block)

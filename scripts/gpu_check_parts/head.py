@@ -73,5 +73,8 @@ def _way(run: Any, prepared: list[Any], repeats: int) -> dict[str, Any]:
         return found
     found["seconds"] = [bench_head.seconds(run, case) for _ in range(repeats)]
     found["median_seconds"] = statistics.median(found["seconds"])
-    found["shown"] = f"{found['median_seconds'] * 1e3:.1f} ms, gradient error {found['gradient_error']:.0e}"
+    found["shown"] = (
+        f"{found['median_seconds'] * 1e3:.1f} ms, gradient error {found['gradient_error']:.0e}, "
+        f"{found['bytes_per_logit']:.0f} bytes per logit beside the products"
+    )
     return found

@@ -37,6 +37,7 @@ def test_the_heads_benchmark(monkeypatch, tmp_path):
     for case in result["cases"]:
         for name, way in case["ways"].items():
             assert way["gradient_error"] < 1e-5, name
+            assert way["bytes_per_logit"] == 32 or not name.startswith("fused, l"), name
             assert len(way["seconds"]) == 2
     render = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))
     tables = render["head_on_gpus"]([{"steps": {}}, {"head": result}])

@@ -22,7 +22,10 @@ from mcore_prefix_tree.attention import fa4
 from mcore_prefix_tree.attention.cascade.cascade import attention_through
 from mcore_prefix_tree.attention.cascade.kernels import CpuFlash
 from mcore_prefix_tree.attention.triton_tree import attend, backward, forward
+from mcore_prefix_tree.logprob import softmax_kernels
+from mcore_prefix_tree.logprob.softmax import LogitGrads, softmax_backward, softmax_sums
 
+HEAD_KERNELS = (softmax_kernels.sums_kernel, softmax_kernels.gradient_kernel)
 KERNELS = (forward.forward_kernel, backward.delta_kernel, backward.key_value_kernel, backward.query_kernel)
 SECOND = 1
 
@@ -75,7 +78,7 @@ def machine():
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield fake
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, *HEAD_KERNELS):
         for device in (0, SECOND):
             kernel.device_caches.pop(device, None)
 
@@ -96,6 +99,15 @@ def test_every_kernel_of_ours(machine, apart, engine):
     if apart:
         names.insert(2, "key_value_kernel")
     assert machine.launches == [(name, SECOND, 100 + SECOND) for name in names]
+    assert machine.current == 0
+
+
+def test_the_softmax_of_the_head(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    logits, ones = torch.zeros(3, 64), torch.ones(3)
+    sums = softmax_sums(logits, with_entropy=True)
+    softmax_backward(logits, sums, LogitGrads(row=ones, entropy=ones, edges=None), out=logits)
+    assert machine.launches == [(kernel.__name__, SECOND, 100 + SECOND) for kernel in HEAD_KERNELS]
     assert machine.current == 0
 
 

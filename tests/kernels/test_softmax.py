@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,7 +12,15 @@ from interpreted_bf16 import bfloat16
 from kernel_cases import DEVICE
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_edge_loss, head_logprobs, softmax
+from mcore_prefix_tree.logprob import (
+    Edges,
+    Head,
+    edge_logprobs,
+    head_chunks,
+    head_edge_loss,
+    head_logprobs,
+    softmax,
+)
 from mcore_prefix_tree.logprob.softmax import EdgeGrads, LogitGrads, RowSums, softmax_backward, softmax_sums
 from mcore_prefix_tree.logprob.softmax_kernels import COLUMNS, EDGES
 
@@ -20,7 +29,7 @@ ROWS = 5
 ROW_OF_EDGE = [0, *[2] * (EDGES + 3), 3, 3]
 # Of a sum of some thousand terms in fp32.
 LIMIT = 3e-6
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
 class Case:
@@ -186,6 +195,38 @@ def test_the_heads_run_them():
     assert kernel.called
     for one, other in zip(actual, exact, strict=True):
         assert (one.double() - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def multiply_in_fp32(left, right, *, out):
+    """A product as a GPU computes it, from 16-bit numbers into fp32."""
+    torch.mm(left.float(), right.t().float().t(), out=out)
+
+
+def add_in_fp32_(total, left, right):
+    total.add_(left.float() @ right.float())
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="scripts/gpu_check measures a GPU's own products")
+def test_ten_bytes_for_a_logit(monkeypatch):
+    """Of an fp32 product: read for the sums, and for the gradient, which is written in 16 bits; 44 without kernels."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    import bench_head
+
+    case = bench_head.Case(16, 8, 97, 1.0, torch.bfloat16, DEVICE)
+    assert bench_head.bytes_per_logit(bench_head.Case.fused_sum, case) < 44
+    for name, replacement in (
+        ("widens", lambda _: True),
+        ("multiply", multiply_in_fp32),
+        ("add_product_", add_in_fp32_),
+    ):
+        monkeypatch.setattr(head_chunks, name, replacement)
+    exact = bench_head.exact_gradients(case)
+    with bfloat16():
+        for way in (bench_head.Case.fused_sum, bench_head.Case.fused_whole, bench_head.Case.fused):
+            assert bench_head.bytes_per_logit(way, case) == 10
+            assert bench_head.error(way, case, exact) < torch.finfo(torch.bfloat16).eps
+        monkeypatch.setattr(softmax, "kernels_take", lambda _: False)
+        assert bench_head.bytes_per_logit(bench_head.Case.fused_sum, case) == 44 - 6
 
 
 def test_edges_are_added_before_rounding():

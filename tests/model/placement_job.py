@@ -16,9 +16,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -51,16 +52,22 @@ READOUTS = {
     "logprobs_and_entropy": Logprobs(entropy=True),
     "weighted_sum": WeightedSum(),
 }
+# What the head runs on a GPU: kernels, and products and sums in fp32 unless the logits are the model's.
+KERNELS = {"mcore_prefix_tree.softmax_sums.default", "mcore_prefix_tree.softmax_gradient.default"}
+PRODUCTS = {"aten.mm.dtype_out", "aten.addmm.dtype_out"}
 OPTIONS = {"kto": {"reference_point": "zero"}}
 
 
 class Fake(FakeTensorMode):
     """Fake tensors without constants: torch would keep the value of a single number, on a missing device."""
 
+    ran: ClassVar[set[str]] = set()  # names of operators
+
     def may_turn_const(self, t: torch.Tensor) -> bool:
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran.add(str(func))
         source, target, non_blocking = None, None, False
         if func is torch.ops.aten._to_copy.default:
             source, target = args[0], kwargs.get("device")
@@ -94,7 +101,7 @@ def as_tensor_on_device(data: Any, **options: Any) -> torch.Tensor:
 
 
 def pretend_hopper() -> None:
-    """Let back-ends for NVIDIA GPUs take the device for one, and trust their kernels, which cannot be run here."""
+    """Let back-ends and the head take the device for an NVIDIA GPU, and trust their kernels, which cannot run here."""
     of = Case.of.__func__
 
     def on_hopper(cls: type[Case], *arguments: Any) -> Case:
@@ -102,6 +109,9 @@ def pretend_hopper() -> None:
 
     Case.of = classmethod(on_hopper)
     parity._check = lambda *arguments: None
+    torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == DEVICE)
+    torch.cuda.get_device_capability = lambda device: (9, 0)
+    torch.cuda.device_of = lambda tensor: nullcontext()
     torch.cuda.is_initialized = lambda: False  # no stream is captured
     torch.use_deterministic_algorithms(True)  # required by cascade with torch's own kernel
 
@@ -148,6 +158,15 @@ def forward_backward(
         missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
         assert not missing, missing
         assert {parameter.grad.device.type for parameter in model.parameters()} == {DEVICE}
+
+
+def on_kernels(readout: Any, samples: list[Sample]) -> None:
+    """Run a readout in bfloat16, which must use the kernels of the head."""
+    Fake.ran.clear()
+    forward_backward(samples, readout=readout, dtype=torch.bfloat16)
+    wanted = KERNELS if readout is READOUTS["logits"] else KERNELS | PRODUCTS
+    assert not wanted - Fake.ran, f"not run: {wanted - Fake.ran}"
+    assert readout is READOUTS["logits"] or "aten.exp_.default" not in Fake.ran
 
 
 def informed_samples() -> list[Sample]:
@@ -214,6 +233,8 @@ def main() -> None:
                 backend=backend,
                 dtype=torch.float32 if backend == "reference" else torch.bfloat16,
             )
+        for name, readout in READOUTS.items():
+            outcomes[f"kernels {name}"] = outcome(on_kernels, readout, samples)
         # Checks that the fake device detects the faults that it exists for.
         with Fake():
             here, there = torch.ones(2), torch.ones(2, device=DEVICE)

@@ -42,6 +42,12 @@ def test_a_readout_stays_on_the_device(outcomes: dict[str, str], readout: str) -
     assert outcomes[f"readout {readout}"] == ""
 
 
+@pytest.mark.parametrize("readout", READOUTS)
+def test_the_kernels_of_the_head_stay_on_the_device(outcomes: dict[str, str], readout: str) -> None:
+    pytest.importorskip("triton")
+    assert outcomes[f"kernels {readout}"] == ""
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_stays_on_the_device(outcomes: dict[str, str], backend: str) -> None:
     if backend == "triton":
