@@ -88,13 +88,7 @@ _OFF = {"", "0", "0.0", "none", "null", "false"}
 class _Given(argparse.Action):
     """An argument that is rejected if it is set; Megatron-LM reads a value that may turn it off."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         words = [str(value).lower() for value in values or ()]
         setattr(namespace, self.dest, not words or not _OFF.issuperset(words))
 

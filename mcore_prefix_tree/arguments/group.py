@@ -7,7 +7,6 @@ The former take them with ``extra_args_provider=add_prefix_tree_args``, which al
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 from mcore_prefix_tree.arguments.flags import FILES, FOLDING, PREFIX, SCORING, add_flags
@@ -18,13 +17,7 @@ from mcore_prefix_tree.attention.api import check_setting
 class _Enable(argparse.Action):
     """``--prefix-tree``, which also sets the arguments that folding always needs before Megatron validates them."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         namespace.prefix_tree = True
         # Micro-batches hold different numbers of scored tokens: the step has one denominator.
         namespace.calculate_per_token_loss = True

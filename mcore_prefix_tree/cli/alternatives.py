@@ -124,16 +124,6 @@ def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:
         console.print(rows((f"  {one.option}", numbers.ratio(one.fold_ratio), one.remark) for one in found))
 
 
-def alternatives_json(found: Sequence[Alternative]) -> list[dict[str, Any]]:
-    """Return the alternatives for programs."""
-    return [asdict(one) for one in found]
-
-
-def routes_rows(ratio: float | None) -> list[tuple[str, str, str]]:
-    """Return the row of the fold ratio without routes; none if no sample has routes."""
-    return [] if ratio is None else [("  without routes", numbers.ratio(ratio), "if tokens alone had to agree")]
-
-
 def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tuple[str, str, str]]:
     """Return rows of name, value and remark; none if the size of a step is not known."""
     if steps is None or order is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +13,7 @@ import typer
 from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.alternatives import (
     alternatives,
-    alternatives_json,
     print_alternatives,
-    routes_rows,
     steps_json,
     steps_rows,
     ways_to_more,
@@ -75,8 +74,8 @@ def inspect(
             **({} if unrouted is None else {"fold_ratio_without_routes": unrouted}),
             "expected_speedup": None if expected is None else expected.to_json(),
             "steps": steps_json(steps, order),
-            "folds_more_with": alternatives_json(better),
-            "causes": causes_json(causes),
+            "folds_more_with": list(map(asdict, better)),
+            "causes": {"complete": causes.is_complete, "found": [_json(cause) for cause in causes.causes]},
             "skipped": samples.skipped.count,
             "skipped_by_kind": samples.skipped.kinds,
             "excluded": samples.skipped.excluded,
@@ -103,7 +102,10 @@ def inspect(
         console.print()
     if layout.num_trees > len(largest) > 0:
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
-    console.print(summary(counts, expected, [*routes_rows(unrouted), *steps_rows(steps, order)]))
+    more = steps_rows(steps, order)
+    if unrouted is not None:
+        more.insert(0, ("  without routes", numbers.ratio(unrouted), "if tokens alone had to agree"))
+    console.print(summary(counts, expected, more))
     say_line(console, f"longest sample: {longest}", style="dim")
     print_alternatives(console, better)
     lines = causes_lines(causes, counts["fold_ratio"], has_text=samples.tokenizer.loaded is not None)
@@ -183,11 +185,6 @@ def _shown(text: str) -> str:
     """Return text on one line, without characters that could move the cursor, cut to a few words."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return f'"{plain[:_SHOWN].rstrip()}…"' if len(plain) > _SHOWN else f'"{plain}"'
-
-
-def causes_json(causes: Causes) -> dict[str, Any]:
-    """Return the causes for programs."""
-    return {"complete": causes.is_complete, "found": [_json(cause) for cause in causes.causes]}
 
 
 def _json(cause: Cause) -> dict[str, Any]:

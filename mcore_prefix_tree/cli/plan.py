@@ -13,7 +13,6 @@ import typer
 from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.alternatives import (
     alternatives,
-    alternatives_json,
     print_alternatives,
     steps_json,
     steps_rows,
@@ -128,7 +127,7 @@ def plan(
             "empty_micro_batches": report.empty_micro_batches,
             "cost_unit": unit,
             "steps": steps_json(steps, order),
-            "folds_more_with": alternatives_json(alternatives(samples, steps)),
+            "folds_more_with": list(map(asdict, alternatives(samples, steps))),
         }
         typer.echo(json.dumps({"samples": len(samples.all), **left_out, **asdict(report), **more}))
     else:

@@ -114,18 +114,12 @@ def inspect_alignment(
         files, pairing, rendering=rendering, expand_turns=expand_turns, on_error=on_error, skipped=skipped
     )
     for pair in islice((pair for pairs in records for pair in pairs), samples):
-        say_line(console, _heading(pair))  # with the path of the file
+        sizes = f"{len(pair.student):,} student tokens, {len(pair.teacher):,} teacher tokens, {len(pair):,} chunks"
+        say_line(console, f"{pair.student.source}: {sizes}")
         console.print(alignment_table(pair, pairing, chunks))
         say(console, _summary(pair, chunks))
     if skipped:
         typer.echo(str(skipped), err=True)
-
-
-def _heading(pair: Pair) -> str:
-    return (
-        f"{pair.student.source}: {len(pair.student):,} student tokens, {len(pair.teacher):,} teacher tokens, "
-        f"{len(pair):,} chunks"
-    )
 
 
 def _summary(pair: Pair, most: int) -> str:

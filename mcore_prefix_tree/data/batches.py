@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -303,9 +302,7 @@ class SampleStream:
     def __enter__(self) -> SampleStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def take(self, count: int) -> list[Sample]:

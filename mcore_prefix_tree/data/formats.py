@@ -158,7 +158,8 @@ def _preference(row: Row, source: str) -> list[Example]:
     prompt = row.get("prompt")
     if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
         shared = _shared(chosen, rejected)
-        if isinstance(chosen, list) and isinstance(prompt, str) and not _is_said(prompt, chosen[:shared]):
+        said = [message.get("content") for message in chosen[:shared] if isinstance(message, dict)]
+        if isinstance(chosen, list) and isinstance(prompt, str) and prompt not in said:
             raise ChatError(
                 "field 'prompt' is text that 'chosen' and 'rejected', which are messages, do not begin with; give it "
                 "as messages too"
@@ -186,10 +187,6 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     shared = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
     return shared - 1 if shared and one[shared - 1] == " " else shared
-
-
-def _is_said(text: str, messages: Sequence[Any]) -> bool:
-    return any(isinstance(message, dict) and message.get("content") == text for message in messages)
 
 
 def _read_prompt(row: Row) -> Any:

@@ -197,7 +197,8 @@ class EqualPairs:
         first: dict[Hashable, Sample] = {}
         for sample in samples:
             other = first.setdefault(sample.signals.pair, sample)
-            if other is not sample and _are_equal(sample, other):
+            pairs = ((sample.tokens, other.tokens), (sample.loss_mask, other.loss_mask))
+            if other is not sample and all(np.array_equal(*pair) for pair in pairs):
                 self.found[other.source] = None
 
     def warn(self) -> None:
@@ -217,7 +218,3 @@ class EqualPairs:
 def _number(source: str) -> int:
     place = _PLACE.search(source)
     return 0 if place is None else int(place[1])
-
-
-def _are_equal(one: Sample, other: Sample) -> bool:
-    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.loss_mask, other.loss_mask)

@@ -41,7 +41,9 @@ def parse_messages(value: object, names: Sequence[str] | None = None) -> list[Ch
         message = _message(entry, field, calls_seen)
         calls_seen += len(message.tool_calls)
         open_calls += message.tool_calls
-        if message.role == "tool" and not _answers_text(messages):
+        nearest = next((before for before in reversed(messages) if before.role == "assistant"), None)
+        # An assistant message without a structured call had its call as text.
+        if message.role == "tool" and (nearest is None or nearest.tool_calls):
             answered = _answered_call(entry, field, open_calls)
             open_calls.remove(answered)
             message = replace(message, tool_call_id=answered.id)
@@ -82,12 +84,6 @@ def _message(entry: object, field: str, calls_seen: int) -> ChatMessage:
 def _optional_text(entry: dict[str, Any], name: str, field: str) -> str | None:
     value = entry.get(name)
     return None if value is None else read_text_value(value, f"{field}.{name}")
-
-
-def _answers_text(before: Sequence[ChatMessage]) -> bool:
-    """Return whether the nearest assistant message has no structured call that a tool result could answer."""
-    nearest = next((message for message in reversed(before) if message.role == "assistant"), None)
-    return nearest is not None and not nearest.tool_calls
 
 
 def _content(value: object, field: str) -> str:

@@ -129,7 +129,11 @@ def _parse(
         left_out.excluded += 1
         return []  # nothing else of it is looked into: it may be a rollout that has crashed
     mark = find_mark(row, source, names.given)
-    _check_readable(row, mark, source, options)
+    fault = fault_of_unread(row, READ[mark], names.given) if mark in TOKEN_MARKS else None
+    if mark not in TOKEN_MARKS and options.tokenizer is None:
+        fault = f"field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'"
+    if fault is not None:
+        raise SampleError(f"{source}: {fault}")
     examples = make_examples(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
     warn_unknown_fields((name for name in row if name not in READ[mark]), READ[mark], source)
@@ -147,15 +151,6 @@ def _parse(
         made = _samples(example.content, common | dict(example.signals), merge_key, part, options)
         samples += [sample.carrying(own) for sample in made] if own else made
     return samples
-
-
-def _check_readable(row: Mapping[str, Any], mark: str, source: str, options: LineOptions) -> None:
-    """Check that the fields of a record of a kind, by its mark, can be read."""
-    fault = fault_of_unread(row, READ[mark], options.names.given) if mark in TOKEN_MARKS else None
-    if fault is not None:
-        raise SampleError(f"{source}: {fault}")
-    if mark not in TOKEN_MARKS and options.tokenizer is None:
-        raise SampleError(f"{source}: field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'")
 
 
 def _samples(

@@ -148,7 +148,8 @@ class Source:
         with _naming_what_was_left_out(skipped):
             groups = self._joined(lines, by, step)
             if check is not None:
-                _check_all(groups, check)
+                for start in range(0, len(groups), _CHECKED_AT_ONCE):
+                    check(list(chain.from_iterable(groups[start : start + _CHECKED_AT_ONCE])))
         return groups, skipped
 
     def _joined(
@@ -204,9 +205,3 @@ def _check_scored(groups: Sequence[Sequence[Sample]], paths: Sequence[str], sett
             f"{', '.join(paths)}: no token is scored, so {setting} has no loss; give samples with an assistant turn, "
             "or with a 'loss_mask' that is above 0 behind the first token"
         )
-
-
-def _check_all(groups: Sequence[Sequence[Sample]], check: Callable[[Sequence[Sample]], None]) -> None:
-    """Check groups, a few at a time; raises the errors of ``check``."""
-    for start in range(0, len(groups), _CHECKED_AT_ONCE):
-        check(list(chain.from_iterable(groups[start : start + _CHECKED_AT_ONCE])))

@@ -123,11 +123,13 @@ class Folding:
         layout = rows.make_layout()
         source = rows.sources_in(layout)
         tree, draws = TreeMetadata.from_layout(layout, device=ids.device), Draws(ids.device)
+        # Transformers takes four dimensions for a mask that is made, and no attention can read this one.
+        no_mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=ids.device)
         of_pictures = pictures.inputs(backbone, call, source) if pictures else {}
         call |= {
             "input_ids": ids.flatten()[upload(source, ids.device)][None],
             "position_ids": tree.tree_position_ids.long()[None],
-            "attention_mask": _no_mask(ids.device),
+            "attention_mask": no_mask,
             "use_cache": False,
             "prefix_tree": tree,
             "prefix_tree_backend": self.backend,
@@ -341,11 +343,6 @@ def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any =
 
 AttentionInterface.register(_EITHER, _attend)
 AttentionMaskInterface.register(_EITHER, AttentionMaskInterface()["sdpa"])
-
-
-def _no_mask(device: torch.device) -> torch.Tensor:
-    """Return a four-dimensional mask that Transformers takes as made, and that no attention can read."""
-    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def _expand(value: Any, place: torch.Tensor, tokens: int) -> Any:

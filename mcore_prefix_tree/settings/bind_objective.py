@@ -29,7 +29,6 @@ from mcore_prefix_tree.utils.choices import OverBudget
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
-from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
 
 def make_settings(given: ObjectiveConfig) -> Objective:
@@ -96,7 +95,12 @@ def make_bound_objective(recipe: Recipe) -> Objective:
         _side(make_pairing(settings, student, path, teacher.data, teacher.model), reads, projection)
         for (path, teacher), projection in zip(teachers, projections, strict=True)
     ]
-    _check_columns(settings, sides)
+    for side in sides:
+        if settings.top_k is not None and settings.top_k > side.teacher_size:
+            raise RecipeError(
+                f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
+                "unset it to compare all"
+            )
     try:
         return BoundCrossTokenizer(
             settings=settings,
@@ -137,12 +141,10 @@ def _side(pairing: Pairing, reads: Reads, projection: str | None) -> TeacherSide
         student_size=pairing.student.vocab_size,
         teacher_size=pairing.teacher.vocab_size,
         projection=None if projection is None else read_projection(projection, student=tables[0], teacher=tables[1]),
-        endings=Endings(*map(_bytes, tables)) if reads.token_bytes else None,
+        endings=Endings(*([table.of(token) or None for token in range(table.vocab_size)] for table in tables))
+        if reads.token_bytes
+        else None,
     )
-
-
-def _bytes(table: TokenBytes) -> list[bytes | None]:
-    return [table.of(token) or None for token in range(table.vocab_size)]
 
 
 def load_named_tokenizer(data: DataConfig, setting: str) -> ChatTokenizer:
@@ -168,15 +170,6 @@ def _projections(settings: CrossTokenizer, reads: Reads, teachers: int) -> Seque
             "name one for each"
         )
     return files
-
-
-def _check_columns(settings: CrossTokenizer, sides: Sequence[TeacherSide]) -> None:
-    for side in sides:
-        if settings.top_k is not None and settings.top_k > side.teacher_size:
-            raise RecipeError(
-                f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
-                "unset it to compare all"
-            )
 
 
 def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective: Objective | None) -> str | None:

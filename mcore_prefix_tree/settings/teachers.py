@@ -65,17 +65,13 @@ def check_asked_teachers(
                 f"{setting}: set its checkpoint.save, the folder of the teacher's checkpoints, or its model.hf"
             )
         if needed.same_vocabulary:
-            _check_vocabulary(teacher.model, model, setting)
+            sizes = teacher.model.vocab_size, model.vocab_size
+            if None not in sizes and sizes[0] != sizes[1]:
+                raise RecipeError(
+                    f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; full vocabularies "
+                    "are compared token by token"
+                )
             _check_positions(teacher.model, model, {"batch.max_tokens": max_tokens}, setting)
-
-
-def _check_vocabulary(teacher: ModelConfig, student: ModelConfig, setting: str) -> None:
-    sizes = teacher.vocab_size, student.vocab_size
-    if None not in sizes and sizes[0] != sizes[1]:
-        raise RecipeError(
-            f"{setting}: its model.vocab_size={sizes[0]}, but the student's is {sizes[1]}; full vocabularies are "
-            "compared token by token"
-        )
 
 
 def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[str, int], setting: str) -> None:

@@ -95,12 +95,9 @@ def read_regular(path: PathLike) -> bytes:
 def check_folder_files(folder: PathLike) -> None:
     """Raise OSError, with the name, if a folder has entries that are neither files nor folders, or is unreadable."""
     for entry in os.scandir(folder):
-        if not (entry.is_file() or entry.is_dir() or _leads_nowhere(entry)):
+        leads_nowhere = entry.is_symlink() and not os.path.exists(entry.path)
+        if not (entry.is_file() or entry.is_dir() or leads_nowhere):
             raise _not_regular(entry.path)
-
-
-def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
-    return entry.is_symlink() and not os.path.exists(entry.path)
 
 
 def _not_regular(path: PathLike) -> OSError:

@@ -56,7 +56,8 @@ def _rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float
         module, active = stack.pop()
         kind: Any = type(module)
         if _is_tuner(kind):
-            active = _active_adapters(module)
+            layer: Any = module
+            active = () if layer.disable_adapters or getattr(layer, "merged", False) else layer.active_adapters
         if module.training:
             for name in _rate_names(module):
                 value: Any = getattr(module, name, None)
@@ -95,10 +96,6 @@ def _rate_names(module: torch.nn.Module) -> tuple[str, ...]:
 def _is_tuner(kind: type) -> bool:
     """Return whether a class is a layer of PEFT, which names its active adapters."""
     return all(isinstance(getattr(kind, name, None), property) for name in ("active_adapters", "disable_adapters"))
-
-
-def _active_adapters(layer: Any) -> Collection[str]:
-    return () if layer.disable_adapters or getattr(layer, "merged", False) else layer.active_adapters
 
 
 class Draws:

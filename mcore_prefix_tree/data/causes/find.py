@@ -248,12 +248,9 @@ def _compare_branches(search: _Search, branch: _Branch) -> None:
     heaviest = max(others, key=len)
     for child in others:
         if child is not heaviest:
-            _compare_alike(search, child, _choose_first(search, heaviest), depth)
-
-
-def _choose_first(search: _Search, child: Sequence[int]) -> int:
-    """Return the sample of a child that others are made alike: the first that nothing was found about."""
-    return next((index for index in child if index not in search.found), child[0])
+            # Others are made alike to the first that nothing was found about.
+            first = next((index for index in heaviest if index not in search.found), heaviest[0])
+            _compare_alike(search, child, first, depth)
 
 
 def _compare_resent(
@@ -302,15 +299,11 @@ def _best_origin(
         if not search.spends(rest):
             break
         found = resend(search.samples[origin], search.samples[index], depth, search.decode)
-        if found and _is_same_text(found):
+        if found and all(one.cause in ("retokenised", "thinking") for one in found):
             return origin, found
         if found and is_exact and 2 * (replaced := sum(len(one.tokens) for one in found)) <= rest:
             best = min(best, (replaced - rest, origin, found), key=lambda one: one[0])
     return best[1:]
-
-
-def _is_same_text(found: Sequence[Difference]) -> bool:
-    return all(one.cause in ("retokenised", "thinking") for one in found)
 
 
 def _compare_alike(search: _Search, child: Sequence[int], other: int, depth: int) -> None:

@@ -196,24 +196,17 @@ def _kind(words: tuple[str, str], near: tuple[str, str], before: str, behind: st
     given = [bare for bare in (word.strip(_PUNCTUATION) for word in words) if bare]
     if not given:
         return "words"
-    if all(_is_call(word, before) for word in given):
+    is_field = _CALL_FIELD.search(before) is not None
+    if all(_CALL.fullmatch(word) or (is_field and " " not in word) for word in given):
         return "call id"
     if all(map(_UUID.search, given)):
         return "id"
     if len(given) == 2 and all(map(_is_date, words, near)):
         return "date"
     if all(map(_ID.fullmatch, given)):
-        return "call id" if _surround_call(before, behind) else "id"
+        is_of_call = _OF_CALL_BEFORE.search(before) or (_ID_FIELD.search(before) and _OF_CALL_AFTER.match(behind))
+        return "call id" if is_of_call else "id"
     return "number" if all(map(_NUMBER.fullmatch, given)) else "words"
-
-
-def _is_call(word: str, before: str) -> bool:
-    return bool(_CALL.fullmatch(word) or (_CALL_FIELD.search(before) and " " not in word))
-
-
-def _surround_call(before: str, behind: str) -> bool:
-    """Return whether the texts around an id are those of an object that is a call."""
-    return bool(_OF_CALL_BEFORE.search(before) or (_ID_FIELD.search(before) and _OF_CALL_AFTER.match(behind)))
 
 
 def _is_date(word: str, near: str) -> bool:

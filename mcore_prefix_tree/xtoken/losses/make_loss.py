@@ -99,13 +99,9 @@ class LikelihoodMatching:
             else:
                 realised = side.realised.to(logits.dtype)
             found.append(side.sum(realised))
-        return binary_cross_entropy(*found, theta=self._theta) / group_size(group)
-
-
-def binary_cross_entropy(student: torch.Tensor, teacher: torch.Tensor, *, theta: float) -> torch.Tensor:
-    """Return ALM's terms ``[C]`` from both sides' log-probabilities of the chunks."""
-    model, target = student / theta, teacher / theta
-    return -(target.exp() * model - torch.expm1(target) * log1mexp(model))
+        # The binary cross-entropy of the chunks' likelihoods.
+        model, target = (logprob / self._theta for logprob in found)
+        return -(target.exp() * model - torch.expm1(target) * log1mexp(model)) / group_size(group)
 
 
 class Gold:

@@ -41,7 +41,9 @@ class Endings:
     def __init__(self, student: TokenBytes, teacher: TokenBytes) -> None:
         self._bytes = student, teacher
         # Of tokens with the same bytes, the lowest id.
-        self._id = tuple(_by_bytes(side) for side in self._bytes)
+        self._id = tuple(
+            {text: token for token, text in reversed(list(enumerate(side))) if text} for side in self._bytes
+        )
         self._sorted = tuple(sorted(side) for side in self._id)
         self._known: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
 
@@ -88,7 +90,3 @@ class Endings:
                 whole = self._id[other][text]
                 found.append((end, whole) if long == 0 else (whole, end))
         return found
-
-
-def _by_bytes(side: TokenBytes) -> dict[bytes, int]:
-    return {text: token for token, text in reversed(list(enumerate(side))) if text}
