@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 
 from mcore_prefix_tree.cpu.emulation import transformer_engine_names
 from mcore_prefix_tree.mcore.models.bridge_layers import engine_layers, latent_layers
-from mcore_prefix_tree.mcore.models.bridge_settings import NUM_DEPTHS, check_depths, settings_of_folder
+from mcore_prefix_tree.mcore.models.bridge_settings import NUM_DEPTHS, TRAINED_DEPTHS, check_depths, settings_of_folder
 from mcore_prefix_tree.mcore.models.bridge_weights import (
     KeepsFailure,
     TextWeights,
@@ -162,8 +162,9 @@ def load_bridge(path: str) -> Any:
     except Exception as error:  # its own words are a page
         raise _cannot_build(path, error) from error
     # Megatron-Bridge reads some keys of any configuration, also if transformers' model has no such setting.
-    for name in vars(config).keys() & folder.config.keys():
-        if not hasattr(own, name) and name != NUM_DEPTHS:
+    depths = NUM_DEPTHS if config.model_type in TRAINED_DEPTHS else ()
+    for name in vars(config).keys() & folder.config.keys() - set(depths):
+        if not hasattr(own, name):
             delattr(config, name)
     if config.model_type == "hy_v3":
         config.first_k_dense_replace = 0  # of Megatron-Bridge; settings_of_folder reads mlp_layer_types instead
