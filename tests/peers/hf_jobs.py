@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import transformers
 from harness import torchrun_jobs
 from harness.commands import run_command, write_rows
 from hf_folders import SIZES, rows, saved_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import fold_step
@@ -177,6 +178,102 @@ def check_layout(family: str, folder: Path, *overrides: str) -> float:
     assert worst <= 1e-5, f"a log-probability differs by {worst}"
     assert_same_folder(folder / "exported", source)
     return worst
+
+
+DEPTH = "model.transformer.mtp_num_layers=1"
+# A depth's own weights by DeepSeek's names, and by Qwen's, behind "mtp.".
+_OF_QWEN = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+}
+
+
+def write_depth_job(folder: Path, family: str = "DeepSeek-V3", **changes: torch.Tensor) -> tuple[Path, Path]:
+    """A recipe, and a folder with all weights of a layer behind the last; ``changes`` are some of them."""
+    recipe, source, _ = write_job(folder, family)
+    config, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    last, is_qwen = config["num_hidden_layers"], "Qwen" in family
+    config["mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"] = 1
+    (source / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    above = f"model.layers.{last - 1}."
+    depth = {name.removeprefix(above): weight * 1.1 for name, weight in weights.items() if name.startswith(above)}
+    own = {"eh_proj": 0.1 * torch.randn(64, 128)}
+    own |= {name: 1 + torch.rand(64) for name in ("enorm", "hnorm", "shared_head.norm")}
+    if is_qwen:
+        depth = {f"layers.0.{name}": weight for name, weight in depth.items()}
+        own = {_OF_QWEN[name]: weight for name, weight in own.items()}
+    else:
+        own |= {"embed_tokens": weights["model.embed_tokens.weight"], "shared_head.head": weights["lm_head.weight"]}
+    depth |= {f"{name}.weight": weight.clone() for name, weight in (own | changes).items()}
+    assert len(depth) > 20
+    prefix = "mtp." if is_qwen else f"model.layers.{last}."
+    depth = {prefix + name: weight for name, weight in depth.items()}
+    save_file(weights | depth, source / "model.safetensors", {"format": "pt"})
+    return recipe, source
+
+
+def loss_of_depth(source: Path) -> float:
+    """The mean that a step of all rows logs: DeepSeek's formula, over transformers' layers, for each row by itself."""
+    model, weights = read_model(source), weights_in(source)
+    last, config = model.config.num_hidden_layers, model.config
+    prefix, names = f"model.layers.{last}.", dict(zip(_OF_QWEN, _OF_QWEN, strict=True))
+    if "mtp.fc.weight" in weights:
+        prefix, names = "mtp.", _OF_QWEN
+    own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+    of_block = {name.removeprefix("layers.0."): weight for name, weight in own.items()}
+
+    def normed(name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Normalise ``[..., h]`` by a norm of the depth."""
+        layer = type(model.model.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        layer.weight.data = own[f"{names[name]}.weight"]
+        output: torch.Tensor = layer(rows)
+        return output
+
+    twin = copy.deepcopy(model)
+    block = twin.model.layers[last - 1]
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            parameter.copy_(of_block[name] if name in of_block else _packed_experts(of_block, name))
+        for name, buffer in block.named_buffers():
+            buffer.copy_(of_block.get(name, buffer))
+        twin.model.layers, twin.model.norm = twin.model.layers[last - 1 :], torch.nn.Identity()
+        total = torch.zeros(2, dtype=torch.float64)
+        for row in rows():
+            ids = torch.tensor([row])
+            embedded = normed("enorm", model.model.embed_tokens(ids[:, 1:]))
+            hidden = normed("hnorm", model.model(ids).last_hidden_state[:, :-1])
+            states = torch.cat([embedded, hidden], dim=-1) @ own[f"{names['eh_proj']}.weight"].T
+            states = twin.model(inputs_embeds=states, use_cache=False).last_hidden_state[0, :-1]
+            logits = model.lm_head(normed("shared_head.norm", states))
+            loss = torch.nn.functional.cross_entropy(logits, ids[0, 2:], reduction="sum")
+            ratio = (len(row) - 1) / (len(row) - 2)
+            total += ratio * torch.tensor([float(loss), len(row) - 2])
+    return float(total[0] / total[1])
+
+
+def _packed_experts(own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """transformers' tensor of all experts, from the matrices of a folder."""
+    parts = ["gate_proj", "up_proj"] if name.endswith("gate_up_proj") else ["down_proj"]
+    return torch.stack([torch.cat([own[f"mlp.experts.{one}.{part}.weight"] for part in parts]) for one in range(4)])
+
+
+def check_depth(family: str, folder: Path, *overrides: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Train a depth for a step that changes nothing, and for another; return the source, and the latter's weights."""
+    recipe, source = write_depth_job(folder, family)
+    log, expected = folder / "log.jsonl", loss_of_depth(source)
+    for still in (True, False):
+        exported, rate = folder / f"exported {still}", STILL if still else "optimizer.lr=0.01"
+        options = (DEPTH, rate, "batch.max_tokens=200", f"log.metrics={log}", f"checkpoint.export_hf={exported}")
+        done = run_command("train", recipe, "--hf", source, *options, *overrides)
+        assert done.exit_code == 0, done.output
+        found = json.loads(log.read_text())["metrics"]["mtp_1 loss"]
+        assert abs(found / expected - 1) < 1e-5, f"{found} instead of {expected}"
+        if still:
+            assert_same_folder(exported, source)
+    return source, weights_in(exported)
 
 
 REWARD_RECIPE = """

@@ -5,7 +5,6 @@ Needs Megatron-Bridge, and with it Python 3.12: see requirements/bridge.txt.
 
 from __future__ import annotations
 
-import copy
 import errno
 import importlib.util
 import json
@@ -27,15 +26,19 @@ pytest.importorskip("transformers")
 import safetensors.torch
 from hf_folders import LLAMA3, rows, saved_model
 from hf_jobs import (
+    DEPTH,
     PP2,
     STILL,
     TP2_SP,
     assert_same_folder,
+    check_depth,
+    loss_of_depth,
     nll,
     read_model,
     run_ranks,
     weights_in,
     worst_score,
+    write_depth_job,
     write_job,
 )
 
@@ -135,23 +138,6 @@ def test_layers_of_multi_token_prediction_are_exported_unchanged(tmp_path: Path,
     assert "mtp_num_layers=1: depths in folders of llama are not trained" in " ".join(refused.output.split())
 
 
-def write_depth_job(folder: Path, **changes: torch.Tensor) -> tuple[Path, Path]:
-    """A recipe, and a folder with all weights of DeepSeek-V3's layer behind the last; ``changes`` are some of them."""
-    recipe, source, _ = write_job(folder, "DeepSeek-V3", {"num_nextn_predict_layers": 1})
-    file, last = source / "model.safetensors", json.loads((source / "config.json").read_text())["num_hidden_layers"]
-    weights = safetensors.torch.load_file(file)
-    depth = {name: weight * 1.1 for name, weight in weights.items() if f"layers.{last - 1}." in name}
-    depth = {name.replace(f"layers.{last - 1}.", f"layers.{last}."): weight for name, weight in depth.items()}
-    torch.manual_seed(1)
-    own = {"eh_proj": 0.1 * torch.randn(64, 128)} | {name: 1 + torch.rand(64) for name in ("enorm", "hnorm")}
-    own |= {"shared_head.norm": 1 + torch.rand(64), "shared_head.head": weights["lm_head.weight"]}
-    own |= {"embed_tokens": weights["model.embed_tokens.weight"]} | changes
-    depth |= {f"model.layers.{last}.{name}.weight": weight.clone() for name, weight in own.items()}
-    assert len(depth) > 20
-    safetensors.torch.save_file(weights | depth, file, {"format": "pt"})
-    return recipe, source
-
-
 @pytest.mark.slow
 def test_complete_depth_is_exported_unchanged(tmp_path: Path) -> None:
     recipe, source = write_depth_job(tmp_path, embed_tokens=torch.rand(128, 64))
@@ -161,68 +147,28 @@ def test_complete_depth_is_exported_unchanged(tmp_path: Path) -> None:
     assert_same_folder(exported, source)
 
 
-def loss_of_depth(source: Path) -> float:
-    """The mean that a step of all rows logs: DeepSeek's formula, over transformers' layers, for each row by itself."""
-    model, weights = read_model(source), weights_in(source)
-    last, config = model.config.num_hidden_layers, model.config
-    prefix = f"model.layers.{last}."
-    own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-    norm = type(model.model.norm)
-
-    def normed(name: str, rows: torch.Tensor) -> torch.Tensor:
-        layer = norm(config.hidden_size, eps=config.rms_norm_eps)
-        layer.weight.data = own[f"{name}.weight"]
-        return layer(rows)
-
-    twin = copy.deepcopy(model)
-    block = twin.model.layers[last - 1]
-    with torch.no_grad():
-        for name, parameter in block.named_parameters():
-            parameter.copy_(own[name] if name in own else packed_experts(own, name))
-        block.mlp.gate.e_score_correction_bias.copy_(own["mlp.gate.e_score_correction_bias"])
-        twin.model.layers, twin.model.norm = twin.model.layers[last - 1 :], torch.nn.Identity()
-        total = torch.zeros(2)
-        for row in rows():
-            ids = torch.tensor([row])
-            embedded = normed("enorm", model.model.embed_tokens(ids[:, 1:]))
-            hidden = normed("hnorm", model.model(ids).last_hidden_state[:, :-1])
-            states = torch.cat([embedded, hidden], dim=-1) @ own["eh_proj.weight"].T
-            states = twin.model(inputs_embeds=states).last_hidden_state[0, :-1]
-            losses = torch.nn.functional.cross_entropy(
-                model.lm_head(normed("shared_head.norm", states)), ids[0, 2:], reduction="sum"
-            )
-            ratio = (len(row) - 1) / (len(row) - 2)
-            total += ratio * torch.tensor([float(losses), len(row) - 2])
-    return float(total[0] / total[1])
-
-
-def packed_experts(own: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """transformers' tensor of all experts, from the matrices of a folder."""
-    parts = ["gate_proj", "up_proj"] if name.endswith("gate_up_proj") else ["down_proj"]
-    return torch.stack([torch.cat([own[f"mlp.experts.{one}.{part}.weight"] for part in parts]) for one in range(4)])
-
-
-DEPTH = "model.transformer.mtp_num_layers=1"
-
-
 def test_depth_of_a_folder_is_trained_and_exported(tmp_path: Path) -> None:
-    recipe, source = write_depth_job(tmp_path)
-    log, expected = tmp_path / "log.jsonl", loss_of_depth(source)
-    for still in (True, False):
-        exported, rate = tmp_path / f"exported {still}", STILL if still else "optimizer.lr=0.01"
-        options = (DEPTH, rate, "batch.max_tokens=200", f"log.metrics={log}", f"checkpoint.export_hf={exported}")
-        done = run_command("train", recipe, "--hf", source, *options)
-        assert done.exit_code == 0, done.output
-        (step,) = map(json.loads, log.read_text().splitlines())
-        assert step["metrics"]["mtp_1 loss"] == pytest.approx(expected, rel=1e-5)
-        if still:
-            assert_same_folder(exported, source)
-    before, after = weights_in(source), weights_in(exported)
+    source, after = check_depth("DeepSeek-V3", tmp_path)
+    before = weights_in(source)
     assert after.keys() == before.keys()
     deeper = {name for name in after if name.startswith("model.layers.4.") and "e_score" not in name}
     assert not [name for name in deeper if torch.equal(after[name], before[name])]
     assert torch.equal(after["model.layers.4.embed_tokens.weight"], after["model.embed_tokens.weight"])
     assert torch.equal(after["model.layers.4.shared_head.head.weight"], after["lm_head.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["GLM-4.5", "Qwen3-Next", "Qwen3.5-MoE"])
+def test_depth_through_layers_of_transformer_engine(family: str, tmp_path: Path) -> None:
+    """They need a stand-in, which has no unfolded attention for ``verify``, and another process."""
+    options = "'model.transformer_impl=transformer_engine', 'verify.enabled=false', 'attention_backend=reference'"
+    work = f"hf_jobs.check_depth('{family}', pathlib.Path(sys.argv[1]), {options})"
+    program = f"import te_stand_in, pathlib, sys, bridge_loaded, hf_jobs; {work}"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -240,7 +186,7 @@ def test_depths_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     recipe, source = write_depth_job(tmp_path, embed_tokens=torch.rand(128, 64))
     for asked, says in (
         (DEPTH, "'model.layers.4.embed_tokens.weight' differs from 'model.embed_tokens.weight'"),
-        ("model.transformer.mtp_num_layers=2", "has num_nextn_predict_layers=1"),
+        ("model.transformer.mtp_num_layers=2", "has 1 (num_nextn_predict_layers or mtp_num_hidden_layers)"),
     ):
         refused = run_command("train", recipe, "--hf", source, asked, "verify.enabled=false")
         assert refused.exit_code == 2, refused.output

@@ -29,6 +29,7 @@ from mcore_prefix_tree.cpu.emulation import transformer_engine_names
 from mcore_prefix_tree.mcore.models.bridge_settings import (
     NUM_DEPTHS,
     READ_BY_BRIDGE,
+    TRAINED_DEPTHS,
     check_depths,
     settings_of_folder,
 )
@@ -162,8 +163,9 @@ def load_bridge(path: str) -> Any:
     except Exception as error:  # its own words are a page
         raise _cannot_build(path, error) from error
     # Megatron-Bridge reads some keys of any configuration, also if transformers' model has no such setting.
-    for name in vars(config).keys() & folder.config.keys():
-        if not hasattr(own, name) and name != NUM_DEPTHS:
+    depths = NUM_DEPTHS if config.model_type in TRAINED_DEPTHS else ()
+    for name in vars(config).keys() & folder.config.keys() - set(depths):
+        if not hasattr(own, name):
             delattr(config, name)
     for name, value in READ_BY_BRIDGE.get(config.model_type, {}).items():
         setattr(config, name, value)

@@ -31,8 +31,8 @@ READ_BY_BRIDGE: dict[str, dict[str, Any]] = {
     "hy_v3": {"first_k_dense_replace": 0},
 }
 # Families whose depths of multi-token prediction are trained: those whose mapping in Megatron-Bridge was tried.
-_TRAINED_DEPTHS = ("deepseek_v3",)
-NUM_DEPTHS = "num_nextn_predict_layers"  # of configurations; transformers has no such layers
+TRAINED_DEPTHS = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+NUM_DEPTHS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of folders; transformers has no such layers
 
 
 def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, parallel: ParallelConfig) -> dict[str, Any]:
@@ -200,13 +200,17 @@ def check_depths(model: ModelConfig, config: Mapping[str, Any], provider: Any) -
     """Reject depths of multi-token prediction that the folder lacks, or that cannot be read from it or trained."""
     asked = f"model.transformer.mtp_num_layers={model.transformer['mtp_num_layers']}"
     way_out = "remove it; an exported folder then has its depths unchanged"
-    if config["model_type"] not in _TRAINED_DEPTHS:
+    assert model.hf is not None
+    has_pictures, kind = bool(HuggingFaceFolder.read(model.hf).names), config["model_type"]
+    if kind not in TRAINED_DEPTHS or has_pictures:
         raise RecipeError(
-            f"{asked}: depths in folders of {config['model_type']} are not trained, only those of "
-            f"{', '.join(_TRAINED_DEPTHS)}; {way_out}"
+            f"{asked}: depths in folders of {'pictures and text' if has_pictures else kind} are not trained, only "
+            f"those of {', '.join(TRAINED_DEPTHS)}; {way_out}"
         )
     if model.lora is not None:
         raise RecipeError(f"{asked} with model.lora: the depths would get no adapters; {way_out}")
     found = provider.mtp_num_layers or 0
     if found != model.transformer["mtp_num_layers"]:
-        raise RecipeError(f"{asked}, but the config.json of model.hf={model.hf} has {NUM_DEPTHS}={found}; {way_out}")
+        raise RecipeError(
+            f"{asked}, but the config.json of model.hf={model.hf} has {found} ({' or '.join(NUM_DEPTHS)}); {way_out}"
+        )
