@@ -181,7 +181,7 @@ def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective:
         objective: None if samples are only scored.
     """
     if objective is not None and not (objective.sums_edges or objective.reads_scores):
-        return "the objective's teachers read whole samples"
+        return "the objective reads more of whole samples than scores of tokens"
     has_others = "D" in (pattern or "") or not RECURRENT.keys().isdisjoint(layer_parts(pattern) or ())
     if settings.get("experimental_attention_variant") is not None or has_others:
         return "layers of the model read more of a path than keys and values"

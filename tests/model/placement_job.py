@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,10 @@ from mcore_prefix_tree.cpu.emulation import cpu_emulation
 from mcore_prefix_tree.cpu.launcher import single_process
 from mcore_prefix_tree.logprob import head_chunks
 from mcore_prefix_tree.mcore import with_edge_head, with_prefix_tree
+from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
+from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
+from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
 from mcore_prefix_tree.mcore.outputs import Logprobs, WeightedSum, make_readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
@@ -55,6 +58,7 @@ READOUTS = {
 # What the head runs on a GPU: kernels, and products and sums in fp32 unless the logits are the model's.
 KERNELS = {"mcore_prefix_tree.softmax_sums.default", "mcore_prefix_tree.softmax_gradient.default"}
 PRODUCTS = {"aten.mm.dtype_out", "aten.addmm.dtype_out"}
+CUT = ("gspo", "reward_model")  # losses of whole samples, in chunks: with entropies, and of values
 OPTIONS = {"kto": {"reference_point": "zero"}}
 
 
@@ -129,7 +133,13 @@ def move(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def forward_backward(
-    samples: list[Sample], *, readout: Any, backend: str = "path", objective: Any = None, dtype: torch.dtype
+    samples: list[Sample],
+    *,
+    readout: Any,
+    backend: str = "path",
+    objective: Any = None,
+    dtype: torch.dtype,
+    max_tokens: int | None = None,
 ) -> None:
     config = tiny_config(
         dtype, num_attention_heads=2, num_query_groups=1, hidden_size=128, bf16=dtype is torch.bfloat16
@@ -151,10 +161,15 @@ def forward_backward(
         if isinstance(readout, Logprobs):
             logprob, entropy = readout.read(tree_forward(model, batch, readout), batch)
             loss = sft_loss(logprob, batch.loss_weight) + (0 if entropy is None else entropy.sum())
+            loss.backward()
         else:
-            given, loss_of = forward_step(iter([batch]), model, readout=readout)
-            loss = loss_of(given)[0]
-        loss.backward()
+
+            def run(batch: MicroBatch) -> Any:
+                given, loss_of = forward_step(iter([batch]), model, readout=readout)
+                return loss_of(given)
+
+            for one in [batch] if max_tokens is None else in_chunks(samples, objective, max_tokens, run):
+                run(one)[0].backward()
         missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
         assert not missing, missing
         assert {parameter.grad.device.type for parameter in model.parameters()} == {DEVICE}
@@ -167,6 +182,31 @@ def on_kernels(readout: Any, samples: list[Sample]) -> None:
     wanted = KERNELS if readout is READOUTS["logits"] else KERNELS | PRODUCTS
     assert not wanted - Fake.ran, f"not run: {wanted - Fake.ran}"
     assert readout is READOUTS["logits"] or "aten.exp_.default" not in Fake.ran
+
+
+def in_chunks(
+    samples: list[Sample], objective: Any, max_tokens: int, run: Callable[[MicroBatch], Any]
+) -> Sequence[MicroBatch]:
+    """Return the micro-batches of trees above the budget, scored by ``run``."""
+    folding = Folding(
+        max_tokens=max_tokens,
+        dp_size=1,
+        cost_model=None,
+        device=torch.device(DEVICE),
+        attention_backend="reference",
+        over_budget="carry",
+        scores_first=True,
+    )
+    plan, targets = folding.plan(samples, together=objective.together(samples)), objective.targets(samples)
+    assert plan.carrying is not None
+    (cut,), (carrying,) = plan.micro_batches, plan.carrying
+    batches = [
+        with_rows(batch, objective, targets, () if batch.forward_only else own)
+        for batch, own in zip(fold_carrying(samples, cut, carrying, folding), cut, strict=True)
+    ]
+    hook = make_hook(objective, folding)
+    made = hook.before_step(hook.prepare(batches, carrying), lambda asked: [run(one.on(DEVICE))[2] for one in asked])
+    return [batch.on(DEVICE) for batch in made]
 
 
 def informed_samples() -> list[Sample]:
@@ -221,6 +261,16 @@ def main() -> None:
                 backend="reference",
                 objective=objective,
                 dtype=torch.float32,
+            )
+        for name in CUT:
+            objective = make_objective(name)
+            outcomes[f"cut {name}"] = outcome(
+                forward_backward,
+                informed,
+                readout=make_readout(objective, fused_head=True),
+                objective=objective,
+                dtype=torch.float32,
+                max_tokens=max(map(len, informed)) - 1,
             )
         for name, readout in READOUTS.items():
             outcomes[f"readout {name}"] = outcome(forward_backward, samples, readout=readout, dtype=torch.float32)

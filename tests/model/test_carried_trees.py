@@ -348,7 +348,7 @@ BALANCED = MOE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_co
         ({}, "kto", None),
         ({}, "reward_model", None),
         ({}, "distill", None),
-        ({}, "distill from a model", "the objective's teachers read whole samples"),
+        ({}, "distill from a model", "the objective reads more of whole samples than scores of tokens"),
     ],
 )
 def test_what_needs_whole_samples_is_named(changes: dict[str, Any], objective: str | None, says: str | None) -> None:

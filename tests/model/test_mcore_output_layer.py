@@ -37,7 +37,7 @@ from mcore_prefix_tree.mcore.outputs import (
 )
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.mcore.teachers.load_teachers import HOOKS
-from mcore_prefix_tree.objectives import LossOutput, make_objective
+from mcore_prefix_tree.objectives import LossOutput, LossRows, make_objective
 from mcore_prefix_tree.objectives.objective import Output
 from mcore_prefix_tree.signals import Teacher
 
@@ -102,7 +102,7 @@ def test_an_entropy_that_the_loss_does_not_read_has_no_gradient() -> None:
     _, tree = twins(tiny_config())
     with_edge_head(tree)
     found = []
-    batch = batch_of()
+    batch = replace(batch_of(), rows=LossRows(count=0))
     for reports_entropy in (False, True):
         objective: Any = SumOfSquares(reports_entropy)
         readout = EdgeLoss(objective=objective)
@@ -221,7 +221,7 @@ def test_objectives_form_their_gradients_in_forward(
 def test_logprobs_have_the_same_bits_with_and_without_entropy() -> None:
     _, tree = twins(tiny_config(torch.float32))
     with_edge_head(tree)
-    batch = batch_of(WARM)
+    batch = replace(batch_of(WARM), rows=LossRows(count=0))
     found = [readout.read(tree_forward(tree, batch, readout), batch)[0] for readout in FUSED[:2]]
     for reports_entropy in (False, True):
         objective: Any = SumOfSquares(reports_entropy)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness.marks import quick
 from harness.torchrun_jobs import run
-from placement_job import BACKENDS, READOUTS
+from placement_job import BACKENDS, CUT, READOUTS
 
 from mcore_prefix_tree.objectives import OBJECTIVES
 
@@ -35,6 +35,11 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.mark.parametrize("name", EVERY)
 def test_an_objective_stays_on_the_device(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[f"objective {name}"] == ""
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_scoring_pass_stays_on_the_device(outcomes: dict[str, str], name: str) -> None:
+    assert outcomes[f"cut {name}"] == ""
 
 
 @pytest.mark.parametrize("readout", READOUTS)

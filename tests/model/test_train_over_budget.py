@@ -52,8 +52,10 @@ def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
 def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     path, settings = objective_job(tmp_path, name, options)
     budget = narrow([json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()])
-    wide, cut = (train(path, *settings, *FLOAT64, "train_iters=2", size) for size in (WIDE, budget))
+    held_out = f"validation.path={path.parent / 'data.jsonl'}"
+    wide, cut = (train(path, *settings, *FLOAT64, "train_iters=2", held_out, size) for size in (WIDE, budget))
     assert close(cut.losses, wide.losses)
+    assert close([one.loss for one in cut.evaluations], [one.loss for one in wide.evaluations])
     for one, other in zip(cut.reports, wide.reports, strict=True):
         assert one.metrics.keys() == other.metrics.keys()
         assert close(list(one.metrics.values()), list(other.metrics.values()))

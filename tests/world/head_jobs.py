@@ -6,7 +6,7 @@ The functions here run inside the processes of :mod:`harness.worlds`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -144,6 +144,7 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
     from mcore_prefix_tree.mcore.engine.scoring import score
     from mcore_prefix_tree.mcore.outputs import EdgeLoss, Logprobs
+    from mcore_prefix_tree.objectives import LossRows
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
     chunks = build_chunks(config, tree_spec, vocab_size=job.vocab_size)
@@ -161,7 +162,8 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     scores = score(trainer.chunks, samples, folding, scored, all_tokens=job.all_tokens)
 
     mine = folding.plan(samples).micro_batches[parallel_state.get_data_parallel_rank()]
-    batches = [folding.micro_batch([samples[i] for i in indices]) for indices in mine]
+    rows = LossRows(count=0)
+    batches = [replace(folding.micro_batch([samples[i] for i in indices]), rows=rows) for indices in mine]
     objective: Any = Seen()
     readout = EdgeLoss(objective=objective, fused=job.fused)  # the output that a nonlinear objective uses
     remaining = iter(mine)

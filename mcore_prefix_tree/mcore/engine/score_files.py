@@ -91,8 +91,7 @@ def write_scores(
     per_step: int,
     folding: Folding,
     names: FieldNames,
-    all_tokens: bool,
-    record_routes: bool = False,
+    options: ScoreConfig,
 ) -> ScoreReport:
     """Score one epoch and write its samples with their scores, in the data's order; all ranks call it together.
 
@@ -104,8 +103,7 @@ def write_scores(
         report: report to add to, which is returned.
         per_step: number of samples, or groups, that are planned together.
         names: the file's names of our fields.
-        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
-        record_routes: whether to write the experts that the first model chose, too.
+        options: tokens to score, and whether to write the experts that the first model chose, too.
 
     Raises:
         RecipeError: the routes of a model without experts are asked for.
@@ -113,15 +111,15 @@ def write_scores(
         SampleError, OSError: see :func:`rows_file`.
     """
     main = next(iter(readouts))
-    if record_routes or not all(isinstance(readout, Logprobs | Values) for readout in readouts.values()):
+    if options.needs_whole_samples:
         folding = folding.repeating("top tokens and experts are written of whole samples")
     with rows_file(output) if is_main_rank() else nullcontext() as writer:
         for samples in batches(order, per_step):
-            step = ScoringStep.plan(samples, folding, all_tokens=all_tokens, for_main_rank=True)
+            step = ScoringStep.plan(samples, folding, all_tokens=options.all_tokens, for_main_rank=True)
             routes: Sequence[RoutedExperts] | None = None
             scores = {}
             for column, readout in readouts.items():
-                if record_routes and column == main:
+                if options.record_routes and column == main:
                     scores[column], routes = score_and_record(step, models[column], readout, folding.config)
                 else:
                     scores[column] = step.score(models[column], readout)

@@ -111,9 +111,9 @@ class TreeLosses(StepHook):
         places = [self._places(_layout(batch), device) for batch, _ in chunks]
         leaves = {name: values.new_zeros(size) for name, values in like.items()}
         for of_chunk, (_, values) in zip(places, chunks, strict=True):
-            for name, (here, there) in of_chunk.items():
-                if name in leaves:
-                    leaves[name][there] = values[name][here]
+            for name, leaf in leaves.items():
+                here, there = of_chunk[name]
+                leaf[there] = values[name][here]
         with torch.enable_grad():
             inputs = [leaf.requires_grad_() for leaf in leaves.values()]
             output = moved(whole, device).loss_of(self.objective, leaves[SCORES], leaves.get(ENTROPY))

@@ -80,7 +80,7 @@ def run_score(
         objective = make_bound_objective(recipe)
         # The objective's fields are not checked: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
-        cut = not record_routes and teacher_top_k is None and cuts_samples(joined, None)
+        cut = not options.needs_whole_samples and cuts_samples(joined, None)
         data = read_data(
             joined,
             grouping,
@@ -108,8 +108,7 @@ def run_score(
             per_step=recipe.batch.per_step,
             folding=replace(run.job.folding, over_budget=over_budget),
             names=FieldNames(given=recipe.data.fields),
-            all_tokens=all_tokens,
-            record_routes=record_routes,
+            options=options,
         )
         return report, is_main_rank()
 

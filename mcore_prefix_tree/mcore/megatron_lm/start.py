@@ -78,8 +78,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
         per_step=args.global_batch_size,
         folding=job.folding,
         names=FieldNames(given=args.prefix_tree_fields),
-        all_tokens=options.all_tokens,
-        record_routes=options.record_routes,
+        options=options,
     )
     print_rank_0(spell("\n".join(report.lines(args.prefix_tree_score)), SPELLINGS))
     dist.barrier()
