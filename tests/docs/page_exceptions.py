@@ -14,6 +14,7 @@ CHECKOUT = "needs a checkout of Megatron-LM; tests/upstream runs it"
 REPEATED = "is the same command as on docs/getting-started.md, which runs it"
 TRAINERS = "needs another trainer; tests/peers holds it"
 MINUTES = "takes several minutes; tests/docs/test_recipes.py holds the recipe"
+CALIBRATED = "shows nothing after half a minute; tests/model/test_train_calibrate.py trains by a calibration"
 MESSAGES = "is the message about a file that the page does not give; tests/unit hold the messages"
 IN_PEERS = "needs a model folder; tests/peers/test_grpo_own_model.py runs the page's commands on a tiny one"
 
@@ -51,6 +52,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/huggingface.md": {"": READERS},
     "docs/objectives.md": {"": READERS},
     "docs/performance.md": {"": TOOLS},
+    "docs/planning.md": {"mcore-prefix-tree train $RECIPE batch.calibration": CALIBRATED},
     "docs/trainers.md": {"": TRAINERS},
     "docs/verl.md": {"": TRAINERS},
     "docs/xtoken.md": {
