@@ -39,11 +39,6 @@ from mcore_prefix_tree.settings import load_recipe
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
-
-
 def test_losses_fall_on_data_that_can_be_memorised(tmp_path: Path) -> None:
     job = write_job(tmp_path, [{"tokens": row["tokens"]} for row in rows()[:BATCH]])
     losses = train(job, "train_iters=60", "optimizer.lr_decay_style=constant").losses

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness.commands import run_command
-from harness.train_jobs import batch_of, resolved, train, world_of_one, write_job
+from harness.train_jobs import batch_of, resolved, train, world_of_one
 
 from mcore_prefix_tree.layout.stats import forest_counts
 from mcore_prefix_tree.mcore.engine import calibration as module
@@ -21,11 +21,6 @@ from mcore_prefix_tree.plan import CostModel, read_measured
 from mcore_prefix_tree.settings import load_recipe
 
 KNOWN = CostModel(token=3e-4, pair=5e-6, scored=4e-4, micro_batch=2e-3)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
 
 
 def test_known_costs_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

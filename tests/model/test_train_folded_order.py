@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.commands import write_rows
-from harness.train_jobs import BATCH, FLOAT64, assert_same_bits, batch_of, checkpoint_content, rows, train, write_job
+from harness.train_jobs import BATCH, FLOAT64, assert_same_bits, batch_of, checkpoint_content, rows, train
 
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 
@@ -16,11 +16,6 @@ FOLDED = "data.order=folded"
 EPOCHS = 3
 STEPS = EPOCHS * 16 // BATCH
 FROZEN = (*FLOAT64, "optimizer.lr=1e-300", "optimizer.min_lr=0", "optimizer.weight_decay=0", f"train_iters={STEPS}")
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
 
 
 def test_epochs_have_the_loss_of_the_data_in_any_order(job: Path, tmp_path: Path) -> None:

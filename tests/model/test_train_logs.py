@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from harness.commands import run_command
-from harness.train_jobs import Notes, objective_job, train, write_job
+from harness.train_jobs import Notes, objective_job, train
 
 from mcore_prefix_tree.mcore.loop import logs
 from mcore_prefix_tree.mcore.loop.logs import LogError
@@ -28,11 +28,6 @@ STEP = StepReport(
     seconds=2.0,
     metrics={"kl": 0.25, "unknown": float("nan")},
 )
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

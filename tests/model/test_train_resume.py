@@ -37,11 +37,6 @@ from mcore_prefix_tree.settings import RecipeError, load_recipe
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
-
-
 def saving(folder: Path, *more: str) -> list[str]:
     return [f"checkpoint.save={folder}", "checkpoint.save_interval=2", *more]
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from harness.commands import run_command
-from harness.train_jobs import write_job
 
 from mcore_prefix_tree.mcore.engine import pipeline, step_planner
 from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
@@ -23,11 +22,6 @@ CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free"
 )
 HOST = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
 
 
 def sentence(done: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.train_jobs import batch_of, resolved, train, world_of_one, write_job
+from harness.train_jobs import batch_of, resolved, train, world_of_one
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -19,11 +19,6 @@ from mcore_prefix_tree.settings import Dtype, Recipe, RecipeError, load_recipe
 
 TOKENS, HEADS, GROUPS = 128, 4, 2
 FP32_SOFTMAX, HALF_SOFTMAX = ({"attention_softmax_in_fp32": value} for value in (True, False))
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
 
 
 def recipe_of(job: Path, dtype: str, implementation: str = "local", **transformer: Any) -> Recipe:

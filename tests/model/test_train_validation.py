@@ -31,7 +31,6 @@ from harness.train_jobs import (
     stock_model,
     train,
     world_of_one,
-    write_job,
 )
 
 from mcore_prefix_tree import SampleError
@@ -42,11 +41,6 @@ from mcore_prefix_tree.mcore.loop.session import EndedError
 from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
 SGD = ("optimizer.lr_decay_style=constant", "optimizer.lr_warmup_steps=0")
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from harness.commands import run_command
-from harness.train_jobs import train, write_job
+from harness.train_jobs import train
 
 # The part of the client's interface that is used, with the same names and parameters.
 STAND_IN = """
@@ -71,11 +71,6 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     yield Calls(package / "calls.jsonl")
     sys.modules.pop("wandb", None)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return write_job(tmp_path)
 
 
 def test_a_project_receives_every_step_and_the_recipe(job: Path, wandb: Calls, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def check(errors: dict[str, float]) -> None:
     [
         pytest.param("Llama 3", "tp2-sp"),
         pytest.param("Qwen3", "pp2", marks=pytest.mark.ci),
-        pytest.param("Qwen3-MoE", "ep2"),
+        pytest.param("Qwen3-MoE", "ep2", marks=pytest.mark.ci),
         pytest.param("Qwen3-MoE", "tp2-sp-ep2", marks=pytest.mark.ci),
         pytest.param("DeepSeek-V3", "ep2", marks=pytest.mark.slow),
         *(
