@@ -47,7 +47,7 @@ def unchecked(backend: str) -> Attention:
 
 def packages_of(method: str) -> tuple[str, ...]:
     """Return the packages whose version can change a figure of an attention method."""
-    if method in ("fa4", "FlashAttention-4"):
+    if method in ("fa4", "FlashAttention-4", "cascade, FlashAttention-4"):
         return _FA4
     if method in ("triton", "triton, whole groups", "flex"):
         return ("torch", "triton")

@@ -357,6 +357,16 @@ def test_megatrons_deterministic_mode_makes_attention_deterministic(hopper):
         resolve_backend("fa4", model, lambda: STEP, device=hopper)
 
 
+def test_transformer_engines_variable_makes_attention_deterministic(hopper, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    model = config(params_dtype=torch.bfloat16, kv_channels=64)
+    assert resolve_backend("fa4", model, lambda: STEP, device=hopper) == "fa4"
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert case_of_config(model, device=torch.device("cpu")).options.deterministic
+    with pytest.raises(ValueError, match="'fa4' does not support deterministic=True"):
+        resolve_backend("fa4", model, lambda: STEP, device=hopper)
+
+
 def test_heads_are_those_of_a_tensor_parallel_rank():
     case = case_of_config(config(tensor_model_parallel_size=4), device=torch.device("cpu"))
     assert (case.heads, case.kv_heads, case.head_dim) == (2, 1, 16)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fused_attention import FusedAttention, install
 from harness.oracles import metadata_of, random_forest, sample_lists, worst
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_kernel import KERNELS
+from plain_kernel import KERNELS, Plain
 
 from mcore_prefix_tree import TreeMetadata, fold
 from mcore_prefix_tree.attention import AttentionOptions, reference
@@ -23,7 +25,12 @@ from mcore_prefix_tree.attention.cascade import (
     choose_kernel,
     cuda,
 )
-from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TransformerEngine
+from mcore_prefix_tree.attention.cascade.cuda import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+    TransformerEngine,
+)
 from mcore_prefix_tree.attention.cascade.kernels import QKV, Result
 from mcore_prefix_tree.attention.cascade.sequences import Sequences, build_plan
 
@@ -221,6 +228,7 @@ def test_transformer_engine_supported_cases(changes, says, monkeypatch):
     [
         (FlashAttention2(), "flash_attn.flash_attn_interface"),
         (FlashAttention3(), "flash_attn_interface"),
+        (FlashAttention4(), "flash_attn.cute.interface"),
         (TransformerEngine(), "transformer_engine.pytorch.cpp_extensions"),
     ],
 )
@@ -234,6 +242,110 @@ def test_a_package_made_for_another_torch_is_passed_by(kernel, module, monkeypat
     assert re.search(r"does not import \(ImportError: undefined symbol: _ZN3\)$", kernel.refusal(case))
     assert asked == [module]
     assert cascade.choose_kernel(case).name == "torch"
+
+
+# FlashAttention-4's varlen kernels, which no machine without a GPU runs.
+
+
+def fake_interface(calls):
+    """``flash_attn/cute/interface.py`` of 4.0.0b36: the arguments of its two functions that the cascade passes."""
+
+    def sequences(lens, *, causal):
+        (cu_q, cu_k), most = lens[:2], lens[2:]
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        made = Sequences.of(*(cu.diff().long().numpy() for cu in (cu_q, cu_k)), causal=causal, device=cu_q.device)
+        assert most == (made.max_q, made.max_k)
+        return made
+
+    def forward(
+        q,
+        k,
+        v,
+        qv=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_q=None,
+        seqused_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        softmax_scale=None,
+        causal=False,
+        return_lse=False,
+    ):
+        lens = sequences((cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), causal=causal)
+        out, lse = Plain().forward(QKV(q, k, v), lens, AttentionOptions(softmax_scale=softmax_scale))
+        calls.append("forward")
+        return out, lse if return_lse else None, None, None, None
+
+    def backward(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=None,
+        causal=False,
+        softcap=0.0,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        deterministic=False,
+    ):
+        lens = sequences((cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), causal=causal)
+        assert lse.shape == (q.shape[1], len(q))
+        calls.append(deterministic)
+        options = AttentionOptions(softmax_scale=softmax_scale)
+        return tuple(Plain().backward(dout, QKV(q, k, v), Result(out, lse), lens, options))
+
+    return SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_flash_attention_4_gets_its_arguments(monkeypatch, deterministic):
+    calls = []
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", fake_interface(calls))
+    for seed in range(3):
+        metadata = metadata_of(*random_forest(seed, nodes=14, node_lens=(0, 1, 2, 5), root_rate=0.2), padding=seed)
+        inputs, grad_out = random_inputs(metadata.padded_size, heads=4, key_heads=2)
+        options = AttentionOptions(softmax_scale=0.3, deterministic=deterministic)
+        found = results(through(FlashAttention4()), inputs, grad_out, metadata, options)
+        wanted = results(reference.attention, inputs, grad_out, metadata, options)
+        assert all(worst(one, other) < 1e-12 for one, other in zip(found, wanted, strict=True))
+    assert set(calls) == {"forward", deterministic}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"deterministic": True}, None),
+        ({"deterministic": True, "capability": (10, 3)}, None),
+        ({"head_dim": 256, "value_dim": 256}, None),
+        ({"head_dim": 192, "capability": (10, 0)}, r"^head_dim=192 \(at most 128 on Blackwell\)"),
+        ({"capability": (8, 0)}, "^a GPU of compute capability 8.0"),
+        ({"capability": (12, 0)}, "^a GPU of compute capability 12.0"),
+        ({"dtype": torch.float32}, "^dtype=torch.float32"),
+    ],
+)
+def test_flash_attention_4_supported_cases(changes, says, monkeypatch):
+    monkeypatch.setattr(cuda, "_is_missing", lambda *package: None)
+    monkeypatch.setattr(cuda, "import_fault", lambda module: None)
+    case = case_of(**({"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16} | changes))
+    reason = FlashAttention4().refusal(case)
+    assert reason is None if says is None else re.search(says, reason)
+
+
+def test_deterministic_cascade_runs_flash_attention_4_on_hopper(monkeypatch):
+    """Where nothing else of the cascade is deterministic from packages of PyPI."""
+    installed = {"flash-attn-4": None}
+    monkeypatch.setattr(cuda, "_is_missing", lambda name, *oldest: installed.get(name, f"without {name}"))
+    monkeypatch.setattr(cuda, "import_fault", lambda module: None)
+    case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16, deterministic=True)
+    assert cascade.choose_kernel(case).name == "FlashAttention-4"
+    installed["flash-attn-4"] = "device=cuda without flash-attn-4, which is not installed"
+    assert cascade.choose_kernel(case) is None
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,26 @@ import torch
 import torch.nn.functional as F
 
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
-from mcore_prefix_tree.attention.cascade.cuda import FlashAttention2, FlashAttention3, TorchFlash, TransformerEngine
+from mcore_prefix_tree.attention.cascade.cuda import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+    TorchFlash,
+    TransformerEngine,
+)
 from mcore_prefix_tree.attention.cascade.kernels import QKV, CpuFlash, Result, VarlenKernel, exact
 from mcore_prefix_tree.attention.cascade.sequences import CascadePlan, Level, Rows, Sequences, build_plan
 from mcore_prefix_tree.attention.parity import Attention, check_parity, check_size
 from mcore_prefix_tree.metadata import TreeMetadata
 
 # In the order of preference: the fastest first.
-CUDA_KERNELS: tuple[VarlenKernel, ...] = (FlashAttention3(), TransformerEngine(), FlashAttention2(), TorchFlash())
+CUDA_KERNELS: tuple[VarlenKernel, ...] = (
+    FlashAttention3(),
+    FlashAttention4(),
+    TransformerEngine(),
+    FlashAttention2(),
+    TorchFlash(),
+)
 CPU_KERNELS: tuple[VarlenKernel, ...] = (CpuFlash(),)
 
 

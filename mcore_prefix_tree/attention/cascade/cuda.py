@@ -194,6 +194,52 @@ class FlashAttention3:
         return grads
 
 
+class FlashAttention4:
+    """The varlen kernels of ``flash-attn-4``, from PyPI; unlike its block-sparse ones, deterministic on Hopper too."""
+
+    name: str = "FlashAttention-4"
+    head_dim_multiple: int | None = 8
+
+    def refusal(self, case: Case) -> str | None:
+        """Refuse all GPUs but Hopper and Blackwell, and on Blackwell heads above 128."""
+        reason = _is_missing("flash-attn-4", 4, 0) or _common_refusal(case, (9, 0), (10, 9))
+        if reason is None and case.capability >= (10, 0) and max(case.head_dim, case.value_dim) > 128:  # type: ignore[operator]
+            return f"head_dim={max(case.head_dim, case.value_dim)} (at most 128 on Blackwell)"
+        return reason or _does_not_import("flash_attn.cute.interface")
+
+    def forward(self, qkv: QKV, sequences: Sequences, options: AttentionOptions) -> Result:
+        """See :class:`VarlenKernel`; ``[Q, H, D], [N, K, D], [N, K, W]``."""
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        # It launches in the stream of the current device.
+        with torch.cuda.device_of(qkv.query):
+            out, lse, *_ = _flash_attn_fwd(*qkv, **_named(sequences, options), return_lse=True)
+        return Result(out, lse)
+
+    def backward(
+        self, grad_out: torch.Tensor, qkv: QKV, result: Result, sequences: Sequences, options: AttentionOptions
+    ) -> QKV:
+        """See :class:`VarlenKernel`; ``grad_out`` is ``[Q, H, W]``."""
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        with torch.cuda.device_of(grad_out):
+            grads = _flash_attn_bwd(
+                *qkv,
+                result.out,
+                grad_out,
+                result.lse,
+                **_named(sequences, options),
+                deterministic=options.deterministic,
+            )
+        return QKV(*grads)
+
+
+def _named(sequences: Sequences, options: AttentionOptions) -> dict[str, Any]:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    lengths = dict(zip(names, sequences.lengths, strict=True))
+    return lengths | {"softmax_scale": options.softmax_scale, "causal": sequences.causal}
+
+
 class TransformerEngine:
     """The fused attention (cuDNN's) that TransformerEngine's ``DotProductAttention`` runs, without that module.
 

@@ -14,7 +14,7 @@ from mcore_prefix_tree.attention.api import AUTO, check_case
 from mcore_prefix_tree.attention.auto import Choice, TreeShape, choose
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.ranks import all_ranks
-from mcore_prefix_tree.mcore.seam.core_attention import layer_window
+from mcore_prefix_tree.mcore.seam.core_attention import is_deterministic, layer_window
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.sample import Sample
 
@@ -31,7 +31,7 @@ def head_dims(config: Any) -> tuple[int, int]:
 def attention_case(config: Any, *, device: torch.device, deterministic: bool = False) -> Case:
     """Return the attention calls of a model's layers on one tensor-parallel rank, from a ``TransformerConfig``.
 
-    They are deterministic if the caller or the config asks for it.
+    They are deterministic if the caller, the config or TransformerEngine's variable asks for it.
     """
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     latent = config.multi_latent_attention  # each head has its own keys and values
@@ -51,7 +51,7 @@ def attention_case(config: Any, *, device: torch.device, deterministic: bool = F
             # Of the layers that have a window; the others have less to be refused.
             window=next((window for window in list_windows(config) if window is not None), None),
             sinks=None if config.softmax_type == "vanilla" else torch.empty(heads, device="meta"),
-            deterministic=deterministic or config.deterministic_mode,
+            deterministic=deterministic or is_deterministic(config),
         ),
     )
 

@@ -6,6 +6,7 @@ Both are mixed into the class that a layer spec names. Without tree metadata the
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -102,6 +103,7 @@ class TreeCoreAttentionMixin:
         super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
         # With apply_query_key_layer_scaling upstream divides here and multiplies in its softmax: the product is this.
         self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.tree_deterministic = is_deterministic(config)
         self.tree_window = layer_window(config, layer_number)
 
     def forward(
@@ -140,8 +142,13 @@ class TreeCoreAttentionMixin:
             softmax_scale=self.tree_softmax_scale,
             window=self.tree_window,
             sinks=read_sinks(self),
-            deterministic=tree.deterministic_attention or self.config.deterministic_mode,  # type: ignore[attr-defined]
+            deterministic=tree.deterministic_attention or self.tree_deterministic,
         )
+
+
+def is_deterministic(config: Any) -> bool:
+    """Return whether Megatron's ``deterministic_mode`` or TransformerEngine's variable asks for the same bits twice."""
+    return bool(config.deterministic_mode) or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
 
 
 def layer_window(config: Any, layer_number: int) -> int | None:
