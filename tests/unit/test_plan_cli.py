@@ -339,8 +339,9 @@ def test_a_recipe_keeps_pairs_together(tmp_path):
         for side in (1, 2)
     ]
 
-    def plan_pairs(rows, *options, objective="simpo", max_tokens=14):
-        recipe.write_text(RECIPE + f"objective: {{name: {objective}}}\n")
+    def plan_pairs(rows, *options, objective="simpo", max_tokens=14, way="auto"):
+        budget = RECIPE.replace("max_tokens: 64", f"max_tokens: 64, over_budget: {way}")
+        recipe.write_text(budget + f"objective: {{name: {objective}}}\n")
         write_rows(data, rows)
         result = plan(str(data), "--max-tokens", str(max_tokens), "--model", str(recipe), "--json", *options)
         return result.exit_code, json.loads(result.stdout) if result.exit_code == 0 else result.stderr
@@ -351,7 +352,8 @@ def test_a_recipe_keeps_pairs_together(tmp_path):
         assert [(batch["samples"], batch["tokens"]) for batch in report["ranks"][0]] == [(2, 14)] * 3
     # Without a loss of pairs the same samples fit less.
     assert plan_pairs(pairs, objective="sft", max_tokens=13)[0] == 0
-    code, error = plan_pairs(pairs, max_tokens=13)
+    assert plan_pairs(pairs, max_tokens=13)[1]["scored_first_tokens"] == 3 * 14, "each pair is cut"
+    code, error = plan_pairs(pairs, max_tokens=13, way="repeat")
     assert code == 2
     assert f"{data}:1 and {data}:2 stay together, and their 14 unique tokens do not fit a micro-batch" in error
     # Pairs that training rejects are rejected.
