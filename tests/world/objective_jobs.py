@@ -66,7 +66,7 @@ class Outcome:
     metrics: dict[str, float]
     micro_batches: int
     carried_tokens: int
-    samples_here: int
+    tokens_here: int
     groups_here: frozenset[Any]
 
 
@@ -175,7 +175,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         metrics=divided(add_means(metrics for _, _, metrics in parts)),
         micro_batches=len(batches),
         carried_tokens=step.carried_tokens,
-        samples_here=sum(map(len, step.sample_index)),
+        tokens_here=sum(len(samples[index]) for indices in step.sample_index for index in indices),
         groups_here=frozenset(samples[index].signals.group for indices in step.sample_index for index in indices),
     )
     return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)

@@ -180,7 +180,7 @@ def test_every_layout(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].micro_batches > 1
     if size == 2 and layout == Layout():
-        assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
+        assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
 
 
 OFF_POLICY = (("tis_cap", 1.1), ("tis_level", "sequence"), ("off_policy_mask", 0.01))
@@ -214,7 +214,7 @@ def test_trees_in_chunks(size: int, layout: Layout, job: Job) -> None:
     for outcome in outcomes:
         assert outcome.metrics == pytest.approx(whole.metrics, rel=1e-10)
     if size == 2 and layout == Layout():
-        assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
+        assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
 
 
 @pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
@@ -238,7 +238,7 @@ def test_depths_of_multi_token_prediction_have_their_own_mean(size: int, layout:
 def test_groups_that_are_split_over_ranks(job: Job) -> None:
     outcomes = check(2, Layout(), replace(job, max_tokens=max(LONGEST, PAIR) + 10))
     assert outcomes[0].groups_here & outcomes[1].groups_here
-    assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
+    assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
 
 
 @pytest.mark.parametrize("job", quick(GRPO, of=[GRPO, CRITIC, DPO, REWARD_MODEL, DISTILL]), ids=IDS[:-1])
@@ -269,7 +269,7 @@ def test_gradient_and_metrics_do_not_depend_on_cut_and_order(job: Job) -> None:
 def test_a_rank_without_samples(job: Job) -> None:
     """Two replicas, and one pair or one sample: the other computes padding."""
     outcomes = check(2, Layout(), job, order=range(2 if job in (DPO, REWARD_MODEL) else 1))
-    assert min(outcome.samples_here for outcome in outcomes) == 0
+    assert min(outcome.tokens_here for outcome in outcomes) == 0
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_experts_of_chunks_are_on_both_ranks() -> None:
     cut = replace(DPO, config=MOE, max_tokens=LONGEST // 2, over_budget="carry")
     check(2, Layout(ep=2), cut, limit=FP32_INSIDE)
     outcomes = check(2, Layout(ep=2), replace(cut, max_tokens=4), order=range(2), limit=FP32_INSIDE)
-    assert min(outcome.samples_here for outcome in outcomes) == 0
+    assert min(outcome.tokens_here for outcome in outcomes) == 0
     assert outcomes[0].carried_tokens > 0
 
 
