@@ -53,6 +53,7 @@ SPARSE_ATTENTION = (
     Uses(f"{_SPARSE}.dsa:DSAIndexerLossAutoScaler"),
     Uses(f"{_SPARSE}.dsa:DSAIndexerLossLoggingHelper.save_loss_to_tracker", keywords="layer_number num_layers"),
     Uses(f"{_SPARSE}.dsa:_compute_index_scores", "q weights k", "use_relu"),
+    Uses(f"{_SPARSE}.dsa:is_dsa_skip_topk_layer", "layer_number skip_topk_offset topk_freq"),
     Uses(f"{_SPARSE}.dsa_indexer_loss:indexer_kl_per_row", "target predict_log_probs"),
     Uses(f"{_SPARSE}.dsa_indexer_loss:normalize_indexer_target", "target"),
     Uses(f"{_SPARSE}.dsa_masking:masked_log_softmax", "logits valid_mask"),

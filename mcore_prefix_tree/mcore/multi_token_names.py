@@ -38,7 +38,6 @@ TABLE = (
     ),
     Uses(f"{_MODULE}:MTPLossAutoScaler"),
     Uses(f"{_LOGGED}.save_metrics_to_tracker", keywords="correct total layer_number num_layers avg_group"),
-    Uses(f"{_LOGGED}.clean_metrics_in_tracker"),
     Uses("megatron.core.parallel_state:get_data_parallel_group", keywords="with_context_parallel"),
     Uses("megatron.core.tensor_parallel:scatter_to_sequence_parallel_region", "input_", "group"),
     Uses(

@@ -71,6 +71,7 @@ QUOTED: dict[str, dict[str, str]] = {
     "docs/howto/megatron-lm.md": {"scored.jsonl: ": CHECKOUT, "sizes that": CHECKOUT, "...": CHECKOUT},
     "docs/howto/token-ids.md": {"Samples would share more": "is tested by tests/unit/test_cli_causes.py"},
     "docs/inside.md": {"prefix trees of 100 micro-batches": TRAINERS},
+    "docs/performance.md": {"layout    pass": "compiles for a GPU; tests/kernels/test_predicted_attention.py counts"},
     "docs/trainers.md": {"{'loss': 5.631": TRAINERS},
     "docs/planning.md": {"Training steps fold more": "is tested by tests/unit/test_cli_causes.py"},
     "docs/xtoken.md": {"error: ": MESSAGES},

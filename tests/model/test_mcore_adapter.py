@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import megatron
 import pytest
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
@@ -36,6 +37,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         utils.pretrain_cfg_container_from_args = lambda args: ("container of", args)  # type: ignore[attr-defined]
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
+        # Where another test has imported the real one.
+        monkeypatch.setattr(megatron, "training", package, raising=False)
         sys.modules.pop(ADAPTER, None)
         return importlib.import_module(ADAPTER)
 

@@ -237,7 +237,10 @@ def imported_from_core(file: Path) -> set[str]:
         (["packed"], [compat.SEAM, compat.HYBRID, compat.PACKED]),
         (
             ["models", "checkpoints", "teachers"],
-            [compat.SEAM, compat.HYBRID, compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS],
+            [
+                *(compat.SEAM, compat.HYBRID, layer_names.SPARSE_ATTENTION),
+                *(compat.TRANSFORMER_ENGINE, compat.ENGINE, compat.MODELS),
+            ],
         ),
         (["loop"], [compat.SEAM, compat.ENGINE, compat.MODELS, compat.LOOP]),
         (

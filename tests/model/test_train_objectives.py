@@ -311,13 +311,13 @@ def test_a_step_without_a_mismatched_sample_is_known_before_the_first_step(tmp_p
 
 
 def test_head_chunks_follow_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses are those of any other; of samples that are longer than a chunk, logits are formed twice."""
+    """The losses are those of any other; of samples that are longer than a chunk, products are formed twice."""
     job, overrides = objective_job(tmp_path, "gspo")
-    formed, logits = [], head_chunks.Chunks.logits
+    formed, products = [], head_chunks.Chunks.products
     monkeypatch.setattr(
         head_chunks.Chunks,
-        "logits",
-        lambda self, rows: formed.append(rows) or logits(self, rows),
+        "products",
+        lambda self, rows: formed.append(rows) or products(self, rows),
     )
 
     def run(*settings: str) -> list[float]:

@@ -268,7 +268,7 @@ def check_depth(family: str, folder: Path, *overrides: str) -> tuple[Path, dict[
         exported, rate = folder / f"exported {still}", STILL if still else "optimizer.lr=0.01"
         options = (DEPTH, rate, "batch.max_tokens=200", f"log.metrics={log}", f"checkpoint.export_hf={exported}")
         done = run_command("train", recipe, "--hf", source, *options, *overrides)
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == 0, f"{done.output}{done.exception!r}"
         found = json.loads(log.read_text())["metrics"]["mtp_1 loss"]
         assert abs(found / expected - 1) < 1e-5, f"{found} instead of {expected}"
         if still:

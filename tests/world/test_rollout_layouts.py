@@ -50,5 +50,5 @@ def test_every_layout(size: int, layout: Layout, name: str, whole: str, by_turn:
         error = torch.linalg.vector_norm(folded[parameter] - tensor) / torch.linalg.vector_norm(tensor)
         assert error <= FP64, f"{parameter}: {error:.2e}"
     if size == 2 and layout == Layout():
-        assert outcomes[0].samples_here != outcomes[1].samples_here, "unequal ranks"
+        assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
         assert outcomes[0].groups_here & outcomes[1].groups_here, "groups on both"

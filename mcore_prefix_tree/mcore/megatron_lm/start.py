@@ -152,5 +152,5 @@ def run(root: Path) -> None:
         if any(word.partition("=")[0] == "--prefix-tree-score" for word in sys.argv[1:]):
             run_score(args_defaults={})
             return
-        datasets = TreeDatasetsProvider()
-        run_pretrain(datasets, tree_model_provider, tree_forward_step, args_defaults={}, list_sizes=datasets.list_sizes)
+        data = TreeDatasetsProvider()
+        run_pretrain(data, tree_model_provider, tree_forward_step, args_defaults={}, list_sizes=data.list_sizes)

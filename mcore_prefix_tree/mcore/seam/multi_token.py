@@ -167,7 +167,8 @@ def take_logged_losses() -> list[float]:
     if not multi_token_names.are_there() or "loss_values" not in MTPLossLoggingHelper.tracker:
         return []
     losses: list[float] = MTPLossLoggingHelper.tracker["loss_values"].tolist()
-    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    # Not only to zeros: the log has as many depths as the model that it began with, and another may follow.
+    MTPLossLoggingHelper.tracker.clear()
     return losses
 
 
