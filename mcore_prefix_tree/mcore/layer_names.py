@@ -41,13 +41,15 @@ SPARSE_ATTENTION = (
     Uses(
         f"{_SPARSE}.dsa:DSAttention",
         "config",
-        attributes="config indexer index_topk layer_number pg_collection skip_topk softmax_scale",
+        attributes="config indexer index_share index_topk layer_number pg_collection skip_topk softmax_scale "
+        "source_layer",
     ),
     Uses(
         f"{_SPARSE}.dsa:DSAttention.forward",
         "query key value attention_mask x qr",
-        "attn_mask_type packed_seq_params",
+        "packed_seq_params up_v_weight",
     ),
+    Uses(f"{_SPARSE}.dsa:DSAttention._get_index_share_topk_holder", "packed_seq_params"),
     Uses(f"{_SPARSE}.dsa:DSAIndexer", attributes="rotary_pos_emb"),
     Uses(f"{_SPARSE}.dsa:DSAIndexer.forward_before_topk", "x qr packed_seq_params"),
     Uses(f"{_SPARSE}.dsa:DSAIndexerLossAutoScaler"),
@@ -61,8 +63,7 @@ SPARSE_ATTENTION = (
     Uses(f"{_SPARSE}.absorbed_mla:AbsorbedMLASelfAttention", "config submodules layer_number"),
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
-        keywords="dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_scoring_relu dsa_indexer_use_sparse_loss "
-        "dsa_kernel_backend",
+        keywords="dsa_indexer_loss_coeff dsa_indexer_scoring_relu dsa_indexer_use_sparse_loss dsa_kernel_backend",
     ),
 )
 

@@ -18,8 +18,10 @@ from harness.seam_runs import (
     assert_folded_is_unfolded,
     batch_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.attention.reference import visibility
 from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION
@@ -32,9 +34,12 @@ if not HAS_SPARSE_ATTENTION:
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
     DSAIndexerLossLoggingHelper,
+    _unfused_absorbed_dsa_fn,
+    fused_qk_topk_naive,
+    unfused_dsa_fn,
 )
 
-from mcore_prefix_tree.mcore.seam import sparse_attention
+from mcore_prefix_tree.mcore.seam import chosen_keys
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -52,7 +57,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str | None, int]] = {
         4,
     ),
     # So many heads that no score is 0 in all of them.
-    "scores of ReLU": ({"dsa_indexer_scoring_relu": True, "dsa_indexer_n_heads": 8}, None, 3),
+    "scores of ReLU": ({"dsa_indexer_scoring_relu": True, "dsa_indexer_n_heads": 32}, None, 3),
     "full recompute": (RECOMPUTE["layers"] | SPARSE_LOSS, None, 5),
     "selective recompute": (SELECTIVE, None, 6),
     "experts, recompute": (MOE | RECOMPUTE["experts"], None, 7),
@@ -173,14 +178,88 @@ def test_masks_and_rows_are_refused() -> None:
         layer(hidden, torch.zeros(1, 1, 1, 1, dtype=torch.bool), packed_seq_params=batch.packed_seq_params)
 
 
-def test_memory_of_large_micro_batches_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sparse_attention._warn_once.cache_clear()
-    _, tree = twins(tiny_config(**SPARSE | {"num_layers": 2}))
-    monkeypatch.setattr(sparse_attention, "_LARGE", 4 * 2 * 9**2)
-    with pytest.warns(UserWarning, match=r"square .* for micro-batches of 16 tokens; lower the token budget") as told:
-        tree_forward(tree, batch_of([Sample(tokens=list(range(9)), loss_mask=[1.0] * 9)]))
-    assert len([one for one in told if "sparse attention" in str(one.message)]) == 1
-    sparse_attention._warn_once.cache_clear()
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut a tree of a few hundred tokens into many blocks, some of which see nothing of each other."""
+    monkeypatch.setattr(chosen_keys, "_QUERIES", 24)
+    monkeypatch.setattr(chosen_keys, "_KEYS", 40)
+    monkeypatch.setattr(chosen_keys, "_ENTRIES", 3000)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("topk", [1, 12, 1000])
+def test_choice_and_attention_are_upstreams_with_the_tree_as_mask(topk: int) -> None:
+    metadata = batch_of(deep_samples(topk)).packed_seq_params.tree_metadata
+    size, scale = metadata.padded_size, 0.3
+    blocks = metadata.derived("blocks of chosen keys", chosen_keys._blocks)
+    assert len(blocks) > 9
+    assert any(len(keys) < -(-rows.stop // 40) for rows, keys in blocks)  # of another tree or branch
+    mask = torch.zeros(1, size, size).double().masked_fill(~visibility(metadata), -torch.inf)
+    generator = torch.Generator().manual_seed(topk)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    index_query, index_key, weights = draw(size, 1, 3, 8), draw(size, 1, 8), draw(size, 1, 3)
+    scores, expected = fused_qk_topk_naive(index_query, index_key, weights, topk, mask, use_relu=False)
+    longest = max(metadata.host_position_ids) + 1
+    chosen = chosen_keys.choose_keys(lambda rows, keys: scores[0, rows, keys], metadata, topk)
+    assert chosen.shape == (size, min(topk, longest))
+    assert torch.equal(chosen.long(), expected[0, :, : chosen.shape[1]])
+    padded = chosen_keys.choose_keys(lambda rows, keys: scores[0, rows, keys], metadata, topk, multiple=64)
+    assert torch.equal(padded[:, : chosen.shape[1]], chosen)
+    assert padded.shape[1] % 64 == 0
+    assert (padded[:, chosen.shape[1] :] == -1).all()
+
+    query, latents, key, value = draw(size, 4, 9), draw(size, 1, 9), draw(size, 4, 9), draw(size, 4, 5)
+    for inputs in ((query, latents), (query, key, value)):
+        sbhd = [one.unsqueeze(1) for one in inputs]
+        if len(inputs) == 2:
+            wanted = _unfused_absorbed_dsa_fn(*sbhd, expected, scale, 6, mask)
+            found = chosen_keys.attend_to_keys(query, latents, chosen, scale, slice(0, 6))
+        else:
+            wanted = unfused_dsa_fn(*sbhd, expected, scale, mask)
+            found = chosen_keys.attend_to_keys(query, torch.cat([key, value], -1), chosen, scale, slice(9, 14))
+        torch.testing.assert_close(found, wanted.view(found.shape), rtol=1e-12, atol=1e-13)
+        grad = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+        gradients = [torch.autograd.grad(out, inputs, grad.view(out.shape)) for out in (found, wanted)]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("loss", [LOSS, SPARSE_LOSS], ids=["all keys", "chosen keys"])
+def test_blocks_change_nothing(loss: dict[str, Any]) -> None:
+    config = tiny_config(**SPARSE | {"num_layers": 1} | loss)
+    assert_folded_is_unfolded(*twins(config), deep_samples(16))
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the entries of the largest tensor that any operation made."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **kwargs or {})
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.entries = max(self.entries, one.numel())
+        return made
+
+
+def test_no_tensor_has_all_pairs_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen_keys, "_ENTRIES", 2**18)
+    monkeypatch.setattr(chosen_keys, "_QUERIES", 64)
+    monkeypatch.setattr(chosen_keys, "_KEYS", 256)
+    _, tree = twins(tiny_config(**SPARSE | LOSS | {"num_layers": 1}))
+    path = list(range(9)) * 200
+    samples = [Sample(tokens=[*path, *[end] * 300], loss_mask=[1.0] * 2100) for end in (1, 2, 3)]
+    batch = batch_of(samples)
+    with _Largest() as largest:
+        tree_forward(tree, batch).sum().backward()
+    size = batch.layout.padded_size
+    assert size > 2600
+    assert largest.entries < size**2 / 8
 
 
 def test_stray_layer_is_found() -> None:

@@ -1,15 +1,13 @@
 """DeepSeek sparse attention along a tree: an indexer chooses the keys of a query among those of the query's path.
 
-It is upstream's reference form (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1) with the tree as its
-mask. That form keeps a score for every pair of tokens of a micro-batch, whether they see each other or not.
+It computes what upstream's reference form does (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1), whose
+scores have an entry for every pair of tokens, block by block.
 
 Legend: P tokens of a micro-batch, H attention heads of a rank, I heads of the indexer, D and E head sizes of both.
 """
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +22,14 @@ from megatron.core.transformer.experimental_attention_variant.dsa_indexer_loss i
 )
 from megatron.core.transformer.experimental_attention_variant.dsa_masking import masked_log_softmax, masked_softmax
 
-from mcore_prefix_tree.attention.reference import visibility
 from mcore_prefix_tree.mcore import compat, layer_names
+from mcore_prefix_tree.mcore.seam.chosen_keys import (
+    attend_to_keys,
+    blocks_of_rows,
+    choose_keys,
+    path_mask,
+    wide,
+)
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size, tree_class
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.latent_attention import PathRotaryEmbedding
@@ -35,23 +39,16 @@ from mcore_prefix_tree.metadata import TreeMetadata
 
 compat.check(layer_names.SPARSE_ATTENTION)
 
-_LARGE = 2**30  # bytes of a layer's scores that need a warning
-
 
 class TreeIndexerMixin:
-    """An indexer whose scores have fp32 also in a model of fp64.
-
-    Upstream compares their dtype with that of a tree's mask, and multiplies them in the backward pass of the loss.
-    """
+    """An indexer whose weights have fp32 also in a model of fp64: upstream multiplies them by fp32 in its loss."""
 
     config: Any
 
     def forward_before_topk(self, x: torch.Tensor, qr: torch.Tensor, packed_seq_params: Any = None) -> Any:
         """Return queries ``[P, 1, I, E]``, keys ``[P, 1, E]`` and weights ``[P, 1, I]``."""
         query, key, weights = super().forward_before_topk(x, qr, packed_seq_params)  # type: ignore[misc]
-        if self.config.dsa_indexer_loss_coeff or get_tree_params(packed_seq_params) is not None:
-            weights = weights.float()
-        return query, key, weights
+        return query, key, weights.float() if self.config.dsa_indexer_loss_coeff else weights
 
 
 class TreeSparseAttentionMixin:
@@ -63,9 +60,12 @@ class TreeSparseAttentionMixin:
     index_topk: int
     softmax_scale: float
     skip_topk: bool
+    index_share: bool
+    source_layer: int
     layer_number: int
     pg_collection: Any
     training: bool
+    _get_index_share_topk_holder: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Reject the settings that :func:`check_config` rejects; initialise the base class, its positions by path."""
@@ -86,6 +86,7 @@ class TreeSparseAttentionMixin:
         qr: torch.Tensor,
         *args: Any,
         packed_seq_params: Any = None,
+        up_v_weight: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run the base class without a tree; with one, return ``[P, 1, H * value size]``.
@@ -97,88 +98,110 @@ class TreeSparseAttentionMixin:
             attention_mask: must be None with a tree.
             x: ``[tokens of this rank, 1, hidden]``, the input of the layer.
             qr: the queries' latents of these tokens, or their input.
+            up_v_weight: ``[H, value size, C]`` with absorbed latents, whose first C entries are their values.
         """
-        stock: Any = super().forward  # type: ignore[misc]
         tree = get_tree_params(packed_seq_params)
         if tree is None:
-            out: torch.Tensor = stock(
-                query, key, value, attention_mask, x, qr, *args, packed_seq_params=packed_seq_params, **kwargs
+            kwargs |= {"packed_seq_params": packed_seq_params, "up_v_weight": up_v_weight}
+            stock: torch.Tensor = super().forward(  # type: ignore[misc]
+                query, key, value, attention_mask, x, qr, *args, **kwargs
             )
-            return out
+            return stock
         if attention_mask is not None:
             raise ValueError("attention_mask must be None with a folded micro-batch: the tree says who sees whom")
         check_batch_size(x.shape[1])
         metadata = tree.tree_metadata
         assert metadata is not None
         assert tree.carry is None, "trees of a model with sparse attention are not cut"
-        _warn_of_size(self.config.dsa_indexer_n_heads, metadata)
-        hidden = ~metadata.derived("reference", visibility)
-        # Without a type of mask upstream takes the mask itself.
-        kwargs["attn_mask_type"] = None
-        trains, self.training = self.training, False  # upstream's own loss counts a token once
-        try:
-            out = stock(
-                query, key, value, hidden[None, None], x, qr, *args, packed_seq_params=packed_seq_params, **kwargs
+        trains = bool(self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff)
+        query, memory = (one.reshape(len(one), -1, one.shape[-1]) for one in (query, key))
+        indexed = None
+        if not self.skip_topk:
+            with torch.set_grad_enabled(trains):
+                indexed = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed_seq_params)
+        chosen = self._choose(indexed, packed_seq_params, metadata)
+        loss = None
+        if trains and indexed is not None:
+            loss = self._indexer_loss(indexed, query.detach(), memory.detach(), chosen, metadata)
+            DSAIndexerLossLoggingHelper.save_loss_to_tracker(
+                loss, layer_number=self.layer_number, num_layers=self.config.num_layers
             )
-        finally:
-            self.training = trains
-        if not (trains and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff) or self.skip_topk:
-            return out
-        indexed = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed_seq_params)
-        loss = self._indexer_loss(indexed, query.detach(), key.detach(), hidden, metadata)
-        DSAIndexerLossLoggingHelper.save_loss_to_tracker(
-            loss, layer_number=self.layer_number, num_layers=self.config.num_layers
-        )
-        with_loss: torch.Tensor = DSAIndexerLossAutoScaler.apply(out, loss)
-        return with_loss
+        if value is not None:
+            start = memory.shape[-1]
+            memory = torch.cat([memory, value.reshape(len(value), -1, value.shape[-1])], dim=-1)
+            out = attend_to_keys(query, memory, chosen, self.softmax_scale, slice(start, memory.shape[-1]))
+        else:
+            assert up_v_weight is not None, "absorbed latents come with the weight of their values"
+            values = slice(0, up_v_weight.shape[-1])
+            latents = attend_to_keys(query, memory, chosen, self.softmax_scale, values)
+            out = torch.einsum("phc,hdc->phd", latents, up_v_weight.to(latents.dtype))
+        out = out.reshape(len(out), 1, -1)
+        return out if loss is None else DSAIndexerLossAutoScaler.apply(out, loss)
+
+    def _choose(self, indexed: Any, packed_seq_params: Any, metadata: TreeMetadata) -> torch.Tensor:
+        """Return the keys of each query, int32 ``[P, T]``: chosen here, or by the layer whose choice this one takes."""
+        shared = self._get_index_share_topk_holder(packed_seq_params) if self.index_share else {}
+        if indexed is None:
+            if self.source_layer not in shared:
+                raise ValueError(
+                    f"layer {self.layer_number} takes the keys of layer {self.source_layer}, which is in another "
+                    "stage of the pipeline; let every stage begin with a layer that chooses (dsa_indexer_topk_freq)"
+                )
+            taken: torch.Tensor = shared[self.source_layer]
+            return taken
+        query, key, weights = (one.detach() for one in indexed)
+        relu = self.config.dsa_indexer_scoring_relu
+
+        def score(queries: slice, keys: slice) -> torch.Tensor:
+            scores: torch.Tensor = _compute_index_scores(query[queries], weights[queries], key[keys], use_relu=relu)
+            return scores[0]
+
+        chosen = choose_keys(score, metadata, self.index_topk)
+        shared[self.layer_number] = chosen
+        return chosen
 
     def _indexer_loss(
-        self, indexed: Any, query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor, metadata: TreeMetadata
+        self, indexed: Any, query: torch.Tensor, key: torch.Tensor, chosen: torch.Tensor, metadata: TreeMetadata
     ) -> torch.Tensor:
         """Return the sum over all samples' tokens of the divergence of the indexer's choice from attention.
 
         It is upstream's ``compute_dsa_indexer_loss`` (the paper's eq. 3 and 4), each row times the samples through it.
+        Its gradient is linear in that of the loss, so that each block makes both at once and keeps no scores.
 
         Args:
             indexed: the indexer's queries ``[P, 1, I, E]``, keys ``[P, 1, E]`` and weights ``[P, 1, I]``.
             query: ``[P, H, D]``.
             key: ``[P, 1, D]`` or ``[P, H, D]``.
-            hidden: bool ``[P, P]``, the keys that a query does not see.
+            chosen: int32 ``[P, T]``, the keys of each query.
             metadata: the tree, with its samples.
         """
-        index_query, index_key, weights = indexed
-        relu = self.config.dsa_indexer_scoring_relu
-        scores = _compute_index_scores(index_query, weights, index_key, use_relu=relu)
-        counted = ~hidden[None]
-        if self.config.dsa_indexer_use_sparse_loss:
-            chosen = scores.detach().masked_fill(hidden, -torch.inf).topk(min(self.index_topk, len(hidden))).indices
-            counted = counted & torch.zeros_like(counted).scatter_(-1, chosen, True)
-        by_head = [one.reshape(len(hidden), -1, one.shape[-1]).transpose(0, 1).float() for one in (query, key)]
-        attended = by_head[0] @ by_head[1].transpose(1, 2) * self.softmax_scale
-        target = masked_softmax(attended, counted.expand_as(attended)).sum(0, keepdim=True)
-        if self.pg_collection.tp.size() > 1:
-            torch.distributed.all_reduce(target, group=self.pg_collection.tp)
-        target = normalize_indexer_target(target)
-        predicted = masked_log_softmax(scores.float(), counted)
+        index_query, index_key, weights = (wide(one.detach()) for one in indexed)
         samples = metadata.derived("multiplicity", Multiplicity.of).of_token
-        divergence = indexer_kl_per_row(target, predicted)[0]
-        loss: torch.Tensor = (divergence * samples).sum() * self.config.dsa_indexer_loss_coeff
-        return loss
-
-
-def _warn_of_size(heads: int, metadata: TreeMetadata) -> None:
-    """Tell once how large the scores are of a micro-batch on a GPU, or of a large one."""
-    tokens = metadata.padded_size
-    if metadata.subtree_end.is_cuda or 4 * heads * tokens**2 >= _LARGE:
-        _warn_once(heads, 1 << (tokens - 1).bit_length())
-
-
-@cache
-def _warn_once(heads: int, tokens: int) -> None:
-    gib = 4 * heads * tokens**2 / 2**30
-    warnings.warn(
-        "sparse attention along a tree runs in Megatron-Core's reference form, whose memory grows with the square of "
-        f"a micro-batch's tokens: up to {gib:,.1f} GiB of scores in a layer for micro-batches of {tokens} tokens; "
-        "lower the token budget if memory runs out",
-        stacklevel=2,
-    )
+        gradients = [torch.zeros_like(one) for one in (index_query, index_key, weights)]
+        total = index_query.new_zeros(())
+        for rows, columns in blocks_of_rows(metadata, max(query.shape[1], index_query.shape[2])):
+            counted = path_mask(metadata, rows, columns)
+            if self.config.dsa_indexer_use_sparse_loss:
+                # The first column takes the -1 of keys that are absent.
+                marks = torch.zeros(len(counted), len(key) + 1, dtype=torch.bool, device=key.device)
+                counted &= marks.scatter_(1, chosen[rows].long() + 1, True)[:, 1:][:, columns]
+            heads = [wide(one).transpose(0, 1) for one in (query[rows], key[columns])]
+            attended = heads[0] @ heads[1].transpose(1, 2) * self.softmax_scale
+            target = masked_softmax(attended, counted.expand_as(attended)).sum(0, keepdim=True)
+            if self.pg_collection.tp.size() > 1:
+                torch.distributed.all_reduce(target, group=self.pg_collection.tp)
+            parts = [index_query[rows], index_key[columns], weights[rows]]
+            with torch.enable_grad():
+                q, k, w = (one.requires_grad_() for one in parts)
+                scores = _compute_index_scores(q, w, k, use_relu=self.config.dsa_indexer_scoring_relu)
+                predicted = masked_log_softmax(scores, counted[None])
+                divergence = indexer_kl_per_row(normalize_indexer_target(target), predicted)[0]
+                loss = (divergence * samples[rows]).sum() * self.config.dsa_indexer_loss_coeff
+                found = torch.autograd.grad(loss, (q, k, w))
+            total += loss.detach()
+            gradients[0][rows], gradients[2][rows] = found[0], found[2]
+            gradients[1].index_add_(0, columns, found[1])
+        # The value of the loss, and its gradient.
+        for one, gradient in zip(indexed, gradients, strict=True):
+            total = total + (gradient * (one - one.detach())).sum()
+        return total

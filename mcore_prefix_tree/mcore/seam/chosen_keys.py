@@ -1,0 +1,166 @@
+"""Attention of each query to the best-scored keys of its path, block by block: no tensor has a row of all pairs.
+
+Legend: P tokens, H heads, K heads of the keys, D size of a key, W of a value, M of both, T keys of a query at most,
+B queries of a block, N keys of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mcore_prefix_tree.attention.tile_blocks import block_plan
+from mcore_prefix_tree.metadata import TreeMetadata
+
+# Queries and keys of which one call makes scores, in every head of an indexer.
+_QUERIES, _KEYS = 256, 2048
+# Entries of the largest tensor of a block, for example the keys that its queries gather: 64 MiB of fp32.
+_ENTRIES = 2**24
+
+
+def _blocks(metadata: TreeMetadata) -> list[tuple[slice, list[slice]]]:
+    """Return each block of queries, with the blocks of keys that any of them sees, ascending."""
+    size, tiles = metadata.padded_size, block_plan(metadata, _QUERIES, _KEYS).by_query
+    assert tiles.blocks is not None
+    found = []
+    for row, (first, _, _, last) in enumerate(tiles.bounds.tolist()):
+        stop = min(size, (row + 1) * _QUERIES)
+        starts = (_KEYS * block for block in sorted(tiles.blocks[first:last].tolist()))
+        found.append((slice(row * _QUERIES, stop), [slice(start, min(stop, start + _KEYS)) for start in starts]))
+    return found
+
+
+def blocks_of_rows(metadata: TreeMetadata, heads: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield blocks of queries and the keys, int64 ``[N]``, that any of them sees; B * N * heads is bounded."""
+    for queries, blocks in metadata.derived("blocks of chosen keys", _blocks):
+        columns = _columns(blocks, metadata)
+        for rows in _split(queries, len(columns) * heads):
+            yield rows, columns
+
+
+def path_mask(metadata: TreeMetadata, queries: slice, keys: torch.Tensor) -> torch.Tensor:
+    """Return bool ``[B, N]``: whether a query sees a key, ``j <= i < subtree_end[j]``."""
+    query = torch.arange(queries.start, queries.stop, device=keys.device)[:, None]
+    return (keys <= query) & (query < metadata.subtree_end[keys])
+
+
+@torch.no_grad()
+def choose_keys(
+    score: Callable[[slice, slice], torch.Tensor], metadata: TreeMetadata, topk: int, multiple: int = 1
+) -> torch.Tensor:
+    """Return the ``topk`` best keys of each query's path, int32 ``[P, T]``, best first, -1 after the last.
+
+    ``torch.topk`` compares all keys of a query at once, so memory is O(P * T + B * P).
+
+    Args:
+        score: makes the scores ``[B, N]`` of a block of queries and a block of keys.
+        metadata: the tree.
+        topk: keys to choose.
+        multiple: T is a multiple of it; otherwise T is ``topk`` or the length of the longest path.
+    """
+    width = min(topk, int(metadata.host_position_ids.max()) + 1)
+    device = metadata.subtree_end.device
+    shape = metadata.padded_size, -(-width // multiple) * multiple
+    chosen = torch.full(shape, -1, dtype=torch.int32, device=device)
+    for queries, blocks in metadata.derived("blocks of chosen keys", _blocks):
+        column = _columns(blocks, metadata)
+        row = torch.cat([score(queries, keys) for keys in blocks], dim=-1)
+        row.masked_fill_(~path_mask(metadata, queries, column), -torch.inf)
+        best, place = row.topk(min(width, len(column)))
+        chosen[queries, : place.shape[1]] = column[place].masked_fill(best == -torch.inf, -1).int()
+    return chosen
+
+
+def attend_to_keys(
+    query: torch.Tensor, memory: torch.Tensor, chosen: torch.Tensor, scale: float, value: slice
+) -> torch.Tensor:
+    """Return ``softmax(scale * q k^T, over the chosen keys) v``, ``[P, H, W]`` in the dtype of the memory.
+
+    Sums have fp32, or fp64 in a model of fp64; so has the gradient of a key until all queries are added, by
+    ``index_add_``, which is deterministic on a GPU under ``torch.use_deterministic_algorithms``. The backward pass
+    gathers again, so memory is O(P * T) integers and one block's keys.
+
+    Args:
+        query: ``[P, H, D]``.
+        memory: ``[P, K, M]``, of which the first D are the keys; each key head has ``H / K`` query heads.
+        chosen: int32 ``[P, T]``, at least one key of each query; -1 is none.
+        scale: factor of the scores.
+        value: the part of M that is the values.
+    """
+    attended: torch.Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
+        query, memory, chosen, scale, value
+    )
+    return attended
+
+
+class _Attend(torch.autograd.Function):
+    """:func:`attend_to_keys`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, memory: torch.Tensor, chosen: torch.Tensor, scale: float, value: slice
+    ) -> torch.Tensor:
+        """Return ``[P, H, W]``."""
+        ctx.save_for_backward(query, memory, chosen)
+        ctx.scale, ctx.value = scale, value
+        out = memory.new_empty(*query.shape[:2], value.stop - value.start)
+        for rows in _rows(memory, chosen, query.shape[1]):
+            _, gathered, probability = _gather(query[rows], memory, chosen[rows], scale)
+            out[rows] = torch.einsum("bkgt,btkw->bkgw", probability, gathered[..., value]).flatten(1, 2)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the queries and of the memory."""
+        query, memory, chosen = ctx.saved_tensors
+        grad_query = torch.empty_like(query)
+        grad_memory = wide(torch.zeros_like(memory))
+        for rows in _rows(memory, chosen, query.shape[1]):
+            q, gathered, probability = _gather(query[rows], memory, chosen[rows], ctx.scale)
+            g = wide(grad[rows]).view(*q.shape[:3], -1)
+            change = torch.einsum("bkgw,btkw->bkgt", g, gathered[..., ctx.value])
+            change = probability * (change - (change * probability).sum(-1, keepdim=True)) * ctx.scale
+            size = q.shape[-1]
+            grad_query[rows] = torch.einsum("bkgt,btkd->bkgd", change, gathered[..., :size]).flatten(1, 2)
+            part = gathered.zero_()
+            part[..., :size] = torch.einsum("bkgt,bkgd->btkd", change, q)
+            part[..., ctx.value] += torch.einsum("bkgt,bkgw->btkw", probability, g)
+            grad_memory.index_add_(0, chosen[rows].clamp(min=0).flatten(), part.flatten(0, 1))
+        return grad_query, grad_memory.to(memory.dtype), None, None, None
+
+
+def _rows(memory: torch.Tensor, chosen: torch.Tensor, heads: int) -> list[slice]:
+    """Return blocks of queries, each of which gathers a bounded number of entries."""
+    size, width = chosen.shape
+    return _split(slice(0, size), width * max(heads, memory[0].numel()))
+
+
+def _split(rows: slice, entries: int) -> list[slice]:
+    """Split rows, each with so many entries, into blocks of a bounded number."""
+    step = max(1, _ENTRIES // entries)
+    return [slice(start, min(rows.stop, start + step)) for start in range(rows.start, rows.stop, step)]
+
+
+def _columns(blocks: list[slice], metadata: TreeMetadata) -> torch.Tensor:
+    """Return the keys of blocks, int64 ``[N]``."""
+    device = metadata.subtree_end.device
+    return torch.cat([torch.arange(keys.start, keys.stop, device=device) for keys in blocks])
+
+
+def _gather(
+    query: torch.Tensor, memory: torch.Tensor, chosen: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries ``[B, K, H / K, D]``, their memory ``[B, T, K, M]`` and probabilities ``[B, K, H / K, T]``."""
+    q = wide(query).view(len(query), memory.shape[1], -1, query.shape[-1])
+    gathered = wide(memory[chosen.clamp(min=0)])
+    scores = torch.einsum("bkgd,btkd->bkgt", q, gathered[..., : q.shape[-1]]) * scale
+    return q, gathered, scores.masked_fill((chosen < 0)[:, None, None], -torch.inf).softmax(-1)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in fp32, or fp64 if it has it."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
