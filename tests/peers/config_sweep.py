@@ -89,7 +89,6 @@ VALUES: dict[str, list[Any]] = {
     "sliding_window": [None, 4],
     "top_k_experts": [1, 3],
     "topk_group": [1, 2],
-    "use_bidirectional_attention": ["vision", "all", True],
     # Not declared by every class; Megatron-Bridge reads them of all.
     "attention_bias": [True],
     "hidden_dropout": [0.5],

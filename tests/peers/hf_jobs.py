@@ -163,7 +163,8 @@ def check_balancing(family: str, folder: Path, *overrides: str) -> None:
     """Compare gradients, with a loss that balances experts, of folded samples and of samples that share nothing."""
     recipe, source, _ = write_job(folder, family)
     apart = [{"tokens": row, "merge_key": str(i)} for i, row in enumerate(rows())]
-    options = [f"model.hf={source}", "model.transformer.moe_aux_loss_coeff=1000", *overrides]
+    balancing = "moe_router_load_balancing_type=aux_loss", "moe_aux_loss_coeff=10"
+    options = [f"model.hf={source}", *(f"model.transformer.{one}" for one in balancing), *overrides]
     with mock.patch.dict(os.environ):
         found, _ = run_once(load_recipe(recipe, options), gradients)
         unbalanced, _ = run_once(load_recipe(recipe, [*options, "model.transformer.moe_aux_loss_coeff=0"]), gradients)

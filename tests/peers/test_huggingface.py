@@ -355,6 +355,7 @@ YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max
         ("Gemma 3", {"use_bidirectional_attention": True}),
         ("Gemma 3", {"layer_types": ["sliding_attention", "full_attention"] * 3}),
         ("Gemma 4", {"enable_moe_block": False}),
+        ("Gemma 4", {"use_bidirectional_attention": "all"}),
         ("Gemma 4", {"per_layer_config": {"0": {"head_dim": 8}}}),
         ("Mistral", {"hidden_act": "gelu"}),
         ("OLMoE", {"norm_topk_prob": True}),
