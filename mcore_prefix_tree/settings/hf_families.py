@@ -27,6 +27,14 @@ COMPARED: dict[str, Allowed] = {
         "final_logit_softcapping": (None,),
         "use_bidirectional_attention": (False,),
     },
+    "gemma4_text": {
+        "attention_bias": (False,),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "hidden_size_per_layer_input": (0,),
+        "num_kv_shared_layers": (0,),
+        "top_k_experts": _ABOVE_ONE,
+        "use_bidirectional_attention": (None, "vision"),
+    },
     "glm4_moe": {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE},
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": {
@@ -83,6 +91,7 @@ COMPARED: dict[str, Allowed] = {
 # the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
 TEXT_MODELS = {
     "gemma3": ("gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4": ("gemma4_text", "gemma4_text", "Gemma4ForCausalLM"),
     "mistral3": ("mistral", "mistral", "MistralForCausalLM"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2", "Qwen2ForCausalLM"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM"),

@@ -358,6 +358,10 @@ def test_custom_output_layers_are_rejected() -> None:
     tree.output_layer.__class__ = Capped
     with pytest.raises(NotImplementedError, match="output_layer of class Capped, which computes its logits in its own"):
         with_edge_head(tree)
+    tree.output_layer.config = replace(tree.config)
+    tree.output_layer.config.final_logit_softcapping = 30.0
+    with pytest.raises(NotImplementedError, match=r"final_logit_softcapping=30.0, .* fused_head=false"):
+        with_edge_head(tree)
 
 
 def test_deferred_weight_gradients_are_refused() -> None:

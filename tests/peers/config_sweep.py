@@ -69,6 +69,7 @@ VALUES: dict[str, list[Any]] = {
     "attn_logit_softcapping": [2.0],
     "clip_qkv": [0.5],
     "final_logit_softcapping": [2.0],
+    "global_head_dim": [16],
     "head_dim": [8, 32],
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
@@ -81,10 +82,12 @@ VALUES: dict[str, list[Any]] = {
     "mlp_only_layers": [[0], [1]],
     "n_group": [1, 2],
     "num_experts_per_tok": [1, 3],
+    "num_global_key_value_heads": [1, None],
     "q_lora_rank": [None, 16],
     "rope_parameters": ROPES,
     "rope_scaling": [{**one, "type": one["rope_type"]} for one in ROPES],
     "sliding_window": [None, 4],
+    "top_k_experts": [1, 3],
     "topk_group": [1, 2],
     # Not declared by every class; Megatron-Bridge reads them of all.
     "attention_bias": [True],
@@ -123,7 +126,7 @@ def cases_of(family: str) -> Iterator[dict[str, Any]]:
     """Yield the settings of each case."""
     settings = FAMILIES[family].settings | BASE.get(family, {})
     config = config_class(family)(**copy.deepcopy(settings))
-    layers = config.num_hidden_layers
+    layers, config.allow_global_per_layer_attribute_access = config.num_hidden_layers, True
     for name in dict.fromkeys([*fields_of(family), *VALUES]):
         present = getattr(config, name, None)
         if name in KINDS_OF_LAYERS:

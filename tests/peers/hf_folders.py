@@ -46,6 +46,20 @@ LATENT: dict[str, Any] = {
 }
 # So many heads of an indexer that no key's score is exactly 0, and ties with another's.
 SPARSE: dict[str, Any] = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 32, "n_group": 1}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
 DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -90,7 +104,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        return "num_experts_per_tok" in self.settings
+        return not self.settings.keys().isdisjoint({"num_experts_per_tok", "top_k_experts"})
 
 
 FAMILIES = {
@@ -127,6 +141,7 @@ FAMILIES = {
         settings=SIZES
         | {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     ),
+    "Gemma 4": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4),
     "Hy3": Family(name="HYV3", settings=SIZES | EXPERTS | {"num_shared_experts": 1, "num_hidden_layers": 4}),
     "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),
@@ -173,7 +188,7 @@ def saved_model(family: str, where: Path, settings: Mapping[str, Any], *, seed: 
         # A step of any size changes the bits of a zero.
         parameter.data = torch.where(parameter.data == 0, 0.1 * torch.randn_like(parameter), parameter.data)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(where, **options)
     return model

@@ -102,11 +102,11 @@ def assert_same_folder(exported: Path, source: Path) -> None:
         assert (exported / one.name).read_bytes() == one.read_bytes()
 
 
-def gradients(run: Resolved) -> dict[str, torch.Tensor]:
+def gradients(run: Resolved, *, is_folded: bool = True) -> dict[str, torch.Tensor]:
     """The gradients of the first step's summed loss, converted as weights are."""
     chunks = run.starting_model(print)
     step = fold_step(run.first_step(), run.job)
-    assert step.logical_tokens > 1.5 * step.physical_tokens
+    assert (step.logical_tokens > 1.5 * step.physical_tokens) == is_folded
     run_schedule(chunks, step.micro_batches, run.job.forward_step)
     for parameter in chunks[0].parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -149,13 +149,29 @@ def errors_of(family: str, folder: Path, *overrides: str) -> dict[str, float]:
 
 def gradient_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """The errors of gradients by weight, see :func:`errors_of`."""
-    trained = [name for name in expected if not name.endswith(("e_score_correction_bias", "expert_bias"))]
+    kept = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    trained = [name for name in expected if not name.endswith(kept)]
     whole = float(torch.stack([expected[name].norm() for name in trained]).norm())
     each = {name: float((found[name] - expected[name]).norm()) for name in trained}
     return {
         "gradient": float(np.linalg.norm(list(each.values()))) / whole,
         "worst_gradient": max(error / max(float(expected[name].norm()), 1e-3 * whole) for name, error in each.items()),
     }
+
+
+def check_balancing(family: str, folder: Path, *overrides: str) -> None:
+    """Compare gradients, with a loss that balances experts, of folded samples and of samples that share nothing."""
+    recipe, source, _ = write_job(folder, family)
+    apart = [{"tokens": row, "merge_key": str(i)} for i, row in enumerate(rows())]
+    balancing = "moe_router_load_balancing_type=aux_loss", "moe_aux_loss_coeff=10"
+    options = [f"model.hf={source}", *(f"model.transformer.{one}" for one in balancing), *overrides]
+    with mock.patch.dict(os.environ):
+        found, _ = run_once(load_recipe(recipe, options), gradients)
+        unbalanced, _ = run_once(load_recipe(recipe, [*options, "model.transformer.moe_aux_loss_coeff=0"]), gradients)
+        write_rows(folder / "data.jsonl", apart)
+        expected, _ = run_once(load_recipe(recipe, options), partial(gradients, is_folded=False))
+    assert gradient_errors(found, expected)["gradient"] <= 1e-4
+    assert gradient_errors(unbalanced, expected)["gradient"] > 1e-2
 
 
 def check_layout(family: str, folder: Path, *overrides: str) -> float:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import transformers
 from harness.commands import run_command
-from hf_folders import DELTA_NET, EXPERTS, SIZES, rows
+from hf_folders import DELTA_NET, EXPERTS, GEMMA4, SIZES, rows
 from hf_jobs import REFERENCE, gradient_errors, gradients, nll, weights_in, worst_score, write_recipe
 
 from mcore_prefix_tree.mcore.loop.jobs import run_once
@@ -26,6 +26,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
         {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
         TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    ),
+    "Gemma4": (
+        GEMMA4 | {"use_bidirectional_attention": "vision", "final_logit_softcapping": 0.1},
+        TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
     ),
     "Mistral3": ({"model_type": "mistral", "sliding_window": None}, PIXTRAL | {"image_size": 28, "patch_size": 14}),
     "Qwen2_5_VL": ({"rope_parameters": M_ROPE}, QWEN | {"fullatt_block_indexes": [0]}),

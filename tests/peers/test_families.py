@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_layouts(family: str, layout: str, tmp_path: Path) -> None:
     [
         ("Nemotron-H", {"virtual_pipeline_model_parallel_size": 3}, {}, "virtual pipeline stages"),
         ("Nemotron-H", {}, {"lora": LoraConfig()}, "get no adapters here"),
+        ("Gemma 4", {}, {}, "of TransformerEngine; set model.transformer_impl=transformer_engine"),
         ("GLM-5", {"virtual_pipeline_model_parallel_size": 2}, {}, "the keys that a layer of another chose"),
         ("GLM-5", {}, {}, "of TransformerEngine; set model.transformer_impl=transformer_engine"),
     ],
@@ -102,6 +104,21 @@ def with_engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_transformer_engine(family: str, with_engine: dict[str, Any]) -> None:
     check(with_engine[family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [(), ("granularity=selective", "modules=[moe]")])
+def test_separate_inputs_of_experts_are_balanced_by_samples(recompute: tuple[str, ...], tmp_path: Path) -> None:
+    """Gemma 4's experts need a stand-in and another process."""
+    options = [f"model.transformer.recompute_{one}" for one in recompute]
+    call = f"check_balancing('Gemma 4', pathlib.Path(sys.argv[1]), REFERENCE, IMPL, *{options})"
+    program = f"import te_stand_in, pathlib, sys, bridge_loaded; from hf_jobs import *; {call}"
+    program = program.replace("IMPL", "'model.transformer_impl=transformer_engine'")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.ci

@@ -22,10 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Return the head dims of queries and keys, and of values, under this ``TransformerConfig``."""
+    """Return the head dims of queries and keys, and of values, under this ``TransformerConfig``.
+
+    They are the largest if layers differ: those of Gemma 4 without a window, in Megatron-Bridge's provider.
+    """
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    return config.kv_channels, config.kv_channels
+    largest = max(config.kv_channels, getattr(config, "global_head_dim", 0))
+    return largest, largest
 
 
 def attention_case(config: Any, *, device: torch.device, deterministic: bool = False) -> Case:

@@ -164,11 +164,12 @@ def load_bridge(path: str) -> Any:
         raise _cannot_build(path, error) from error
     # Megatron-Bridge reads some keys of any configuration, also if transformers' model has no such setting.
     depths = NUM_DEPTHS if config.model_type in TRAINED_DEPTHS else ()
+    read = READ_BY_BRIDGE.get(config.model_type, {})
+    for one in (own, config):
+        one.update(read)
     for name in vars(config).keys() & folder.config.keys() - set(depths):
         if not hasattr(own, name):
             delattr(config, name)
-    for name, value in READ_BY_BRIDGE.get(config.model_type, {}).items():
-        setattr(config, name, value)
     return bridge
 
 

@@ -27,9 +27,12 @@ _PARTLY_ROTARY = ("glm4_moe", "minimax_m2", "qwen3_next")
 # Keys that Megatron-Bridge reads of a configuration by its model_type, and transformers' has not: of what transformers
 # does always, or of what settings_of_folder finds under another key.
 READ_BY_BRIDGE: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"allow_global_per_layer_attribute_access": True},  # or transformers raises; see _heads_by_kind
     "glm_moe_dsa": {"indexer_rope_interleave": True},
     "hy_v3": {"first_k_dense_replace": 0},
 }
+# Fields of Gemma 4's provider for layers without a window, by the settings that each layer may have.
+_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 # Families whose depths of multi-token prediction are trained: those whose mapping in Megatron-Bridge was tried.
 TRAINED_DEPTHS = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 NUM_DEPTHS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of folders; transformers has no such layers
@@ -52,6 +55,11 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
             f"model.hf={path}: config.json has the architecture {architecture}, and model_type={kind}, which is "
             f"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)} in transformers; correct one of them"
         )
+    if not config.get("enable_moe_block", True):
+        raise RecipeError(
+            f"model.hf={path}: config.json has enable_moe_block=False, and Megatron-Bridge's Gemma 4 without experts "
+            "takes no layer spec, by which attention follows trees; give a model with experts"
+        )
     tensor_parallel = parallel.tensor_model_parallel_size
     if tensor_parallel > 1 and kind == "olmoe":
         raise RecipeError(
@@ -72,6 +80,8 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
         fields |= {"mscale": 1.0, "mscale_all_dim": 0.0} if is_latent else dict.fromkeys(_YARN_SCALES)
     if config.get("mlp_layer_types"):
         fields["moe_layer_freq"] = [int(layer == "sparse") for layer in config["mlp_layer_types"]]
+    if hasattr(provider, "global_head_dim"):
+        fields |= _heads_by_kind(path, config)
     if "shared" in (config.get("indexer_types") or ()):
         fields |= _shared_choice(path, config["indexer_types"])
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -83,6 +93,19 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
             "of this architecture"
         )
     return fields
+
+
+def _heads_by_kind(path: str, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields of heads in Gemma 4's layers without a window, which transformers keeps layer by layer."""
+    own, common = config.get("per_layer_config") or {}, {name: config[name] for name in _HEADS}
+    layers = [common | own.get(str(at), {}) for at in range(len(config["layer_types"]))]
+    by_kind = {"sliding_attention": common, "full_attention": layers[-1]}
+    if layers[-1].keys() != common.keys() or layers != [by_kind.get(kind) for kind in config["layer_types"]]:
+        raise RecipeError(
+            f"model.hf={path}: config.json has per_layer_config={dict(own)}, and Megatron-Bridge's layers of this "
+            f"architecture differ only in {' and '.join(_HEADS)}, of those without a window"
+        )
+    return {name: layers[-1][key] for key, name in _HEADS.items()}
 
 
 def _shared_choice(path: str, indexers: Sequence[str]) -> dict[str, int]:
@@ -130,6 +153,14 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
         # Gemma's layers without a window have a separate factor.
         factor = getattr(provider, "rope_scaling_factor", None)
         supported["linear"] = lambda one: one is rope.get("full_attention") and one.get("factor") == factor
+    if config["model_type"] == "gemma4_text":
+        full, share = rope.get("full_attention"), provider.global_rotary_percent
+        supported = {
+            "default": lambda one: one is not full,
+            "proportional": lambda one: (
+                one is full and one.get("partial_rotary_factor") == share and one.get("factor", 1.0) == 1.0
+            ),
+        }
     for one in each:
         is_supported = supported.get(_rope_kind(one))
         if is_supported is None or not is_supported(one):

@@ -304,21 +304,26 @@ class TreeExpertsMixin:
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the base class's forward on ``[L, 1, hidden]``."""
-        stock: Callable[..., Any] = super().forward  # type: ignore[misc]
+        return self._with_tree(super().forward, [hidden_states], *args, **kwargs)  # type: ignore[misc]
+
+    def forward_with_separate_inputs(self, *inputs: torch.Tensor, **kwargs: Any) -> Any:
+        """Run the forward of Gemma 4's experts in Megatron-Bridge, on three inputs ``[L, 1, hidden]``."""
+        return self._with_tree(super().forward_with_separate_inputs, inputs, **kwargs)  # type: ignore[misc]
+
+    def _with_tree(self, stock: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         tree, again = self.tree, self.moe_layer_recompute
 
-        def with_tree(hidden_states: torch.Tensor) -> Any:
+        def with_tree(*inputs: torch.Tensor) -> Any:
             self.router.tree, self.moe_layer_recompute = tree, False
             try:
-                return stock(hidden_states, *args, **kwargs)
+                return stock(*inputs, *args, **kwargs)
             finally:
                 self.router.tree, self.moe_layer_recompute = None, again
 
         if tree is None:
-            return stock(hidden_states, *args, **kwargs)
+            return stock(*inputs, *args, **kwargs)
         # Upstream's own recomputation runs in backward, which has no tree to show.
-        is_recomputed = again and self.training
-        return checkpoint(with_tree, False, hidden_states) if is_recomputed else with_tree(hidden_states)
+        return checkpoint(with_tree, False, *inputs) if again and self.training else with_tree(*inputs)
 
 
 class TreeExpertLayerMixin:

@@ -74,6 +74,9 @@ def with_edge_head(model: Model) -> Model:
 
 def _why_not(layer: Any) -> str | None:
     kind = type(layer)
+    cap = getattr(layer.config, "final_logit_softcapping", None)
+    if cap:  # Megatron-Bridge's Gemma
+        return f"final_logit_softcapping={cap}, a function of the logits"
     if not isinstance(layer, ColumnParallelLinear) or kind.forward is not ColumnParallelLinear.forward:
         return f"output_layer of class {kind.__name__}, which computes its logits in its own way"
     if layer.bias is not None:
