@@ -122,7 +122,7 @@ def test_reports_match_counts(problem):
             assert (one.pairs, one.padding) == (layout.visible_pairs, layout.padded_size - layout.physical_tokens)
             assert one.cost == cost_of(samples, batch, model)
             assert (one.segments, one.segment_levels) == segments_of([samples[i] for i in batch])
-            assert one.branch_states == forest_counts(layout)["branch_states"]
+            assert one.segment_states == forest_counts(layout)["segment_states"]
     assert report.unique_tokens == len(samples_through(samples))
     assert report.repeated_tokens == sum(chain.from_iterable(plan.physical_tokens)) - report.unique_tokens
     assert report.logical_tokens == sum(map(len, samples))
