@@ -177,6 +177,11 @@ class CostModel:
         """:attr:`segment` in the units of :meth:`units_of_path`."""
         return round(self.segment * (UNITS_PER_TOKEN / self.token))
 
+    @property
+    def units_of_level(self) -> int:
+        """:attr:`level` in the units of :meth:`units_of_path`."""
+        return round(self.level * (UNITS_PER_TOKEN / self.token))
+
     def of_micro_batch(
         self, tokens: float, pairs: float, scored: float = 0.0, segments: float = 0.0, levels: float = 0.0
     ) -> float:

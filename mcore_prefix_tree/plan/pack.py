@@ -18,9 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.layout.stats import branching
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.cuts import Run, least_repeating_runs
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -115,7 +117,11 @@ class Leaves:
 
     def units(self, cost_model: CostModel) -> int:
         """Cost of all in one micro-batch, its overhead aside."""
-        return int(self.fresh_units(cost_model).sum())
+        units = int(self.fresh_units(cost_model).sum())
+        if cost_model.units_of_level:
+            nodes = trie_from_order(np.arange(len(self)), self.context, self.length).node_parent
+            units += cost_model.units_of_level * branching(nodes).segment_levels
+        return units
 
 
 def first_scored(samples: Sequence[Sample], order: Int64Array, shared: Int64Array) -> Int64Array:

@@ -365,6 +365,27 @@ def test_ranks_are_balanced_by_segments():
     assert 9 <= next_to_the_long[1] <= 11
 
 
+def test_ranks_are_balanced_by_levels():
+    """Two combs of ten levels and two samples, as many tokens on each rank: the combs belong on two ranks."""
+
+    def comb_of(key, tokens):
+        run = tokens // 19
+        trunk, samples = [key] * (tokens - 18 * run), []
+        for level in range(9):
+            samples.append(Sample(tokens=[*trunk, *[100 + level] * run]))
+            trunk += [200 + level] * run
+        return [*samples, Sample(tokens=trunk)]
+
+    samples = [*comb_of(1, 100), *comb_of(2, 60), Sample(tokens=[3] * 90), Sample(tokens=[4] * 70)]
+    model, reports = CostModel(level=5.0), []
+    for planned_with in (CostModel(), model):
+        plan = plan_step(samples, max_tokens=100, dp_size=2, cost_model=planned_with)
+        reports.append(report_plan(samples, plan, model, max_tokens=100))
+    assert [sum(one.segment_levels for one in rank) for rank in reports[0].ranks] == [20, 2]
+    assert reports[0].slowest == 160 + 20 * 5
+    assert reports[1].slowest <= 220
+
+
 def test_leaves_include_their_prefixes():
     samples = [Sample(tokens=[1]), Sample(tokens=[1, 2]), Sample(tokens=[1, 2]), Sample(tokens=[1, 3])]
     order, shared = sort_samples(samples)
