@@ -246,13 +246,14 @@ def _some(sizes: Iterable[str]) -> str:
 
 
 def _states_rows(report: PlanReport, work: ModelWork) -> list[tuple[str, str, str]]:
-    """Return rows about the largest micro-batch's levels and states at branch points, if layers keep any."""
+    """Return rows about the largest micro-batch's levels and states below branch points, if layers keep any."""
     if not work.state_layers:
         return []
     batches = [batch for rank in report.ranks for batch in rank]
-    states, levels = (max(getattr(one, name) for one in batches) for name in ("branch_states", "segment_levels"))
+    states, levels = (max(getattr(one, name) for one in batches) for name in ("segment_states", "segment_levels"))
     kept = f"{states * work.state_bytes / 2**30:.3g} GiB in {work.state_layers} layers, before tensor parallelism"
     return [
         ("levels of segments", numbers.count(levels), "at most in a micro-batch"),
-        ("states at branch points", numbers.count(states), kept),
+        ("states below branches", numbers.count(states), kept),
+        ("  in the budget", f"{work.state_tokens:,} tokens", "for each path that joins a tree"),
     ]

@@ -36,11 +36,11 @@ def forest_counts(layout: FlatLayout) -> dict[str, int | float]:
 
 
 class Branching(NamedTuple):
-    """Segments, their levels, and those with children, at whose ends a recurrent layer keeps a state."""
+    """Segments, their levels, and those below a branch point, which start from a state in a recurrent layer."""
 
     segments: int
     segment_levels: int
-    branch_states: int
+    segment_states: int
 
 
 NO_BRANCHES = Branching(0, 0, 0)
@@ -51,7 +51,7 @@ def branching(node_parent: npt.NDArray[np.integer]) -> Branching:
     starts = starts_of_chains(node_parent)
     parent = node_parent[starts]
     parent[parent >= 0] = (np.cumsum(starts) - 1)[parent[parent >= 0]]
-    return Branching(len(parent), max(_levels(parent), default=0), len(np.unique(parent[parent >= 0])))
+    return Branching(len(parent), max(_levels(parent), default=0), int(np.count_nonzero(parent >= 0)))
 
 
 def _levels(parents: npt.NDArray[np.integer]) -> list[int]:

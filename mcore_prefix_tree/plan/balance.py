@@ -47,7 +47,7 @@ def refine(
     bin_of = bin_of.copy()
     members = [leaves.some(np.flatnonzero(bin_of == one)) for one in range(bins)]
     units = np.bincount(rank_of, weights=[own.units(cost_model) for own in members], minlength=ranks).astype(np.int64)
-    tokens = np.array([own.tokens for own in members], dtype=np.int64)
+    tokens = np.array([own.room(cost_model) for own in members], dtype=np.int64)
     path_units = cost_model.units_of_path(leaves.length) + cost_model.units_of_scored(leaves.scored)
     path_units += cost_model.units_of_segment
     tree_of = np.cumsum(leaves.context == 0) - 1
@@ -63,11 +63,12 @@ def refine(
             common = _in_common(leaves.context, leaf, int(borders[tree]), int(borders[tree + 1]), bin_of, bins)
             added = path_units[leaf] - cost_model.units_of_path(common)
             after = np.maximum(units[rank_of] + added, before - added[bin_of[leaf]])
-            fits = (tokens + leaves.length[leaf] - common <= max_tokens) & (rank_of != slowest)
+            added_tokens = leaves.length[leaf] - cost_model.saved_tokens(common)
+            fits = (tokens + added_tokens <= max_tokens) & (rank_of != slowest)
             after = np.where(fits, after, before)
             to = int(after.argmin())
             if after[to] < before and (best is None or after[to] < best[0]):
-                best = int(after[to]), leaf, to, added, leaves.length[leaf] - common
+                best = int(after[to]), leaf, to, added, added_tokens
         if best is None:
             return bin_of
         _, leaf, to, added, added_tokens = best
@@ -133,7 +134,8 @@ class _Search:
         self.makespan = -1
         self.context = self.cost_model.units_of_path(self.leaves.context)
         self.fresh = self.leaves.fresh_units(self.cost_model)
-        self.token_reach = reach(self.leaves.context, self.leaves.length - self.leaves.context, self.max_tokens)
+        saved = self.leaves.saved_tokens(self.cost_model)
+        self.token_reach = reach(saved, self.leaves.length - saved, self.max_tokens)
 
     def done(self) -> bool:
         # The largest micro-batch is no smaller than the average one.
@@ -169,7 +171,7 @@ class _Search:
         """Try cuts that repeat the least. A single rank's cost is the sum, which this makes as small as runs can."""
         if self.done() or self.micro_batches == 1:
             return
-        runs = _runs_within(self.leaves, self.context, self.max_tokens, self.dp_size * self.micro_batches)
+        runs = self.runs_within(self.leaves, self.context, self.dp_size * self.micro_batches)
         assert runs is not None, "the caller has made sure that the fewest runs are few enough"
         self.deal([np.arange(*run) for run in runs])
 
@@ -257,10 +259,11 @@ class _Search:
         """Cut a rank's leaves, int64 ``[n]``, into its micro-batches; None if they cannot hold them."""
         own = self.leaves.some(chosen)
         context = self.cost_model.units_of_path(own.context)
-        ways = [_runs_within(own, context, self.max_tokens, self.micro_batches)]
+        ways = [self.runs_within(own, context, self.micro_batches)]
         if self.bubble:
             fresh = own.fresh_units(self.cost_model)
-            furthest = reach(own.context, own.length - own.context, self.max_tokens)
+            saved = own.saved_tokens(self.cost_model)
+            furthest = reach(saved, own.length - saved, self.max_tokens)
             ways.append(_cheapest_runs(context, fresh, self.micro_batches, furthest))
         cuts = [
             [chosen[start:end] for start, end in runs] + [chosen[:0]] * (self.micro_batches - len(runs))
@@ -268,6 +271,17 @@ class _Search:
             if runs is not None
         ]
         return min(cuts, key=self.cost_of, default=None)
+
+    def runs_within(self, leaves: Leaves, context: Int64Array, count: int) -> list[Run] | None:
+        """Return the least repeating runs under the budget if at most ``count``, else the fewest, else None; ``[L]``.
+
+        ``context`` is the cost of what a run that begins at each leaf repeats.
+        """
+        saved = leaves.saved_tokens(self.cost_model)
+        runs = least_repeating_runs(saved, leaves.length - saved, self.max_tokens, repeats=context)
+        if len(runs) > count:
+            runs = fewest_runs(saved, leaves.length - saved, self.max_tokens)
+        return runs if len(runs) <= count else None
 
     def deal(self, bins: list[Int64Array]) -> None:
         """Deal bins, int64 ``[n]`` each, to the ranks and consider the result."""
@@ -295,15 +309,6 @@ def _cheapest_runs(context: Int64Array, fresh: Int64Array, count: int, furthest:
         else:
             low = middle
     return longest_runs(np.minimum(reach(context, fresh, high), furthest))
-
-
-def _runs_within(leaves: Leaves, context: Int64Array, max_tokens: int, count: int) -> list[Run] | None:
-    """Return the least repeating runs under the budget if at most ``count``, else the fewest, else None; ``[L]``."""
-    fresh_tokens = leaves.length - leaves.context
-    runs = least_repeating_runs(leaves.context, fresh_tokens, max_tokens, repeats=context)
-    if len(runs) > count:
-        runs = fewest_runs(leaves.context, fresh_tokens, max_tokens)
-    return runs if len(runs) <= count else None
 
 
 def least_makespan(

@@ -78,6 +78,8 @@ class CostModel:
             fills. It is 0 without such layers, as is ``level``.
         level: cost of a level of segments; FLOPs do not show it.
         micro_batch: fixed cost of a micro-batch, in the same unit.
+        state_tokens: tokens of the budget, not a cost, that states of recurrent layers take for each path that joins
+            another: two states, of the branch point's two children. Later children take one.
 
     Raises:
         ValueError: raised on construction, if a cost is negative or not finite, or a token costs nothing.
@@ -89,6 +91,7 @@ class CostModel:
     segment: float = 0.0
     level: float = 0.0
     micro_batch: float = 0.0
+    state_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -102,7 +105,7 @@ class CostModel:
         """Return the FLOPs of forward and backward; a layer with a sliding window counts as one without."""
         each = (Counts(1, 0, 0, 0), Counts(0, 1, 1, 0), Counts(0, 0, 0, 1), Counts(0, 0, 0, 0, CHUNK // 2))
         token, pair, scored, segment = (work.of(counts).whole.total for counts in each)
-        return cls(token=token, pair=pair, scored=scored, segment=segment)
+        return cls(token=token, pair=pair, scored=scored, segment=segment, state_tokens=work.state_tokens)
 
     def calibrated(self, measured: Sequence[Measured]) -> CostModel:
         """Return this model in seconds, as measured; raise ValueError without measurements, or if one is not positive.
@@ -132,9 +135,13 @@ class CostModel:
         if np.linalg.matrix_rank(scaled / norms, tol=1e-6) < len(amounts):
             predicted = design @ np.array([getattr(self, name) for name in amounts])
             factor = float(seconds.sum() / predicted.sum())
-            return _rounded({name: cost * factor for name, cost in vars(self).items()})
+            return self._rounded({name: cost * factor for name, cost in vars(self).items()})
         costs = _least_relative_error(scaled, norms)
-        return _rounded(dict(zip(amounts, costs.tolist(), strict=True)))
+        return self._rounded(dict(zip(amounts, costs.tolist(), strict=True)))
+
+    def _rounded(self, costs: Mapping[str, float]) -> CostModel:
+        rounded: dict[str, Any] = {name: float(f"{cost:.6g}") for name, cost in costs.items()}
+        return CostModel(**rounded | {"state_tokens": self.state_tokens})
 
     def of_path(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """``[...]``: cost of the first ``length`` tokens of a path, for every entry."""
@@ -158,10 +165,22 @@ class CostModel:
         """Return the cost of scoring so many tokens, int64 ``[n]``, in the units of :meth:`units_of_path`."""
         return np.rint(scored.astype(np.float64) * (self.scored * UNITS_PER_TOKEN / self.token)).astype(np.int64)
 
+    def saved_tokens(self, common: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the tokens of the budget, int64 ``[...]``, that sharing so many tokens saves, int64 ``[...]``.
+
+        Never less than none: states below a shorter path count as many tokens as that has.
+        """
+        return np.maximum(common - self.state_tokens, 0)
+
     @property
     def units_of_segment(self) -> int:
         """:attr:`segment` in the units of :meth:`units_of_path`."""
         return round(self.segment * (UNITS_PER_TOKEN / self.token))
+
+    @property
+    def units_of_level(self) -> int:
+        """:attr:`level` in the units of :meth:`units_of_path`."""
+        return round(self.level * (UNITS_PER_TOKEN / self.token))
 
     def of_micro_batch(
         self, tokens: float, pairs: float, scored: float = 0.0, segments: float = 0.0, levels: float = 0.0
@@ -175,8 +194,11 @@ class CostModel:
         return self.of_micro_batch(one.tokens, one.pairs, one.scored, one.segments, one.levels)
 
 
-def _rounded(costs: Mapping[str, float]) -> CostModel:
-    return CostModel(**{name: float(f"{cost:.6g}") for name, cost in costs.items()})
+def words_of_states(cost_model: CostModel | None) -> str:
+    """Return what a message about a budget says of states: nothing without any."""
+    if cost_model is None or not cost_model.state_tokens:
+        return ""
+    return f" (states of recurrent layers count as {cost_model.state_tokens} tokens for each path that joins a tree)"
 
 
 def _least_relative_error(scaled: npt.NDArray[np.float64], norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

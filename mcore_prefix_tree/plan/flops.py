@@ -226,6 +226,7 @@ class ModelWork:
         unused: FLOPs of a place in a chunk that no token fills, forward; 0 if no layer computes in chunks.
         state_layers: number of layers that keep a state at branch points.
         state_bytes: size of a branch point's states in all of these layers.
+        state_tokens: number of tokens whose activations take the memory of two such states, at least.
     """
 
     token: float
@@ -238,6 +239,7 @@ class ModelWork:
     unused: float = 0.0
     state_layers: int = 0
     state_bytes: int = 0
+    state_tokens: int = 0
 
     @classmethod
     def from_dimensions(
@@ -275,9 +277,11 @@ class ModelWork:
             attention = 2 * hidden_size * value * (num_attention_heads + groups)  # q and out; k and v
             if settings.get("attention_output_gate"):
                 attention += hidden_size * value * num_attention_heads
+            attention_kept = 3 * value * (num_attention_heads + groups)
         else:
             query, value = latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
             attention = latent.weights(hidden_size, num_attention_heads)
+            attention_kept = 2 * num_attention_heads * (query + value)
         matrices = 3 if swiglu else 2
         # Each depth has a layer like the last, and a projection of two rows. Hybrid models have none on a tree.
         depths = 0 if parts is not None else trained_depths(settings)
@@ -298,16 +302,21 @@ class ModelWork:
             dense = num_layers - sparse
         weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
         weights += depths * 2 * hidden_size**2
+        # Entries that a token leaves for the backward pass; see ``mcore/megatron_lm/activation_memory.py``.
+        kept = sum(attends) * attention_kept + dense * matrices * ffn_hidden_size
+        kept += 2 * hidden_size * (2 * num_layers if parts is None else num_layers)
         places = states_size = 0
         for name, count in recurs.items():
             if count:
                 sizes = RECURRENT[name].from_settings({**settings, "hidden_size": hidden_size})
                 weights += count * sizes.weights(hidden_size)
                 places += count * sizes.place
+                kept += count * sizes.kept
                 states_size += count * sizes.state
         if sparse:
             assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)
+            kept += sparse * experts.kept(hidden_size, ffn_hidden_size, matrices)
         has_window = layers_with_window(num_layers - depths, settings)
         windowed = sum(map(and_, attends, has_window + has_window[:depths]))  # depths count from 1, too
         return cls(
@@ -321,6 +330,7 @@ class ModelWork:
             unused=2.0 * places,
             state_layers=sum(recurs.values()),
             state_bytes=4 * states_size,
+            state_tokens=-(-2 * 4 * states_size // (2 * kept)),  # fp32 over bf16
         )
 
     @classmethod

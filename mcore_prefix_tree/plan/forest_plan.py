@@ -30,7 +30,7 @@ from mcore_prefix_tree.plan.carry import (
     scored_places,
     with_first_pass,
 )
-from mcore_prefix_tree.plan.cost import CostModel
+from mcore_prefix_tree.plan.cost import CostModel, words_of_states
 from mcore_prefix_tree.plan.cuts import Run, fewest_runs, least_repeating_runs, smallest_budget
 from mcore_prefix_tree.plan.pack import Leaves, deal, first_scored
 from mcore_prefix_tree.sample import Sample, SampleError
@@ -45,14 +45,13 @@ T = TypeVar("T")
 class Clusters:
     """Clusters in the order of their first samples, to be cut into runs like samples.
 
-    The cost of a run of clusters by ``context`` and ``fresh`` is never less than its unique tokens: for two neighbours
-    it counts only the common tokens of their first samples once.
+    The cost of a run of clusters by ``context`` and ``fresh`` is never less than what it takes of the budget: for two
+    neighbours it counts only the common tokens of their first samples once.
 
     Attributes:
         members: places of each cluster's samples in the depth-first order, increasing.
-        context: int64 ``[C]``, tokens that each cluster's first sample has in common with the first one of the cluster
-            before.
-        fresh: int64 ``[C]``, its other unique tokens.
+        context: int64 ``[C]``, tokens of the budget that each cluster's first sample saves next to the previous one's.
+        fresh: int64 ``[C]``, what the cluster adds.
     """
 
     members: list[Int64Array]
@@ -60,7 +59,7 @@ class Clusters:
     fresh: Int64Array
 
     @classmethod
-    def of(cls, keys: Sequence[Hashable], leaves: Leaves) -> Clusters:
+    def of(cls, keys: Sequence[Hashable], leaves: Leaves, cost_model: CostModel | None) -> Clusters:
         """Put the samples together that have the same key; None leaves a sample free. Both are in depth-first order."""
         members: dict[Hashable, list[int]] = {}
         for place, key in enumerate(keys):
@@ -68,13 +67,13 @@ class Clusters:
         arrays = [np.array(places, dtype=np.int64) for places in members.values()]
         first = np.array([places[0] for places in arrays], dtype=np.int64)
         # Two samples have as many tokens in common as the least similar neighbours between them.
-        context = leaves.some(first).context
-        tokens = np.array([leaves.some(places).tokens for places in arrays], dtype=np.int64)
+        context = leaves.some(first).saved_tokens(cost_model)
+        tokens = np.array([leaves.some(places).room(cost_model) for places in arrays], dtype=np.int64)
         return cls(members=arrays, context=context, fresh=tokens - context)
 
     @property
     def tokens(self) -> Int64Array:
-        """int64 ``[C]``, unique tokens of each by itself."""
+        """int64 ``[C]``, tokens of the budget that each takes by itself."""
         return self.context + self.fresh
 
     def places(self, run: Run) -> Int64Array:
@@ -150,7 +149,8 @@ def plan_step(
 
     Args:
         samples: samples of the step, all ranks together.
-        max_tokens: largest number of physical tokens of a micro-batch, before padding.
+        max_tokens: largest number of physical tokens of a micro-batch, before padding. The cost model's
+            ``state_tokens`` are counted in addition.
         dp_size: D.
         micro_batch_multiple: number that K is a multiple of (the pipeline size, if stages are interleaved).
         micro_batches: K, such a multiple; None chooses it.
@@ -207,17 +207,17 @@ def plan_step(
                 if full and any(tree.has_to for tree in trees):
                     raise
     _check_fits(samples, max_tokens)
-    fresh = lengths - shared
     if keys is not None:
         leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
-        clusters = _make_clusters(keys, leaves, samples, order, max_tokens)
+        clusters = _make_clusters(keys, leaves, samples, order, max_tokens, cost_model)
         fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
-        per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
+        per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size, cost_model)
         return _cluster_plan(clusters, leaves, order, max_tokens, dp_size, per_rank, cost_model)
-    fewest = _fewest_per_rank(shared, fresh, max_tokens, dp_size, micro_batch_multiple)
-    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
+    saved = Leaves.every_sample(shared, lengths).saved_tokens(cost_model)
+    fewest = _fewest_per_rank(saved, lengths - saved, max_tokens, dp_size, micro_batch_multiple)
+    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size, cost_model)
     if cost_model is None:
-        return _even_plan(order, shared, fresh, max_tokens, dp_size, per_rank)
+        return _even_plan(order, shared, lengths - shared, max_tokens, dp_size, per_rank)
 
     leaves = Leaves.of_samples(shared, lengths, _scored(samples, order, shared, cost_model))
     ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens, bubble=bubble)
@@ -274,9 +274,10 @@ def fewest_micro_batches(
                 return carried
     _check_fits(samples, max_tokens)
     if keys is None:
-        repeated = _fewest_per_rank(shared, lengths - shared, max_tokens, dp_size, micro_batch_multiple)
+        saved = Leaves.every_sample(shared, lengths).saved_tokens(cost_model)
+        repeated = _fewest_per_rank(saved, lengths - saved, max_tokens, dp_size, micro_batch_multiple)
         return repeated if carried is None else min(carried, repeated)
-    clusters = _make_clusters(keys, Leaves.every_sample(shared, lengths), samples, order, max_tokens)
+    clusters = _make_clusters(keys, Leaves.every_sample(shared, lengths), samples, order, max_tokens, cost_model)
     fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
     return fewest if carried is None else min(carried, fewest)
 
@@ -321,7 +322,7 @@ def _carry_plan(
         rows[rank] += [(tuple(rest[index] for index in own), tokens, None) for own, tokens in whole if own]
     rows = in_step(rows)
     fewest = max(1, -(-len(rows[0]) // micro_batch_multiple)) * micro_batch_multiple
-    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size)
+    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size, cost_model)
     rows = [row + [((), 0, None)] * (per_rank - len(row)) for row in rows]
     scored = scored_places(rows, micro_batch_multiple, trains=trains) if scores_first else ()
     return ForestPlan(
@@ -343,8 +344,7 @@ def _check_fits(samples: Sequence[Sample], max_tokens: int) -> None:
         if len(sample) > max_tokens:
             raise BudgetError(
                 f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
-                "raise batch.max_tokens or "
-                "shorten the sample"
+                "raise batch.max_tokens or shorten the sample"
             )
 
 
@@ -361,11 +361,13 @@ def _fewest_per_rank(shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_
     return max(1, -(-needed // (dp_size * multiple))) * multiple
 
 
-def _micro_batches_per_rank(asked: int | None, fewest: int, max_tokens: int, dp_size: int) -> int:
+def _micro_batches_per_rank(
+    asked: int | None, fewest: int, max_tokens: int, dp_size: int, cost_model: CostModel | None
+) -> int:
     if asked is not None and asked < fewest:
         raise BudgetError(
             f"{asked} micro-batches on each of {dp_size} ranks cannot hold these samples with "
-            f"batch.max_tokens={max_tokens}; {fewest} can"
+            f"batch.max_tokens={max_tokens}{words_of_states(cost_model)}; {fewest} can"
         )
     return fewest if asked is None else asked
 
@@ -401,16 +403,22 @@ def _even_plan(
 
 
 def _make_clusters(
-    keys: Sequence[Hashable], leaves: Leaves, samples: Sequence[Sample], order: Int64Array, max_tokens: int
+    keys: Sequence[Hashable],
+    leaves: Leaves,
+    samples: Sequence[Sample],
+    order: Int64Array,
+    max_tokens: int,
+    cost_model: CostModel | None,
 ) -> Clusters:
     """Put leaves with one key together; raise BudgetError for a cluster above ``max_tokens``; ``order`` is ``[S]``."""
-    clusters = Clusters.of(keys, leaves)
+    clusters = Clusters.of(keys, leaves, cost_model)
     for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
         if tokens > max_tokens:
             sources = [samples[index].source for index in order[members].tolist()]
             raise BudgetError(
                 f"{', '.join(sources[:-1])} and {sources[-1]} stay together, and their {tokens} unique tokens do not "
-                f"fit a micro-batch of batch.max_tokens={max_tokens}; raise batch.max_tokens or shorten the samples"
+                f"fit a micro-batch of batch.max_tokens={max_tokens}{words_of_states(cost_model)}; raise "
+                "batch.max_tokens or shorten the samples"
             )
     return clusters
 

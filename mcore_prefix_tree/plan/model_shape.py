@@ -89,6 +89,11 @@ class Experts:
         shared = matrices * hidden_size * (self.moe_shared_expert_intermediate_size or 0)
         return hidden_size * self.num_moe_experts + routed + shared
 
+    def kept(self, hidden_size: int, ffn_hidden_size: int, matrices: int) -> int:
+        """Return the number of entries that a layer keeps of a token for its backward pass."""
+        each = (self.moe_latent_size or hidden_size) + matrices * (self.moe_ffn_hidden_size or ffn_hidden_size)
+        return self.moe_router_topk * each + matrices * (self.moe_shared_expert_intermediate_size or 0)
+
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Experts | None:
         """Read a recipe's ``model.transformer`` or Megatron-LM's arguments; None if they ask for no experts."""
@@ -134,6 +139,17 @@ class DeltaNet:
         """Number of entries of a layer's state."""
         return self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
 
+    @property
+    def kept(self) -> int:
+        """Number of entries that a layer keeps of a token for its backward pass.
+
+        The projection, what enters and leaves the convolution, queries and keys of the heads of values, and of values'
+        size the values, the gate, the rule's output, and what the norm makes of it.
+        """
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        return 6 * keys + 8 * values + 2 * self.linear_num_value_heads * self.linear_key_head_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba:
@@ -166,6 +182,16 @@ class Mamba:
         """Number of entries of a layer's state."""
         heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
         return heads * self.mamba_head_dim * self.mamba_state_dim
+
+    @property
+    def kept(self) -> int:
+        """Number of entries that a layer keeps of a token for its backward pass, those of fp32 twice.
+
+        The projection, what enters and leaves the convolution, in fp32 the output of the scan, what is read of states,
+        and both factors of the gate's product, and that product.
+        """
+        channels = self.state // self.mamba_state_dim
+        return 13 * channels + 6 * self.mamba_num_groups * self.mamba_state_dim
 
 
 # Layers that keep a state, by their part of a hybrid model.

@@ -18,9 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mcore_prefix_tree.layout.stats import branching
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.cuts import Run, least_repeating_runs
 from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.trie import trie_from_order
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -89,6 +91,20 @@ class Leaves:
         """Unique tokens of all."""
         return int((self.length - self.context).sum())
 
+    def saved_tokens(self, cost_model: CostModel | None) -> Int64Array:
+        """Return int64 ``[L]``: tokens of the budget that each saves next to the one before.
+
+        One that continues the one before makes no branch point.
+        """
+        if cost_model is None or not cost_model.state_tokens:
+            return self.context
+        continues = np.append(-1, self.length[:-1]) == self.context
+        return np.where(continues, self.context, cost_model.saved_tokens(self.context))
+
+    def room(self, cost_model: CostModel | None) -> int:
+        """Tokens of the budget that all take in one micro-batch: theirs, and those that states count as."""
+        return int((self.length - self.saved_tokens(cost_model)).sum())
+
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs of all in one micro-batch."""
@@ -101,7 +117,11 @@ class Leaves:
 
     def units(self, cost_model: CostModel) -> int:
         """Cost of all in one micro-batch, its overhead aside."""
-        return int(self.fresh_units(cost_model).sum())
+        units = int(self.fresh_units(cost_model).sum())
+        if cost_model.units_of_level:
+            nodes = trie_from_order(np.arange(len(self)), self.context, self.length).node_parent
+            units += cost_model.units_of_level * branching(nodes).segment_levels
+        return units
 
 
 def first_scored(samples: Sequence[Sample], order: Int64Array, shared: Int64Array) -> Int64Array:
@@ -128,7 +148,7 @@ class Atoms:
     Attributes:
         context: int64 ``[A]``, tokens of the path that each has in common with the atom before.
         narrowest: int64 ``[A]``, tokens that all leaves of the atom have in common.
-        tokens, units: int64 ``[A]``, tokens and cost of each atom by itself.
+        tokens, units: int64 ``[A]``, tokens of the budget and cost of each atom by itself.
     """
 
     runs: list[Run]
@@ -154,11 +174,12 @@ class Atoms:
         first = np.array([start for start, _ in runs], dtype=np.int64)
         after_first = leaves.context.copy()
         after_first[first] = leaves.length[first]
+        saved = leaves.saved_tokens(cost_model)
         return cls(
             runs=runs,
             context=leaves.context[first],
             narrowest=np.minimum.reduceat(after_first, first),
-            tokens=np.add.reduceat(leaves.length - leaves.context, first) + leaves.context[first],
+            tokens=np.add.reduceat(leaves.length - saved, first) + saved[first],
             units=np.add.reduceat(fresh, first) + context[first],
         )
 
@@ -183,9 +204,10 @@ def place(atoms: Atoms, cost_model: CostModel, *, bins: int, max_units: int, max
         before, after = sides[:, :bins]
         # Tokens common to both sides were counted once in the bin and twice here.
         both = np.minimum(np.minimum(before, after), atoms.narrowest[atom])
-        saved = cost_model.units_of_path(np.stack([before, after, both]))
+        common = np.stack([before, after, both])
+        saved, saved_tokens = cost_model.units_of_path(common), cost_model.saved_tokens(common)
         added = atoms.units[atom] - saved[0] - saved[1] + saved[2]
-        added_tokens = atoms.tokens[atom] - before - after + both
+        added_tokens = atoms.tokens[atom] - saved_tokens[0] - saved_tokens[1] + saved_tokens[2]
         fits = (units + added <= max_units) & (tokens + added_tokens <= max_tokens)
         candidates = np.flatnonzero(fits)
         if not len(candidates):
@@ -206,9 +228,10 @@ class SubtreePlacer:
         self._context = leaves.context
         self._cost_model = cost_model
         self._path_units = cost_model.units_of_path(leaves.context)
+        self._saved_tokens = leaves.saved_tokens(cost_model)
         fresh_units = leaves.fresh_units(cost_model)
         self._units = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(fresh_units)])
-        self._tokens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(leaves.length - leaves.context)])
+        self._tokens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(leaves.length - self._saved_tokens)])
         roots = np.flatnonzero(leaves.context == 0)
         self._trees = list(zip(roots.tolist(), [*roots[1:].tolist(), len(leaves)], strict=True)) if len(leaves) else []
 
@@ -223,7 +246,7 @@ class SubtreePlacer:
 
         Args:
             max_units: largest cost of a rank, in units.
-            max_tokens: largest number of tokens of a bin.
+            max_tokens: budget of a bin.
             by_size: whether the most expensive tree comes first. Otherwise trees that exceed every bin come first, then
                 those whose leaves have most in common: the last ones are cut to fill the bins, at the least price.
         """
@@ -243,8 +266,8 @@ class SubtreePlacer:
         while waiting:
             _, (start, end), tree = heapq.heappop(waiting)
             common = self._in_common(start, self._trees[tree][0], bin_of, bins)
-            saved = self._cost_model.units_of_path(common)
-            room, room_tokens = max_units - units[rank_of] + saved, max_tokens - tokens + common
+            saved, saved_tokens = self._cost_model.units_of_path(common), self._cost_model.saved_tokens(common)
+            room, room_tokens = max_units - units[rank_of] + saved, max_tokens - tokens + saved_tokens
             fits = np.flatnonzero(
                 (room >= self._units_of((start, end))) & (room_tokens >= self._tokens_of((start, end)))
             )
@@ -258,7 +281,7 @@ class SubtreePlacer:
                     return None
             bin_of[start:stop] = chosen
             units[chosen // bins_per_rank] += self._units_of((start, stop)) - saved[chosen]
-            tokens[chosen] += self._tokens_of((start, stop)) - common[chosen]
+            tokens[chosen] += self._tokens_of((start, stop)) - saved_tokens[chosen]
             if stop < end:
                 heapq.heappush(waiting, (urgency((stop, end)), (stop, end), tree))
         return bin_of
@@ -276,7 +299,7 @@ class SubtreePlacer:
 
     def _tokens_of(self, run: Run) -> int:
         start, end = run
-        return int(self._tokens[end] - self._tokens[start] + self._context[start])
+        return int(self._tokens[end] - self._tokens[start] + self._saved_tokens[start])
 
     def _in_common(self, start: int, root: int, bin_of: Int64Array, bins: int) -> Int64Array:
         """Return int64 ``[B]``: tokens above a leaf that each bin computes already; placed leaves come first."""
@@ -292,7 +315,7 @@ class SubtreePlacer:
         def furthest(limit: int, limit_tokens: int) -> int:
             by_units = np.searchsorted(self._units, limit - self._path_units[start] + self._units[start], side="right")
             by_tokens = np.searchsorted(
-                self._tokens, limit_tokens - self._context[start] + self._tokens[start], side="right"
+                self._tokens, limit_tokens - self._saved_tokens[start] + self._tokens[start], side="right"
             )
             return min(int(by_units), int(by_tokens), end) - 1
 

@@ -23,7 +23,7 @@ class MicroBatchReport:
     """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one.
 
     A chunk of a tree has the samples that end in it, and of the tree's scored tokens as many as of its others. Its
-    segments are not counted: recurrent layers, to which they and ``branch_states`` matter, do not run in chunks.
+    segments are not counted: recurrent layers, to which they and ``segment_states`` matter, do not run in chunks.
     """
 
     samples: int
@@ -34,7 +34,7 @@ class MicroBatchReport:
     cost: float
     segments: int = 0
     segment_levels: int = 0
-    branch_states: int = 0
+    segment_states: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,8 @@ class BatchConfig(Section):
         groups_per_step: number of complete groups, rollouts or pairs that a step takes, in place of
             ``global_batch_size``, over all ranks, of any sizes. Rollouts that become one sample per turn
             (``data.expand_turns``) usually need it.
-        max_tokens: number of physical tokens that a micro-batch may hold, before padding.
+        max_tokens: number of physical tokens that a micro-batch may hold, before padding. States of recurrent layers
+            count as tokens, too.
         over_budget: way to cut a tree above ``max_tokens``. ``repeat`` cuts between samples, and each side computes
             their common tokens. ``carry`` cuts anywhere, within a sample too: a side reads keys and values of the
             others, and tokens that others read run forward once more. ``auto`` takes the cheaper way, and ``carry`` for

@@ -74,7 +74,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "deepest_node": 3,
         "segments": 4,
         "segment_levels": 2,
-        "branch_states": 1,
+        "segment_states": 2,
         "longest_sample": f"{forest}:2",
         "tokenizer": None,
         "largest_trees": [

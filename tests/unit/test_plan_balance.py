@@ -122,7 +122,7 @@ def test_reports_match_counts(problem):
             assert (one.pairs, one.padding) == (layout.visible_pairs, layout.padded_size - layout.physical_tokens)
             assert one.cost == cost_of(samples, batch, model)
             assert (one.segments, one.segment_levels) == segments_of([samples[i] for i in batch])
-            assert one.branch_states == forest_counts(layout)["branch_states"]
+            assert one.segment_states == forest_counts(layout)["segment_states"]
     assert report.unique_tokens == len(samples_through(samples))
     assert report.repeated_tokens == sum(chain.from_iterable(plan.physical_tokens)) - report.unique_tokens
     assert report.logical_tokens == sum(map(len, samples))
@@ -363,6 +363,27 @@ def test_ranks_are_balanced_by_segments():
         next_to_the_long.append(next(len(rank) - 1 for rank in ranks if 40 in rank))
     assert next_to_the_long[0] == 0
     assert 9 <= next_to_the_long[1] <= 11
+
+
+def test_ranks_are_balanced_by_levels():
+    """Two combs of ten levels and two samples, as many tokens on each rank: the combs belong on two ranks."""
+
+    def comb_of(key, tokens):
+        run = tokens // 19
+        trunk, samples = [key] * (tokens - 18 * run), []
+        for level in range(9):
+            samples.append(Sample(tokens=[*trunk, *[100 + level] * run]))
+            trunk += [200 + level] * run
+        return [*samples, Sample(tokens=trunk)]
+
+    samples = [*comb_of(1, 100), *comb_of(2, 60), Sample(tokens=[3] * 90), Sample(tokens=[4] * 70)]
+    model, reports = CostModel(level=5.0), []
+    for planned_with in (CostModel(), model):
+        plan = plan_step(samples, max_tokens=100, dp_size=2, cost_model=planned_with)
+        reports.append(report_plan(samples, plan, model, max_tokens=100))
+    assert [sum(one.segment_levels for one in rank) for rank in reports[0].ranks] == [20, 2]
+    assert reports[0].slowest == 160 + 20 * 5
+    assert reports[1].slowest <= 220
 
 
 def test_leaves_include_their_prefixes():

@@ -72,12 +72,13 @@ def test_states_of_recurrent_layers_are_counted(rows, tmp_path):
     result = plan(rows, "--max-tokens", "64", "--model", str(recipe), "--json")
     assert result.exit_code == 0, result.output
     (batch,) = json.loads(result.stdout)["ranks"][0]
-    assert (batch["segments"], batch["segment_levels"], batch["branch_states"]) == (8, 2, 1)
+    assert (batch["segments"], batch["segment_levels"], batch["segment_states"]) == (8, 2, 6)
     model = CostModel.from_work(ModelWork.from_model(load_recipe(recipe).model, fused_head=True))
     assert batch["cost"] == model.of_micro_batch(batch["tokens"], batch["pairs"], batch["scored"], 8, 2)
     shown = " ".join(plan(rows, "--max-tokens", "64", "--model", str(recipe)).stdout.split())
     assert "levels of segments 2 at most in a micro-batch" in shown
-    assert f"states at branch points 1 {2 * 32 * 4 / 2**30:.3g} GiB in 2 layers" in shown
+    assert f"states below branches 6 {6 * 2 * 32 * 4 / 2**30:.3g} GiB in 2 layers" in shown
+    assert f"in the budget {model.state_tokens} tokens for each path that joins a tree" in shown
 
 
 def test_a_critic_has_no_vocabulary_to_pay_for(rows, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -90,6 +91,9 @@ def test_flops_of_gated_delta_net_by_hand():
     assert (hybrid.token, hybrid.layers) == (2 * (recurrent + mlp + attention), 1)
     # The rule computes whole chunks; the state of a branch point is kept in fp32.
     assert (hybrid.unused, hybrid.state_layers, hybrid.state_bytes) == (2 * 4 * (4 * 3 * 5), 1, 4 * (4 * 3 * 5))
+    # Two states in fp32, over what a token keeps in bf16: of the rule, of attention, of the MLP, and of three inputs.
+    kept = 6 * 6 + 8 * 20 + 2 * 12 + 3 * 4 * 4 + 3 * 16 + 3 * 2 * 8
+    assert hybrid.state_tokens == math.ceil(2 * hybrid.state_bytes / (2 * kept))
     of_unused = hybrid.of(Counts(10, 0, 0, 0, unused=7)).body
     assert of_unused == Flops(forward=10 * hybrid.token + 7 * hybrid.unused, backward=2 * of_unused.forward)
 
@@ -102,6 +106,8 @@ def test_flops_of_mamba_by_hand():
     work = ModelWork.from_dimensions(**DENSE, settings=sizes, parts=parts)
     assert (work.token, work.layers) == (2 * (2 * recurrent + 3 * 128 + 4 * 64), 1)
     assert (work.unused, work.state_layers, work.state_bytes) == (0, 2, 2 * 4 * (6 * 4 * 3))
+    kept = 2 * (13 * 24 + 6 * 6) + 3 * 16 + 3 * 4 * 4 + 4 * 2 * 8
+    assert work.state_tokens == math.ceil(2 * work.state_bytes / (2 * kept))
     # Without a number of heads, they are twice as wide as the model.
     default = ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": None}, parts=parts)
     assert default == ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": 4}, parts=parts)

@@ -32,7 +32,7 @@ def test_counts(samples):
     branching = {path for path, count in children.items() if path[1] and count > 1}
     above = [len({parent_path(path) for path in paths_of(sample)} & branching) for sample in samples]
     assert found.segment_levels == max((1 + count for count in above), default=0)
-    assert found.branch_states == len(branching)
+    assert found.segment_states == sum(children[path] for path in branching)
 
 
 @given(sample_lists())

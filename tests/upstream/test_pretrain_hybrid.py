@@ -183,8 +183,8 @@ def test_dry_run_counts_states(hybrid: Stock, pattern: str, sizes: str, entries:
         pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
     layers = f"{hybrid_model(pattern)} {sizes}"
     run = trained(HYBRID, CPU, layers, TRAIN, FOLDED, hybrid.data, "--prefix-tree-dry-run")
-    (line,) = [line for line in run.output.splitlines() if "recurrent layers keep a state" in line]
-    most, size = (float(words.split()[0]) for words in (line.split("points, ")[1], line.split("batch: ")[1]))
+    (line,) = [line for line in run.output.splitlines() if "states of recurrent layers" in line]
+    most, size = (float(words.split()[0]) for words in (line.split("layers, ")[1], line.split("batch: ")[1]))
     assert most > 1
     assert size == pytest.approx(most * 4 * entries / 2**30, rel=1e-2)
 

@@ -150,11 +150,13 @@ def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPla
     if not work.state_layers:
         return []
     layouts = (folding.layout([samples[i] for i in batch]) for rank in plan.micro_batches for batch in rank)
-    most = max(int(forest_counts(layout)["branch_states"]) for layout in layouts)
+    most = max(int(forest_counts(layout)["segment_states"]) for layout in layouts)
     kept = most * work.state_bytes / args.tensor_model_parallel_size
     return [
-        f"first step: recurrent layers keep a state at branch points, {most} at most in a micro-batch: "
-        f"{kept / GIB:.3g} GiB in {work.state_layers} layers, or that of one layer with full recomputation"
+        f"first step: segments below branch points start from states of recurrent layers, {most} at most in a "
+        f"micro-batch: {kept / GIB:.3g} GiB in {work.state_layers} layers, or that of one layer with full "
+        f"recomputation; --prefix-tree-max-tokens counts them, as {work.state_tokens} tokens for each path that joins "
+        "a tree"
     ]
 
 

@@ -41,6 +41,7 @@ from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, WaitingMicroBatch
 from mcore_prefix_tree.mcore.seam.validation import check_step
 from mcore_prefix_tree.objectives import LossOutput, Objective
+from mcore_prefix_tree.plan.cost import words_of_states
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.utils.upload import upload
 
@@ -105,8 +106,9 @@ def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, obje
     way_out = f"use --micro-batch-size {fitting[-1]}, or raise" if fitting else "raise"
     raise ArgumentError(
         f"{len(samples)} samples need {needed} micro-batches a rank of at most --prefix-tree-max-tokens="
-        f"{folding.max_tokens} tokens, but --micro-batch-size={size.micro_batch_size} on {size.dp_size} data-parallel "
-        f"ranks makes {size.micro_batches}; {way_out} --prefix-tree-max-tokens (the first of these samples is "
+        f"{folding.max_tokens} tokens{words_of_states(folding.cost_model)}, but --micro-batch-size="
+        f"{size.micro_batch_size} on {size.dp_size} data-parallel ranks makes {size.micro_batches}; {way_out} "
+        "--prefix-tree-max-tokens (the first of these samples is "
         f"{samples[0].source})"
     )
 
