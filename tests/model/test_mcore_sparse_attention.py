@@ -178,6 +178,14 @@ def test_masks_and_rows_are_refused() -> None:
         layer(hidden, torch.zeros(1, 1, 1, 1, dtype=torch.bool), packed_seq_params=batch.packed_seq_params)
 
 
+def test_choice_of_another_stage_is_refused() -> None:
+    _, tree = twins(tiny_config(**SPARSE | {"num_layers": 2, "dsa_indexer_topk_freq": 2}))
+    batch = batch_of(deep_samples())
+    hidden = torch.zeros(batch.layout.padded_size, 1, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="layer 2 takes the keys of layer 1, which is in another stage"):
+        tree.decoder.layers[1].self_attention(hidden, None, packed_seq_params=batch.packed_seq_params)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a tree of a few hundred tokens into many blocks, some of which see nothing of each other."""
@@ -206,10 +214,6 @@ def test_choice_and_attention_are_upstreams_with_the_tree_as_mask(topk: int) -> 
     chosen = chosen_keys.choose_keys(lambda rows, keys: scores[0, rows, keys], metadata, topk)
     assert chosen.shape == (size, min(topk, longest))
     assert torch.equal(chosen.long(), expected[0, :, : chosen.shape[1]])
-    padded = chosen_keys.choose_keys(lambda rows, keys: scores[0, rows, keys], metadata, topk, multiple=64)
-    assert torch.equal(padded[:, : chosen.shape[1]], chosen)
-    assert padded.shape[1] % 64 == 0
-    assert (padded[:, chosen.shape[1] :] == -1).all()
 
     query, latents, key, value = draw(size, 4, 9), draw(size, 1, 9), draw(size, 4, 9), draw(size, 4, 5)
     for inputs in ((query, latents), (query, key, value)):

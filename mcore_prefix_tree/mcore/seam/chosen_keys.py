@@ -48,9 +48,7 @@ def path_mask(metadata: TreeMetadata, queries: slice, keys: torch.Tensor) -> tor
 
 
 @torch.no_grad()
-def choose_keys(
-    score: Callable[[slice, slice], torch.Tensor], metadata: TreeMetadata, topk: int, multiple: int = 1
-) -> torch.Tensor:
+def choose_keys(score: Callable[[slice, slice], torch.Tensor], metadata: TreeMetadata, topk: int) -> torch.Tensor:
     """Return the ``topk`` best keys of each query's path, int32 ``[P, T]``, best first, -1 after the last.
 
     ``torch.topk`` compares all keys of a query at once, so memory is O(P * T + B * P).
@@ -58,13 +56,11 @@ def choose_keys(
     Args:
         score: makes the scores ``[B, N]`` of a block of queries and a block of keys.
         metadata: the tree.
-        topk: keys to choose.
-        multiple: T is a multiple of it; otherwise T is ``topk`` or the length of the longest path.
+        topk: keys to choose. T is it, or the length of the longest path if that is less.
     """
     width = min(topk, int(metadata.host_position_ids.max()) + 1)
     device = metadata.subtree_end.device
-    shape = metadata.padded_size, -(-width // multiple) * multiple
-    chosen = torch.full(shape, -1, dtype=torch.int32, device=device)
+    chosen = torch.full((metadata.padded_size, width), -1, dtype=torch.int32, device=device)
     for queries, blocks in metadata.derived("blocks of chosen keys", _blocks):
         column = _columns(blocks, metadata)
         row = torch.cat([score(queries, keys) for keys in blocks], dim=-1)
