@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -157,6 +159,17 @@ def gradient_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, to
         "gradient": float(np.linalg.norm(list(each.values()))) / whole,
         "worst_gradient": max(error / max(float(expected[name].norm()), 1e-3 * whole) for name, error in each.items()),
     }
+
+
+def run_with_engine(program: str, folder: Path) -> None:
+    """Run a program, with ``sys.argv[1]`` a folder, in a process where a stand-in has TransformerEngine's place."""
+    # Megatron-Core leaves the attention that a model asks for in the environment.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    first = "import te_stand_in, pathlib, sys, bridge_loaded"
+    command = [sys.executable, "-c", f"{first}; {program}", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def check_balancing(family: str, folder: Path, *overrides: str) -> None:

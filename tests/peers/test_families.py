@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 from hf_folders import FAMILIES, saved_model
-from hf_jobs import EP2, LOCAL, PP2, QUICK, TP2_SP, check_layout, errors_of
+from hf_jobs import EP2, LOCAL, PP2, QUICK, TP2_SP, check_layout, errors_of, run_with_engine
 
 from mcore_prefix_tree.mcore.models.bridge import make_provider
 from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, RecipeError
@@ -110,15 +109,12 @@ def test_layers_of_transformer_engine(family: str, with_engine: dict[str, Any]) 
 @pytest.mark.parametrize("recompute", [(), ("granularity=selective", "modules=[moe]")])
 def test_separate_inputs_of_experts_are_balanced_by_samples(recompute: tuple[str, ...], tmp_path: Path) -> None:
     """Gemma 4's experts need a stand-in and another process."""
-    options = [f"model.transformer.recompute_{one}" for one in recompute]
-    call = f"check_balancing('Gemma 4', pathlib.Path(sys.argv[1]), REFERENCE, IMPL, *{options})"
-    program = f"import te_stand_in, pathlib, sys, bridge_loaded; from hf_jobs import *; {call}"
-    program = program.replace("IMPL", "'model.transformer_impl=transformer_engine'")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = [
+        "model.transformer_impl=transformer_engine",
+        *(f"model.transformer.recompute_{one}" for one in recompute),
+    ]
+    call = f"check_balancing('Gemma 4', pathlib.Path(sys.argv[1]), REFERENCE, *{options})"
+    run_with_engine(f"from hf_jobs import REFERENCE, check_balancing; {call}", tmp_path)
 
 
 @pytest.mark.ci

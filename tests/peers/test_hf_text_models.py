@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,18 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
 pytest.importorskip("transformers")
 import transformers
 from harness.commands import run_command
-from hf_jobs import PP2, REFERENCE, STILL, TP2_SP, assert_same_folder, run_ranks, weights_in, worst_score, write_recipe
+from hf_jobs import (
+    PP2,
+    REFERENCE,
+    STILL,
+    TP2_SP,
+    assert_same_folder,
+    run_ranks,
+    run_with_engine,
+    weights_in,
+    worst_score,
+    write_recipe,
+)
 from hf_text_models import M_ROPE, check_text, saved_model
 
 from mcore_prefix_tree.settings import RecipeError, load_recipe
@@ -48,15 +56,11 @@ def test_text_has_transformers_scores_and_gradients(family: str, tmp_path: Path)
 @pytest.mark.parametrize("family", ["Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe"])
 def test_text_through_layers_of_transformer_engine(family: str, tmp_path: Path) -> None:
     """They need a stand-in and another process."""
-    head = "'fused_head=false', " if family == "Gemma4" else ""  # whose logits have a cap
-    work = f"check_text('{family}', pathlib.Path(sys.argv[1]), {head}'model.transformer_impl=transformer_engine')"
-    program = f"import te_stand_in, pathlib, sys, bridge_loaded, hf_text_models; hf_text_models.{work}"
-    # Megatron-Core leaves the attention that a model asks for in the environment.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    arguments = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    head = ["fused_head=false"] if family == "Gemma4" else []  # whose logits have a cap
+    options = ["model.transformer_impl=transformer_engine", *head]
+    run_with_engine(
+        f"import hf_text_models; hf_text_models.check_text('{family}', pathlib.Path(sys.argv[1]), *{options})", tmp_path
+    )
 
 
 @pytest.mark.parametrize(
