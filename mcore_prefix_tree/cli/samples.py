@@ -273,7 +273,7 @@ class SampleOptions:
         """
         if self.recipe is None:
             return "repeat"
-        from mcore_prefix_tree.settings.bind_objective import choose_over_budget, why_not_carried
+        from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
 
         model = self.recipe.model
         why = why_not_carried(model.transformer, model.hybrid_layer_pattern, self.objective)

@@ -121,8 +121,8 @@ class SampleOrder:
     Args:
         groups: samples of each line, not all empty: a list of lists, or streamed groups.
         order: ``shuffled`` draws the lines in a new order each epoch. ``folded`` deals neighbours in the trie to the
-            same step, see above; it requires ``step`` and holds the samples in
-            memory. ``file`` keeps the order of the files in every epoch.
+            same step, see above; it requires ``step`` and holds the samples in memory. ``file`` keeps the order of the
+            files in every epoch.
         by_line: whether to count consumption in lines instead of samples; a batch then takes complete lines.
         step: number of samples, or lines, per step.
         whole_steps: whether steps take complete lines and no line twice: an epoch ends with its last complete step. If

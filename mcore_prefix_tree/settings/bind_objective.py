@@ -1,15 +1,13 @@
-"""A recipe's objective, with tokenizers and projections for one across tokenizers, and how it lets trees be cut.
+"""A recipe's objective, with tokenizers and projections for one across tokenizers.
 
 Tokenizers and projections are read before any model is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from mcore_prefix_tree.data import ChatTokenizer, load_tokenizer
@@ -21,11 +19,9 @@ from mcore_prefix_tree.objectives import (
     make_objective,
     option_faults,
 )
-from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts, trained_depths
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import DataConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import teacher_recipes
-from mcore_prefix_tree.utils.choices import OverBudget
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
@@ -170,34 +166,3 @@ def _projections(settings: CrossTokenizer, reads: Reads, teachers: int) -> Seque
             "name one for each"
         )
     return files
-
-
-def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective: Objective | None) -> str | None:
-    """Return why the samples of a job are not cut, None if they can be.
-
-    Args:
-        settings: fields of the model's ``TransformerConfig``; one that is missing has upstream's default.
-        pattern: layers of a ``HybridModel``.
-        objective: None if samples are only scored.
-    """
-    if objective is not None and not (objective.sums_edges or objective.reads_scores):
-        return "the objective reads more of whole samples than scores of tokens"
-    has_others = "D" in (pattern or "") or not RECURRENT.keys().isdisjoint(layer_parts(pattern) or ())
-    if settings.get("experimental_attention_variant") is not None or has_others:
-        return "layers of the model read more of a path than keys and values"
-    if objective is not None and trained_depths(settings):
-        return "multi-token prediction reads tokens before a chunk"
-    if settings.get("num_moe_experts") is not None:
-        balances = np.any(settings.get("moe_aux_loss_coeff", 0)) and (
-            settings.get("moe_router_load_balancing_type") != "none"
-        )
-        if balances or settings.get("moe_z_loss_coeff") or settings.get("moe_router_enable_expert_bias"):
-            return "the model's routers balance experts by whole samples"
-    return None
-
-
-def choose_over_budget(asked: OverBudget, why_not: str | None) -> OverBudget:
-    """Return the way to cut; ``why_not`` is the reason not to carry. Raise RecipeError if just that is asked for."""
-    if asked == "carry" and why_not is not None:
-        raise RecipeError(f"batch.over_budget=carry is not possible: {why_not}; set batch.over_budget=repeat")
-    return asked if why_not is None else "repeat"

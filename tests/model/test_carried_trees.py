@@ -36,7 +36,7 @@ from mcore_prefix_tree.objectives import add_means, make_objective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
 from mcore_prefix_tree.plan import Carrying
 from mcore_prefix_tree.plan.carry import Chunk, make_chunks, scored_places, with_first_pass
-from mcore_prefix_tree.settings.bind_objective import why_not_carried
+from mcore_prefix_tree.settings.over_budget import why_not_carried
 from mcore_prefix_tree.signals import Signals
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
@@ -61,18 +61,9 @@ def deep_samples(seed: int) -> list[Sample]:
     return samples
 
 
-def carried(
-    samples: Sequence[Sample],
-    cuts: Sequence[int],
-    *,
-    multiple: int = 1,
-    backend: str = "path",
-    pass_tokens: int | None = None,
-    trains: bool = True,
-) -> list[MicroBatch]:
+def carried(samples: Sequence[Sample], cuts: Sequence[int], **options: Any) -> list[MicroBatch]:
     """Fold one tree cut at ``cuts``, as a step of training does, or one of scoring."""
-    given = {"multiple": multiple, "backend": backend, "pass_tokens": pass_tokens, "trains": trains}
-    return carried_parts(samples, cuts, **given)[0]
+    return carried_parts(samples, cuts, **options)[0]
 
 
 def carried_parts(

@@ -18,7 +18,7 @@ from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import Recipe
-from mcore_prefix_tree.settings.bind_objective import choose_over_budget, why_not_carried
+from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
 
 
 @dataclass(frozen=True, kw_only=True)

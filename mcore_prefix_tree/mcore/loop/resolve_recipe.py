@@ -29,8 +29,8 @@ from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.settings import Recipe, RecipeError
-from mcore_prefix_tree.settings.bind_objective import why_not_carried
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
+from mcore_prefix_tree.settings.over_budget import why_not_carried
 from mcore_prefix_tree.settings.sample_source import make_source
 
 logger = logging.getLogger(__name__)
