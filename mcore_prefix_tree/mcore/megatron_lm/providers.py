@@ -32,6 +32,7 @@ from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
     make_objective_from_args,
     vocab_size_without_padding,
 )
+from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.resume import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     StepDealer,
@@ -40,7 +41,6 @@ from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     current_size,
     evaluation_size,
     is_constant,
-    tree_forward_step,
 )
 from mcore_prefix_tree.mcore.ranks import all_ranks
 from mcore_prefix_tree.objectives import Objective

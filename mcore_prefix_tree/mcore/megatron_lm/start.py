@@ -32,10 +32,10 @@ from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
     make_objective_from_args,
     vocab_size_without_padding,
 )
+from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_chunks, run_pretrain, start
 from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, TreeDatasetsProvider, make_source_from_args
 from mcore_prefix_tree.mcore.megatron_lm.resume import find_checkpoint
-from mcore_prefix_tree.mcore.megatron_lm.step_batches import tree_forward_step
 from mcore_prefix_tree.settings.score_section import REFERENCE
 from mcore_prefix_tree.utils.errors import naming_memory, spell
 

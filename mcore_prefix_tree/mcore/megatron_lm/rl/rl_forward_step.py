@@ -31,6 +31,7 @@ from mcore_prefix_tree.mcore.engine.forward_step import for_model, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, make_job_from_args
+from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import Reported, straggler_timers
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import run_pretrain
 from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import add_rl_arguments
@@ -43,7 +44,6 @@ from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import (
     read_micro_batch,
 )
 from mcore_prefix_tree.mcore.megatron_lm.start import say_which_megatron_core
-from mcore_prefix_tree.mcore.megatron_lm.step_batches import Reported, straggler_timers
 from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import LossOutput
