@@ -49,7 +49,7 @@ class Backend(Protocol):
 AUTO = "auto"
 
 # Back-ends that attend for no query that nobody reads (``TreeMetadata.unread``).
-SKIP_UNREAD = frozenset({"path"})
+SKIP_UNREAD = frozenset({"path", "triton", "fa4", "flex"})
 
 # The module is imported when its name is first used.
 BACKENDS: dict[str, str] = {

@@ -8,7 +8,7 @@ block are one contiguous range, which the smallest and the largest ``subtree_end
 - tail: the rest; a tile compares only ``i < subtree_end[j]``.
 
 With a window over path positions, tiles out of reach are omitted, those that the window's edge may cross are not full,
-and every tile but a full one compares positions as well.
+and every tile but a full one compares positions as well. Query blocks of which nobody reads a row meet no key.
 
 Legend: P padded tokens, BM queries of a block, BN keys of a block, NQ and NK blocks of queries and of keys.
 """
@@ -97,13 +97,13 @@ def block_plan(metadata: TreeMetadata, query_block: int, key_block: int, *, wind
 
 
 def visible_pairs(metadata: TreeMetadata, *, window: int | None = None) -> int:
-    """Count visible pairs, one for each token of padding included; a query sees its path, or a window of it."""
-    seen = metadata.host_position_ids.astype(np.int64) + 1
+    """Count visible pairs of queries that are read, one for each token of padding; with a window, those within it."""
+    seen = metadata.host_position_ids[metadata.unread :].astype(np.int64) + 1
     return int((seen if window is None else np.minimum(seen, window)).sum())
 
 
 def _build(metadata: TreeMetadata, query_block: int, key_block: int, window: int | None) -> BlockPlan:
-    bounds = _key_bounds(metadata.host_subtree_end, query_block, key_block)
+    bounds = _key_bounds(metadata.host_subtree_end, query_block, key_block, metadata.unread)
     counts = bounds[:, 3] - bounds[:, 0]
     key = np.repeat(np.arange(len(bounds)), counts)
     query = _ranges(bounds[:, 0], bounds[:, 3])
@@ -127,12 +127,12 @@ def _build(metadata: TreeMetadata, query_block: int, key_block: int, window: int
 _FULL, _TAIL = 1, 2
 
 
-def _key_bounds(end: Int32Array, query_block: int, key_block: int) -> Int64Array:
+def _key_bounds(end: Int32Array, query_block: int, key_block: int, unread: int) -> Int64Array:
     """Return each key block's range of query blocks and the starts of its full and tail parts, int64 ``[NK, 4]``."""
     size = len(end)
     start = np.arange(0, size, key_block)
-    first = start // query_block
-    last = -(-np.maximum.reduceat(end, start).astype(np.int64) // query_block)
+    first = np.maximum(start, unread) // query_block
+    last = np.maximum(first, -(-np.maximum.reduceat(end, start).astype(np.int64) // query_block))
     # Keys past the end of a ragged last block count here, so that it is diagonal throughout: it is never full.
     diagonal_end = np.clip(-(-(start + key_block - 1) // query_block), first, last)
     # Rows past the last token do not exist: a query block is full if its last existing row is.

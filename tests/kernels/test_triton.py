@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from kernel_cases import (
     DEVICE,
     INTERPRETED,
+    assert_are,
     assert_is_reference,
     make_inputs,
+    norm_of_sink_terms,
     options_of,
     run,
     small_configs,
@@ -72,6 +74,23 @@ def test_node_borders_around_block_sizes(border):
 def test_one_sample_of_any_length(size, engine):
     metadata = metadata_of([size], [-1])
     assert_is_reference(metadata, heads=1, dim=16, configs=small_configs(engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("unread", "window", "sinks"), [(16, None, False), (50, None, True), (50, 20, False), (70, 20, True)]
+)
+def test_tokens_whose_result_nobody_reads(unread, window, sinks):
+    """Keys of a stack: no program attends for whole blocks of them, and no gradient comes from there."""
+    whole = metadata_of([40, 25, 12, 9], [-1, 0, 0, 2], padding=1).with_plans_on(DEVICE)
+    inputs, grad_out = make_inputs(whole, dim=16, sinks=sinks)
+    grad_out[:unread] = 0
+    expected = truth(inputs, grad_out, whole, window=window)
+    options = options_of(inputs, window=window)
+    found = run(attend, inputs, grad_out, replace(whole, unread=unread, cache={}), options, small_configs())
+    assert not found[0][: unread // 32 * 32].any()
+    found[0][:unread] = expected[0][:unread]
+    terms = norm_of_sink_terms(inputs, grad_out, whole, window=window) if sinks else 0.0
+    assert_are(found, expected, inputs, sink_terms=terms)
 
 
 def test_padding_without_nodes():

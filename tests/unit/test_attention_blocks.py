@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from harness.oracles import metadata_of, random_forest
@@ -87,6 +89,20 @@ def test_every_visible_pair_is_in_a_tile_and_full_tiles_are_full(
 ):
     forest = random_forest(seed, nodes=nodes, node_lens=lens, root_rate=roots)
     assert_plan_is_the_mask(metadata_of(*forest, padding=padding), query_block, key_block, window)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 10_000), st.integers(0, 100), st.integers(0, 5), sizes, sizes, st.sampled_from(WINDOWS))
+def test_blocks_that_nobody_reads_meet_no_key(seed, share, padding, query_block, key_block, window):
+    metadata = metadata_of(*random_forest(seed, nodes=12, node_lens=(1, 5, 40), root_rate=0.1), padding=padding)
+    unread = metadata.num_tokens * share // 100
+    every = block_plan(metadata, query_block, key_block, window=window)
+    plan = block_plan(replace(metadata, unread=unread, cache={}), query_block, key_block, window=window)
+    read = {tile for tile in tiles_of(every.by_query) if tile[0] >= unread // query_block}
+    assert set(tiles_of(plan.by_query)) == read
+    assert {(query, key, kind) for key, query, kind in tiles_of(plan.by_key)} == read
+    assert plan.visited == len(read)
+    assert plan.visible_pairs == dense_mask(metadata, window)[unread:].sum()
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 127, 128, 129, 200])

@@ -102,6 +102,7 @@ def forward_kernel(
             # Every token has seen itself now. Rows past the end never see anything, and may not stay infinite.
             highest = tl.where(row < size, highest, 0.0)
 
-    result = scaled(result, 1.0 / total[:, None])
+    # A block of rows that nobody reads meets no key.
+    result = scaled(result, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None])
     store_rows(out, result, head, start, size, VALUE_DIM, ENGINE)
     tl.store(lse + head.to(tl.int64) * stride + row, highest + tl.log2(total), mask=row < size)
