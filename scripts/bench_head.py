@@ -190,6 +190,12 @@ def ways(device: torch.device) -> tuple[dict[str, Callable[[Case], torch.Tensor]
     return runs, missing
 
 
+def kept_by(way: Callable[[Case], torch.Tensor]) -> int | None:
+    """Return how many ids the tokens of a head were drawn from; None for the whole vocabulary."""
+    size: int | None = getattr(way, "keywords", {}).get("size")
+    return size
+
+
 def seconds(way: Callable[[Case], torch.Tensor], case: Case) -> float:
     """Return the seconds of one forward and backward."""
     case.hidden.grad = case.weight.grad = None
@@ -297,7 +303,7 @@ def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
     for kept in (None, *case.kept):
         exact = exact_gradients(case, None if kept is None else case.kept[kept].kept)
         for name, way in runs.items():
-            if kept == getattr(way, "keywords", {}).get("size"):
+            if kept == kept_by(way):
                 results[name] = tried(way, case, exact)
         del exact
     timed = [name for name, result in results.items() if "failed" not in result]

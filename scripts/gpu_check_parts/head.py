@@ -50,25 +50,26 @@ def _run_case(context: Context, name: str, sizes: tuple[int, int, int, float], d
         for way in wanted:
             context.leave_out(context.key(name, way), used, reason, **about)
         return
-    case: list[Any] = []
-    key = context.key(name, "exact gradients")
-    if key in context.skip or not context.measure(key, {}, partial(_prepare, case, sizes, device)):
-        return
-    for way, run in wanted.items():
-        found = partial(_way, run, case, context.options.repeats)
-        context.measure(context.key(name, way), used, lambda found=found: {**found(), **about}, also=about)  # type: ignore[misc]
-        torch.cuda.empty_cache()
-
-
-def _prepare(case: list[Any], sizes: tuple[int, int, int, float], device: torch.device) -> dict[str, Any]:
     made = bench_head.Case(*sizes, torch.bfloat16, device)
-    case += [made, bench_head.exact_gradients(made)]
+    for kept in (None, *made.kept):
+        runs = {way: run for way, run in wanted.items() if bench_head.kept_by(run) == kept}
+        key = context.key(name, "exact gradients" if kept is None else f"exact gradients, {kept} kept")
+        exact: list[torch.Tensor] = []
+        if not runs or key in context.skip or not context.measure(key, {}, partial(_prepare, made, kept, exact)):
+            continue
+        for way, run in runs.items():
+            found = partial(_way, run, made, exact, context.options.repeats)
+            context.measure(context.key(name, way), used, lambda found=found: {**found(), **about}, also=about)  # type: ignore[misc]
+            torch.cuda.empty_cache()
+
+
+def _prepare(case: bench_head.Case, kept: int | None, exact: list[torch.Tensor]) -> dict[str, Any]:
+    exact += bench_head.exact_gradients(case, None if kept is None else case.kept[kept].kept)
     return {"shown": "computed in fp64"}
 
 
-def _way(run: Any, prepared: list[Any], repeats: int) -> dict[str, Any]:
-    case, exact = prepared
-    found: dict[str, Any] = bench_head.tried(run, case, exact)
+def _way(run: Any, case: bench_head.Case, exact: list[torch.Tensor], repeats: int) -> dict[str, Any]:
+    found: dict[str, Any] = bench_head.tried(run, case, tuple(exact))
     if FAILED in found:
         return found
     found["seconds"] = [bench_head.seconds(run, case) for _ in range(repeats)]
