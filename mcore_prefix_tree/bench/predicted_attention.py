@@ -42,8 +42,8 @@ from mcore_prefix_tree.sample import Sample
 
 HOPPER = 90
 # Time over the counted clocks, for waits at barriers, copies and what no loop has: of the forest "P4096 G16 R1024",
-# measured on an H200. On the other three measured forests the prediction is then 1 to 7 % off (docs/performance.md).
-WAITING = 1.22
+# measured on an H100. On the other measured forest the prediction is then less than 1 % off (docs/performance.md).
+WAITING = 1.12
 # Operations of one processor in a clock on bf16 operands, from the 989 TFLOP/s of NVIDIA's data sheet at 1.83 GHz; and
 # lanes of its four schedulers' units for exponentials (CUDA C++ Programming Guide, throughput of instructions).
 _PRODUCT_OPERATIONS, _EXPONENTIALS = 4096, 16
@@ -70,9 +70,9 @@ class Chip:
         return self.peak * 1e12 / (self.processors * _PRODUCT_OPERATIONS)
 
 
-# The peak of an H200 is measured; an H100 SXM has the same processors and power, so the same is assumed of it.
+# The peaks are measured.
 CHIPS = {
-    "h100": Chip(name="NVIDIA H100 80GB HBM3", processors=132, peak=808),
+    "h100": Chip(name="NVIDIA H100 80GB HBM3", processors=132, peak=814),
     "h200": Chip(name="NVIDIA H200", processors=132, peak=808),
 }
 

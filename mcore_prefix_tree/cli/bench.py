@@ -116,6 +116,6 @@ def attention(
         f"One layer on one {chip.name}: {case.heads} heads on {case.kv_heads} of {case.head_dim}, bf16, triton. "
         "TFLOP/s count visible pairs. A predicted figure sums the clocks of compiled tiles along the block lists, at "
         f"the clock of a product of {chip.peak:g} TFLOP/s, times {WAITING} for waits. This factor is fitted to a "
-        "forest on an H200, where three others were 1 to 7 % off. Memory, host and row sums are not counted.",
+        "forest on an H100, where another was 1 % off. Memory, host and row sums are not counted.",
         style="dim",
     )

@@ -89,7 +89,7 @@ class _Row(NamedTuple):
 UP_TO = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
 _HOPPER = (
     _Row(Launch(128, 128, 8, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 3)),
-    _Row(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2, 64), Launch(128, 64, 8, 2)),
+    _Row(Launch(128, 64, 8, 3), Launch(64, 128, 8, 2, 64), Launch(128, 64, 8, 2)),
     _Row(Launch(128, 128, 8, 2), Launch(32, 128, 8, 2, 64), Launch(128, 64, 8, 2)),
     _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2), Launch(128, 32, 8, 2), apart=True),
     _Row(Launch(128, 64, 8, 2), Launch(32, 128, 8, 2), Launch(128, 32, 8, 2), apart=True),
