@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.balance import balance
 from mcore_prefix_tree.plan.carry import (
+    WHOLE,
     CarriedMicroBatch,
     CarriedTree,
     Carrying,
-    Chunk,
     carried_trees,
     in_step,
     scored_places,
@@ -317,13 +317,13 @@ def _carry_plan(
     for rank, other in zip(by_chunks, by_tokens, strict=True):
         for tree in ranks[rank]:
             runs = with_first_pass(tree.chunks, max_tokens) if trains else iter(tree.chunks)
-            rows[rank] += [(tree.samples, run.end - run.start if isinstance(run, Chunk) else 0, run) for run in runs]
+            rows[rank] += [(tree.samples, run.tokens * run.is_chunk, run) for run in runs]
         whole = zip(others.micro_batches[other], others.physical_tokens[other], strict=True)
-        rows[rank] += [(tuple(rest[index] for index in own), tokens, None) for own, tokens in whole if own]
+        rows[rank] += [(tuple(rest[index] for index in own), tokens, WHOLE) for own, tokens in whole if own]
     rows = in_step(rows)
     fewest = max(1, -(-len(rows[0]) // micro_batch_multiple)) * micro_batch_multiple
     per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size, cost_model)
-    rows = [row + [((), 0, None)] * (per_rank - len(row)) for row in rows]
+    rows = [row + [((), 0, WHOLE)] * (per_rank - len(row)) for row in rows]
     scored = scored_places(rows, micro_batch_multiple, trains=trains) if scores_first else ()
     return ForestPlan(
         micro_batches=tuple(tuple(own for own, _, _ in row) for row in rows),

@@ -41,7 +41,7 @@ from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     size_at,
 )
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import ExpectedSpeedup, FirstPass, ForestPlan
+from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
@@ -105,7 +105,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
     if plan.carrying is not None:
-        passes = sum(isinstance(run, FirstPass) for run in plan.carrying[0].runs)
+        passes = sum(run.forward_only for run in plan.carrying[0].runs)
         lines.append(
             f"first step: {plan.carried_tokens} tokens run forward once more, in {passes} of the micro-batches of each "
             "rank, and chunks of trees above the budget read their keys and values"
