@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -176,15 +176,7 @@ def plan_step(
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
-    step = _Step.of(
-        samples,
-        max_tokens=max_tokens,
-        dp_size=dp_size,
-        multiple=micro_batch_multiple,
-        cost_model=cost_model,
-        sharing=sharing,
-        together=together,
-    )
+    step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
     for full in (False, True) if over_budget != "repeat" else ():  # full chunks are fewer, and carry more
         trees = step.cut_trees(over_budget, full=full, attends_stacks=attends_stacks, scores_first=scores_first)
         try:
@@ -210,15 +202,7 @@ def fewest_micro_batches(
     scores_first: bool = False,
 ) -> int:
     """Return the least K that :func:`plan_step` can keep to in training; arguments and errors as there."""
-    step = _Step.of(
-        samples,
-        max_tokens=max_tokens,
-        dp_size=dp_size,
-        multiple=micro_batch_multiple,
-        cost_model=cost_model,
-        sharing=sharing,
-        together=together,
-    )
+    step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
     if over_budget == "repeat":
         return step.count_repeating()
     trees = step.cut_trees(over_budget, full=True, attends_stacks=attends_stacks, scores_first=scores_first)
@@ -228,20 +212,16 @@ def fewest_micro_batches(
     return carrying if any(tree.has_to for tree in trees) else min(carrying, step.count_repeating())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(eq=False)
 class _Step:
-    """Samples of a step, and the budget of its micro-batches.
+    """Samples of a step, and the budget of its micro-batches; for the fields see :func:`plan_step`.
 
     Attributes:
         order: int64 ``[S]``, indices of the samples in depth-first order.
         shared, lengths: int64 ``[S]``, tokens that each in that order shares with the one before, and its length.
-        max_tokens, dp_size, multiple, cost_model, sharing, together: see :func:`plan_step`.
     """
 
     samples: Sequence[Sample]
-    order: Int64Array
-    shared: Int64Array
-    lengths: Int64Array
     max_tokens: int
     dp_size: int
     multiple: int
@@ -249,11 +229,10 @@ class _Step:
     sharing: Sharing
     together: Sequence[Hashable] | None
 
-    @classmethod
-    def of(cls, samples: Sequence[Sample], *, sharing: Sharing, **settings: Any) -> _Step:
-        order, shared = sort_samples(samples, sharing)
-        lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
-        return cls(samples=samples, order=order, shared=shared, lengths=lengths, sharing=sharing, **settings)
+    def __post_init__(self) -> None:
+        self.order, self.shared = sort_samples(self.samples, self.sharing)
+        lengths = np.fromiter(map(len, self.samples), dtype=np.int64, count=len(self.samples))
+        self.lengths: Int64Array = lengths[self.order]
 
     @cached_property
     def keys(self) -> list[Hashable] | None:
@@ -373,14 +352,8 @@ class _Step:
         if self.cost_model is None:
             return self._plan_evenly(per_rank)
         leaves, cost_model = Leaves.of_samples(self.shared, self.lengths, self.scored), self.cost_model
-        ranks = balance(
-            leaves,
-            cost_model,
-            dp_size=self.dp_size,
-            micro_batches=per_rank,
-            max_tokens=self.max_tokens,
-            bubble=bubble,
-        )
+        limits = {"dp_size": self.dp_size, "micro_batches": per_rank, "max_tokens": self.max_tokens}
+        ranks = balance(leaves, cost_model, **limits, bubble=bubble)
         ranks = [_for_pipeline(rank, lambda chosen: leaves.some(chosen).units(cost_model)) for rank in ranks]
         order = [self.order[start:end].tolist() for start, end in zip(leaves.start, leaves.end, strict=True)]
         return _make_plan(
