@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.flags import PREFIX, spell_option
-from mcore_prefix_tree.arguments.group import add_argument_group, add_rl_argument_group, check_rl_arguments
+from mcore_prefix_tree.arguments.group import add_argument_group, add_rl_argument_group
 from mcore_prefix_tree.arguments.read_recipe import read_section
 from mcore_prefix_tree.arguments.refusals import (
     AT_ODDS_OF_FILES,
@@ -26,6 +26,7 @@ from mcore_prefix_tree.arguments.refusals import (
     check_data,
     check_extensions,
     check_launched,
+    check_rl_arguments,
     check_score,
     check_spec_named,
     check_vocabulary_known,

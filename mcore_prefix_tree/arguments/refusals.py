@@ -15,6 +15,7 @@ from mcore_prefix_tree.arguments.read_recipe import list_score_options, read_dat
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data import resolve_paths
 from mcore_prefix_tree.data.write import check_rows_output
+from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.settings.bind_objective import check_teachers_named, make_settings
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 from mcore_prefix_tree.utils.errors import Mistakes
@@ -170,6 +171,47 @@ AT_ODDS_OF_FILES: tuple[Rule, ...] = (
         "a step without --calculate-per-token-loss: micro-batches hold different numbers of scored tokens",
     ),
 )
+# Rejected if the data are files; train_rl.py reads them itself, or nothing does.
+_ALLOWED_OF_RL = {
+    "perform_rl_step",
+    "data_path",
+    "train_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "mock_data",
+    "valid_data_path",
+    "test_data_path",
+    "eod_mask_loss",
+    "full_validation",
+    "log_throughput",
+    "log_progress",
+}
+_VIRTUAL = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+# The same, of train_rl.py, whose data are rollouts.
+_AT_ODDS_OF_RL: tuple[Rule, ...] = (
+    (
+        lambda args: any(getattr(args, name, None) is not None for name in _VIRTUAL),
+        "virtual pipeline stages: Megatron-LM's log-probabilities take only the first model chunk of a rank; remove "
+        "them",
+    ),
+    (
+        lambda args: args.rl_training_cuda_graphs,
+        "--rl-training-cuda-graphs: the shape of a tree changes with every micro-batch; remove it",
+    ),
+    (
+        lambda args: trained_depths(vars(args)) > 0,
+        "--mtp-num-layers: Megatron-LM's RL loop trains them on prompts and padding too, in micro-batches that folding "
+        "cuts differently; set --mtp-loss-scaling-factor 0, which keeps them as they are, or remove it",
+    ),
+    (
+        lambda args: getattr(args, "batch_invariant_mode", False),
+        "--batch-invariant-mode: attention along a tree is computed in other blocks than that of a row; remove it",
+    ),
+)
 
 
 def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: Collection[str] = ()) -> None:
@@ -205,6 +247,16 @@ def check_arguments(args: argparse.Namespace) -> None:
     mistakes.check(check_setting, args.prefix_tree_attention_backend)
     mistakes.check(_check_objective, args)
     mistakes.report()
+
+
+def check_rl_arguments(args: argparse.Namespace) -> None:
+    """Reject arguments of ``train_rl.py`` that ``--prefix-tree`` cannot have, as :func:`check_arguments` does."""
+    if not args.perform_rl_step:
+        raise ArgumentError(
+            "--prefix-tree needs --perform-rl-step here; -m mcore_prefix_tree.pretrain_gpt trains on files"
+        )
+    refuse(args, at_odds=_AT_ODDS_OF_RL, allowed=_ALLOWED_OF_RL)
+    check_setting(args.prefix_tree_attention_backend)
 
 
 def _check_data(args: argparse.Namespace) -> None:

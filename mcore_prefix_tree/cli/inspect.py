@@ -26,6 +26,7 @@ from mcore_prefix_tree.utils.inputs import MOST
 if TYPE_CHECKING:
     from mcore_prefix_tree.cli.samples import Samples
     from mcore_prefix_tree.data.causes import Cause, Causes
+    from mcore_prefix_tree.plan import StepsReport
 
 
 @takes(SampleOptions)
@@ -40,31 +41,18 @@ def inspect(
 
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.layout.stats import forest_counts, largest_trees
-    from mcore_prefix_tree.plan import plan_step, report_steps
     from mcore_prefix_tree.plan.plan_report import tokens_without_routes
     from mcore_prefix_tree.trie import build_trie
 
     check_picture(plot, options.inputs)
-    samples, recipe = options.read(), options.recipe
+    samples = options.read()
     layout = fold(samples.all, trie=build_trie(samples.all, options.sharing))
     counts, tokens = forest_counts(layout), tokens_without_routes([samples.all], options.sharing)
     unrouted = None if tokens is None else layout.logical_tokens / tokens
     expected = None if samples.work is None else samples.work.expected_speedup([layout])
     longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
-    order, steps = samples.order, None
-    if order is not None:
-        cut = None
-        if recipe is not None:
-            cut = partial(
-                plan_step,
-                max_tokens=recipe.batch.max_tokens,
-                sharing=options.sharing,
-                over_budget=options.over_budget,
-                scores_first=options.scores_first,
-            )
-        steps = report_steps(order.first_epoch(), plan=cut, sharing=options.sharing)
-
+    order, steps = samples.order, _report_steps(samples)
     better, causes = alternatives(samples, steps), find_causes_in_samples(samples)
     if plot is not None:
         draw_forest(layout, plot)
@@ -90,7 +78,6 @@ def inspect(
 
     from rich.console import Console
 
-    from mcore_prefix_tree.cli import numbers
     from mcore_prefix_tree.cli.drawing import draw_tree, summary
     from mcore_prefix_tree.cli.terminal import say, say_line
 
@@ -114,6 +101,19 @@ def inspect(
     for line in ways_to_more(samples, layout.physical_tokens):
         console.print()
         say(console, line, style="dim")
+
+
+def _report_steps(samples: Samples) -> StepsReport | None:
+    """Fold the steps of the first epoch, cut as the recipe cuts them; None if the size of a step is not known."""
+    from mcore_prefix_tree.plan import plan_step, report_steps
+
+    options, order, plan = samples.options, samples.order, None
+    if order is None:
+        return None
+    if options.recipe is not None:
+        (way, scores_first), most = options.cutting, options.recipe.batch.max_tokens
+        plan = partial(plan_step, max_tokens=most, sharing=options.sharing, over_budget=way, scores_first=scores_first)
+    return report_steps(order.first_epoch(), plan=plan, sharing=options.sharing)
 
 
 _SHOWN = 48

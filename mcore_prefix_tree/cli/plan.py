@@ -79,7 +79,7 @@ def plan(
         if recipe is None:
             raise ValueError("--max-tokens is missing: give the most tokens of a micro-batch, or --model RECIPE")
         max_tokens = recipe.batch.max_tokens
-    over_budget = options.over_budget
+    over_budget, scores_first = options.cutting
     samples = options.read({"batch.max_tokens": max_tokens} if over_budget == "repeat" else {})
     if recipe is not None:
         calibration = calibration or recipe.batch.calibration
@@ -96,7 +96,7 @@ def plan(
         bubble=bubble,
         sharing=options.sharing,
         over_budget=over_budget,
-        scores_first=options.scores_first,
+        scores_first=scores_first,
     )
     objective = options.objective
 

@@ -261,23 +261,17 @@ class SampleOptions:
         return make_bound_objective(self.recipe)
 
     @property
-    def scores_first(self) -> bool:
-        """Return whether the recipe's loss needs the scores of a tree that is cut into chunks before the step."""
-        return self.objective is not None and not self.objective.sums_edges
-
-    @property
-    def over_budget(self) -> OverBudget:
-        """Return the way to cut trees above the budget in training.
+    def cutting(self) -> tuple[OverBudget, bool]:
+        """Return how trees above the budget are cut in training, and whether that needs a scoring pass.
 
         Raises RecipeError if ``batch.over_budget`` is not possible with the recipe's model and objective.
         """
         if self.recipe is None:
-            return "repeat"
-        from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
+            return "repeat", False
+        from mcore_prefix_tree.settings.over_budget import choose_cutting
 
-        model = self.recipe.model
-        why = why_not_carried(model.transformer, model.hybrid_layer_pattern, self.objective)
-        return choose_over_budget(self.recipe.batch.over_budget, why)
+        model, asked = self.recipe.model, self.recipe.batch.over_budget
+        return choose_cutting(asked, model.transformer, model.hybrid_layer_pattern, self.objective)[:2]
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files; report skipped samples on standard error.

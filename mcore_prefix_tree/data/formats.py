@@ -286,16 +286,18 @@ def make_examples(row: Row, source: str, mark: str) -> list[Example]:
         raise SampleError(f"{source}: {error}") from error
 
 
-def read_excluded(row: Row, source: str, mark: str | None = None) -> bool | list[bool]:
-    """Return whether a record is excluded, or a list with an entry per completion; raise SampleError for other values.
-
-    ``mark`` is None if the record's format is not known yet; a list is then not examined.
-    """
+def is_excluded(row: Row, source: str) -> bool:
+    """Return whether a record of any format is excluded as a whole; raises as :func:`read_excluded`."""
     value = row.get("exclude", False)
-    many = row[mark] if mark in _LISTS else None
-    if isinstance(value, list) and (mark is None or (many is not None and len(value) == len(many))):
-        return [one if mark is None else _is_true(one, source) for one in value]
-    return _is_true(value, source)
+    return not isinstance(value, list) and _is_true(value, source)
+
+
+def read_excluded(row: Row, source: str, mark: str, count: int) -> list[bool]:
+    """Return for each of a record's ``count`` examples whether it is excluded; raise SampleError for other values."""
+    value = row.get("exclude", False)
+    if isinstance(value, list) and mark in _LISTS and len(value) == count:
+        return [_is_true(one, source) for one in value]
+    return [_is_true(value, source)] * count
 
 
 def _is_true(value: Any, source: str) -> bool:

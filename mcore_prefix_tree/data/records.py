@@ -22,6 +22,7 @@ from mcore_prefix_tree.data.formats import (
     Text,
     TokenIds,
     find_mark,
+    is_excluded,
     make_examples,
     read_excluded,
 )
@@ -125,32 +126,37 @@ def _parse(
     source, names = record.source, options.names
     seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
     left_out = Skipped() if left_out is None else left_out
-    if read_excluded(row, source) is True and not names.keeps_others:
+    if is_excluded(row, source) and not names.keeps_others:
         left_out.excluded += 1
         return []  # nothing else of it is looked into: it may be a rollout that has crashed
-    mark = find_mark(row, source, names.given)
-    fault = fault_of_unread(row, READ[mark], names.given) if mark in TOKEN_MARKS else None
-    if mark not in TOKEN_MARKS and options.tokenizer is None:
-        fault = f"field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'"
-    if fault is not None:
-        raise SampleError(f"{source}: {fault}")
+    mark = _find_format(row, source, options)
     examples = make_examples(row, source, mark)
     merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
     warn_unknown_fields((name for name in row if name not in READ[mark]), READ[mark], source)
     carried = record.others({names.theirs(name) for name in READ[mark]}) if names.keeps_others else {}
     common = {name: row[name] for name in SIGNALS if name in row}
-    excluded = read_excluded(row, source, mark)
     samples = []
-    for place, example in enumerate(examples):
-        is_excluded = excluded[place] if isinstance(excluded, list) else excluded
-        if is_excluded and not names.keeps_others:
+    for example, excluded in zip(examples, read_excluded(row, source, mark, len(examples)), strict=True):
+        if excluded and not names.keeps_others:
             left_out.excluded += 1
             continue
         part = " ".join(filter(None, (source, example.part)))
-        own = {**carried, names.theirs("exclude"): True} if is_excluded else carried
+        own = {**carried, names.theirs("exclude"): True} if excluded else carried
         made = _samples(example.content, common | dict(example.signals), merge_key, part, options)
         samples += [sample.carrying(own) for sample in made] if own else made
     return samples
+
+
+def _find_format(row: Mapping[str, Any], source: str, options: LineOptions) -> str:
+    """Return the mark of a record's format; raise SampleError if the record cannot be read with these options."""
+    mark, fault = find_mark(row, source, options.names.given), None
+    if mark in TOKEN_MARKS:
+        fault = fault_of_unread(row, READ[mark], options.names.given)
+    elif options.tokenizer is None:
+        fault = f"field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'"
+    if fault is not None:
+        raise SampleError(f"{source}: {fault}")
+    return mark
 
 
 def _samples(

@@ -269,28 +269,14 @@ def fold(
             ``trie`` has another number of samples.
         TypeError: something in ``samples`` is not a :class:`Sample`, or another argument has the wrong type.
     """
-    for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("padded_size", padded_size)):
-        if not isinstance(value, int | np.integer | None) or (value is None and name == "pad_to_multiple_of"):
-            raise TypeError(f"{name}={value!r} must be an integer")
     if not isinstance(trie, Trie | None):
         raise TypeError(f"trie is a {type(trie).__name__}; give the result of build_trie, or omit it")
     if trie is None:
         trie = build_trie(samples)
     elif len(trie.order) != len(samples):
         raise ValueError(f"the trie has {len(trie.order)} samples, but {len(samples)} are given")
-    if pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
     physical = trie.num_tokens
-    if padded_size is None:
-        padded_size = max(1, -(-physical // pad_to_multiple_of)) * pad_to_multiple_of
-    if padded_size < max(1, physical):
-        raise ValueError(f"padded_size={padded_size} cannot hold the {physical} unique tokens of these samples")
-    if padded_size % pad_to_multiple_of:
-        raise ValueError(f"padded_size={padded_size} is not a multiple of pad_to_multiple_of={pad_to_multiple_of}")
-
-    if padded_size > INT32_MAX:
-        raise ValueError(f"{padded_size} tokens are more than a layout's {INT32_MAX}; fold fewer samples at once")
-
+    padded_size = _choose_size(physical, pad_to_multiple_of, padded_size)
     borders, parent = trie.cu_node_lens.astype(np.int32), trie.node_parent.astype(np.int32)
     depth = trie.node_depth.astype(np.int32)
     node_lens = np.diff(borders)
@@ -334,6 +320,24 @@ def fold(
     if all(sample.signals.sampling_mask is None for sample in samples):
         return layout
     return replace(layout, kept=find_kept_sets(samples, layout))
+
+
+def _choose_size(physical: int, pad_to_multiple_of: int, padded_size: int | None) -> int:
+    """Return the size of a layout of so many tokens; the errors are those of :func:`fold`."""
+    for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("padded_size", padded_size)):
+        if not isinstance(value, int | np.integer | None) or (value is None and name == "pad_to_multiple_of"):
+            raise TypeError(f"{name}={value!r} must be an integer")
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
+    if padded_size is None:
+        padded_size = max(1, -(-physical // pad_to_multiple_of)) * pad_to_multiple_of
+    if padded_size < max(1, physical):
+        raise ValueError(f"padded_size={padded_size} cannot hold the {physical} unique tokens of these samples")
+    if padded_size % pad_to_multiple_of:
+        raise ValueError(f"padded_size={padded_size} is not a multiple of pad_to_multiple_of={pad_to_multiple_of}")
+    if padded_size > INT32_MAX:
+        raise ValueError(f"{padded_size} tokens are more than a layout's {INT32_MAX}; fold fewer samples at once")
+    return padded_size
 
 
 def _temperature(

@@ -1,7 +1,7 @@
 """Assignment of a step's samples to micro-batches on ranks."""
 
 from mcore_prefix_tree.plan.balance import least_makespan
-from mcore_prefix_tree.plan.carry import Carrying, Chunk, FirstPass
+from mcore_prefix_tree.plan.carry import Carrying, TreePart
 from mcore_prefix_tree.plan.cost import CostModel, Measured, read_measured
 from mcore_prefix_tree.plan.flops import Bound, Counts, ExpectedSpeedup, ModelWork, Parts, work_ratios
 from mcore_prefix_tree.plan.forest_plan import BudgetError, ForestPlan, fewest_micro_batches, plan_step
@@ -22,12 +22,10 @@ __all__ = [
     "Bound",
     "BudgetError",
     "Carrying",
-    "Chunk",
     "CostModel",
     "Counts",
     "Dealt",
     "ExpectedSpeedup",
-    "FirstPass",
     "ForestPlan",
     "LatentAttention",
     "Measured",
@@ -37,6 +35,7 @@ __all__ = [
     "PlanReport",
     "Spread",
     "StepsReport",
+    "TreePart",
     "deal",
     "fewest_micro_batches",
     "least_makespan",

@@ -26,24 +26,35 @@ from mcore_prefix_tree.utils.choices import OverBudget
 FORWARD = 1 / 3  # of the cost of a token's forward and backward
 
 
-class Chunk(NamedTuple):
-    """The flat tokens ``start:end`` of a tree, which read ``stack`` others before; later chunks read ``carried``."""
+class TreePart(NamedTuple):
+    """Part of a tree that one micro-batch runs: a chunk, or with ``forward_only`` a part of the first pass.
+
+    Attributes:
+        start, end: tokens it runs. A chunk's are flat tokens of the tree; those of a first pass are carried tokens, in
+            the order of the chunks that read them first.
+        carried: number of a chunk's tokens that later chunks read.
+        stack: number of tokens before it that it reads.
+    """
 
     start: int
     end: int
     carried: int
     stack: int
+    forward_only: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.tokens > 0 and not self.forward_only
 
 
-class FirstPass(NamedTuple):
-    """The carried tokens ``start:end`` of a tree, in the order of the chunks that read them first; forward only."""
-
-    start: int
-    end: int
-
-
+# Of a micro-batch of whole samples, or without any.
+WHOLE = TreePart(0, 0, 0, 0)
 # A rank's part in a first pass of others: all ranks run forward only at the same time, as experts on several need it.
-IDLE = FirstPass(0, 0)
+IDLE = TreePart(0, 0, 0, 0, forward_only=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +69,7 @@ class CarriedTree:
     """
 
     samples: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TreePart, ...]
     units: int
     has_to: bool = True
 
@@ -68,47 +79,44 @@ class Carrying:
     """One rank's chunks in a plan.
 
     Attributes:
-        runs: part of its tree that each of the rank's micro-batches runs; None for one of whole samples. To train, the
-            last chunk of a tree comes first, each behind the first pass of what it reads.
+        runs: part of its tree that each of the rank's micro-batches runs; ``WHOLE`` for one of whole samples. To
+            train, the last chunk of a tree comes first, each behind the first pass of what it reads.
         trains: whether it is so. Otherwise the first chunk comes first, and keeps what others read.
         scored: places of the micro-batches that a scoring pass runs before the step, in its order, the same on all
             ranks: each rank's chunks, from the first to the last. Empty if the loss needs none.
     """
 
-    runs: tuple[Chunk | FirstPass | None, ...]
+    runs: tuple[TreePart, ...]
     trains: bool = True
     scored: tuple[int, ...] = ()
 
-    def trees(self, cuts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[Chunk | FirstPass]]:
+    def trees(self, cuts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[TreePart]]:
         """Return the parts of each tree by its samples; ``cuts`` has those of each micro-batch."""
-        found: dict[tuple[int, ...], list[Chunk | FirstPass]] = {}
+        found: dict[tuple[int, ...], list[TreePart]] = {}
         for samples, run in zip(cuts, self.runs, strict=True):
-            if run is not None and run != IDLE:
+            if run.tokens:
                 found.setdefault(tuple(samples), []).append(run)
         return found
 
     @property
     def carried_tokens(self) -> int:
-        return sum(run.end - run.start for run in self.runs if isinstance(run, FirstPass))
+        return sum(run.tokens for run in self.runs if run.forward_only)
 
     @property
     def scored_tokens(self) -> int:
-        return sum(run.end - run.start for run in self.runs if isinstance(run, Chunk)) if self.scored else 0
+        return sum(run.tokens for run in self.runs if run.is_chunk) if self.scored else 0
 
     @property
     def held_tokens(self) -> int:
         """Most tokens whose keys and values are held at once by a stage with one micro-batch in flight."""
         held = most = 0
         for run in self.runs:
-            if isinstance(run, FirstPass):
-                held += run.end - run.start
-                most = max(most, held)
-            elif run is not None:
-                held -= run.carried
+            held += run.tokens if run.forward_only else -run.carried
+            most = max(most, held)
         return most
 
 
-def cut_tree(position: Int64Array, max_tokens: int, *, full: bool = False) -> tuple[Chunk, ...]:
+def cut_tree(position: Int64Array, max_tokens: int, *, full: bool = False) -> tuple[TreePart, ...]:
     """Cut a tree into chunks of at most ``max_tokens``, where few tokens are carried.
 
     A chunk ends where the smallest part of it is carried, in its second half, so that no chunk but the last is less
@@ -129,13 +137,13 @@ def cut_tree(position: Int64Array, max_tokens: int, *, full: bool = False) -> tu
     return make_chunks(position, [*borders, len(position)])
 
 
-def make_chunks(position: Int64Array, borders: Sequence[int]) -> tuple[Chunk, ...]:
+def make_chunks(position: Int64Array, borders: Sequence[int]) -> tuple[TreePart, ...]:
     """Return the chunks from border to border; ``position`` is int64 ``[T]``.
 
     Of the stack at a chunk's end, the tokens above the chunk's least deep one are older: all others are its own.
     """
     return tuple(
-        Chunk(
+        TreePart(
             start,
             end,
             0 if end == len(position) else int(position[end] - position[start : end + 1].min()),
@@ -145,7 +153,7 @@ def make_chunks(position: Int64Array, borders: Sequence[int]) -> tuple[Chunk, ..
     )
 
 
-def new_depths(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int, int]]:
+def new_depths(chunks: Sequence[TreePart]) -> Iterator[tuple[TreePart, int, int]]:
     """Yield the chunks of a tree, the last one first, and the depths, from and to, of what no chunk before read."""
     common = 0
     for chunk, before in zip(chunks[::-1], [*chunks[-2::-1], None], strict=True):
@@ -154,17 +162,18 @@ def new_depths(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int, int]]:
         common = 0 if before is None else chunk.stack - before.carried
 
 
-def first_pass_depths(chunks: Sequence[Chunk]) -> Int64Array:
+def first_pass_depths(chunks: Sequence[TreePart]) -> Int64Array:
     """Return the depth of each token of a tree's first pass, int64 ``[X]``."""
     return np.concatenate([np.arange(start, end) for _, start, end in new_depths(chunks)])
 
 
-def with_first_pass(chunks: Sequence[Chunk], max_tokens: int) -> Iterator[Chunk | FirstPass]:
+def with_first_pass(chunks: Sequence[TreePart], max_tokens: int) -> Iterator[TreePart]:
     """Yield the micro-batches of a tree's training; those of the first pass are as few and as even as they can be."""
-    tokens = sum(chunk.carried for chunk in chunks)
-    count = -(-tokens // max_tokens)
-    borders = [tokens * number // max(count, 1) for number in range(count + 1)]
-    passes, read = [FirstPass(*ends) for ends in pairwise(borders)], 0
+    depths = first_pass_depths(chunks)
+    count = -(-len(depths) // max_tokens)
+    borders = [len(depths) * number // max(count, 1) for number in range(count + 1)]
+    passes = [TreePart(*ends, 0, int(depths[ends[0]]), forward_only=True) for ends in pairwise(borders)]
+    read = 0
     for chunk, start, end in new_depths(chunks):
         read += end - start
         while passes and passes[0].start < read:
@@ -173,7 +182,7 @@ def with_first_pass(chunks: Sequence[Chunk], max_tokens: int) -> Iterator[Chunk 
 
 
 # Samples, tokens, and the part of a tree.
-CarriedMicroBatch: TypeAlias = "tuple[tuple[int, ...], int, Chunk | FirstPass | None]"
+CarriedMicroBatch: TypeAlias = "tuple[tuple[int, ...], int, TreePart]"
 
 
 def in_step(rows: Sequence[Sequence[CarriedMicroBatch]]) -> list[list[CarriedMicroBatch]]:
@@ -183,11 +192,11 @@ def in_step(rows: Sequence[Sequence[CarriedMicroBatch]]) -> list[list[CarriedMic
     """
     waiting, placed = [list(row) for row in rows], [list[CarriedMicroBatch]() for _ in rows]
     while any(waiting):
-        is_pass = any(row and isinstance(row[0][2], FirstPass) for row in waiting)
+        is_pass = any(row and row[0][2].forward_only for row in waiting)
         for own, row in zip(placed, waiting, strict=True):
-            places = (at for at, (_, _, run) in enumerate(row) if isinstance(run, FirstPass) or not is_pass)
+            places = (at for at, (_, _, run) in enumerate(row) if run.forward_only or not is_pass)
             at = next(places, None)
-            own.append(row.pop(at) if at is not None else ((), 0, IDLE if is_pass else None))
+            own.append(row.pop(at) if at is not None else ((), 0, IDLE if is_pass else WHOLE))
     return placed
 
 
@@ -196,7 +205,7 @@ def scored_places(rows: Sequence[Sequence[CarriedMicroBatch]], multiple: int, *,
 
     Where only other ranks have a chunk, a rank runs an empty micro-batch.
     """
-    has_chunk = [any(isinstance(run, Chunk) for _, _, run in place) for place in zip(*rows, strict=True)]
+    has_chunk = [any(run.is_chunk for _, _, run in place) for place in zip(*rows, strict=True)]
     count = -(-sum(has_chunk) // multiple) * multiple
     places = sorted(sorted(range(len(has_chunk)), key=lambda at: not has_chunk[at])[:count])
     return tuple(places[::-1] if trains else places)
@@ -229,11 +238,7 @@ def carry_tree(
     fresh = units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)
     units = (1 + FORWARD * scores_first) * fresh.sum() + FORWARD * first.sum()
     if cost_model is not None:
-        depths = first_pass_depths(chunks)
-        runs = [
-            (int(depths[run.start]), FORWARD) if isinstance(run, FirstPass) else (run.stack, 1)
-            for run in with_first_pass(chunks, max_tokens)
-        ]
+        runs = [(run.stack, FORWARD if run.forward_only else 1) for run in with_first_pass(chunks, max_tokens)]
         runs += [(chunk.stack, FORWARD) for chunk in chunks if scores_first]
         for stack, share in runs:
             pairs = int(units_of_path(np.array([stack]), cost_model)[0]) - stack * UNITS_PER_TOKEN

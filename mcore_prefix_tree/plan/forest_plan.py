@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from mcore_prefix_tree.plan.balance import balance
 from mcore_prefix_tree.plan.carry import (
+    WHOLE,
     CarriedMicroBatch,
     CarriedTree,
     Carrying,
-    Chunk,
     carried_trees,
     in_step,
     scored_places,
@@ -176,62 +176,16 @@ def plan_step(
         raise ValueError(
             f"micro_batches={micro_batches} must be a positive multiple of micro_batch_multiple={micro_batch_multiple}"
         )
-    order, shared, lengths = _in_order(samples, sharing)
-    keys = None if together is None else [together[index] for index in order.tolist()]
-    if over_budget != "repeat":
-        carrying = partial(
-            _carry_plan,
-            samples,
-            micro_batches=micro_batches,
-            max_tokens=max_tokens,
-            dp_size=dp_size,
-            micro_batch_multiple=micro_batch_multiple,
-            cost_model=cost_model,
-            sharing=sharing,
-            together=together,
-            scores_first=scores_first,
-            trains=trains,
-        )
-        cut = partial(
-            carried_trees,
-            *(order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks),
-            together=keys,
-            scores_first=scores_first,
-        )
-        for full in (False, True):  # full chunks are fewer, and carry more
-            trees = cut(full=full)
-            try:
-                if trees:
-                    return carrying(trees)
-            except BudgetError:
-                if full and any(tree.has_to for tree in trees):
-                    raise
-    _check_fits(samples, max_tokens)
-    if keys is not None:
-        leaves = Leaves.every_sample(shared, lengths, _scored(samples, order, shared, cost_model))
-        clusters = _make_clusters(keys, leaves, samples, order, max_tokens, cost_model)
-        fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
-        per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size, cost_model)
-        return _cluster_plan(clusters, leaves, order, max_tokens, dp_size, per_rank, cost_model)
-    saved = Leaves.every_sample(shared, lengths).saved_tokens(cost_model)
-    fewest = _fewest_per_rank(saved, lengths - saved, max_tokens, dp_size, micro_batch_multiple)
-    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size, cost_model)
-    if cost_model is None:
-        return _even_plan(order, shared, lengths - shared, max_tokens, dp_size, per_rank)
-
-    leaves = Leaves.of_samples(shared, lengths, _scored(samples, order, shared, cost_model))
-    ranks = balance(leaves, cost_model, dp_size=dp_size, micro_batches=per_rank, max_tokens=max_tokens, bubble=bubble)
-    ranks = [_for_pipeline(rank, lambda chosen: leaves.some(chosen).units(cost_model)) for rank in ranks]
-    return ForestPlan(
-        micro_batches=tuple(
-            tuple(
-                tuple(index for leaf in chosen for index in order[leaves.start[leaf] : leaves.end[leaf]].tolist())
-                for chosen in rank
-            )
-            for rank in ranks
-        ),
-        physical_tokens=tuple(tuple(leaves.some(chosen).tokens for chosen in rank) for rank in ranks),
-    )
+    step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
+    for full in (False, True) if over_budget != "repeat" else ():  # full chunks are fewer, and carry more
+        trees = step.cut_trees(over_budget, full=full, attends_stacks=attends_stacks, scores_first=scores_first)
+        try:
+            if trees:
+                return step.plan_carrying(trees, micro_batches, scores_first=scores_first, trains=trains)
+        except BudgetError:
+            if full and any(tree.has_to for tree in trees):
+                raise
+    return step.plan_repeating(micro_batches, bubble)
 
 
 def fewest_micro_batches(
@@ -248,201 +202,213 @@ def fewest_micro_batches(
     scores_first: bool = False,
 ) -> int:
     """Return the least K that :func:`plan_step` can keep to in training; arguments and errors as there."""
-    order, shared, lengths = _in_order(samples, sharing)
-    keys = None if together is None else [together[index] for index in order.tolist()]
-    carried: int | None = None
-    if over_budget != "repeat":
-        trees = carried_trees(
-            *(order, shared, lengths, max_tokens, dp_size, cost_model, over_budget, attends_stacks),
-            together=keys,
-            scores_first=scores_first,
-            full=True,
-        )
-        if trees:
-            plan = _carry_plan(
-                samples,
-                trees,
-                max_tokens=max_tokens,
-                dp_size=dp_size,
-                micro_batch_multiple=micro_batch_multiple,
-                cost_model=cost_model,
-                sharing=sharing,
-                together=together,
-            )
-            carried = plan.num_micro_batches
-            if any(tree.has_to for tree in trees):
-                return carried
-    _check_fits(samples, max_tokens)
-    if keys is None:
-        saved = Leaves.every_sample(shared, lengths).saved_tokens(cost_model)
-        repeated = _fewest_per_rank(saved, lengths - saved, max_tokens, dp_size, micro_batch_multiple)
-        return repeated if carried is None else min(carried, repeated)
-    clusters = _make_clusters(keys, Leaves.every_sample(shared, lengths), samples, order, max_tokens, cost_model)
-    fewest = _fewest_per_rank(clusters.context, clusters.fresh, max_tokens, dp_size, micro_batch_multiple)
-    return fewest if carried is None else min(carried, fewest)
+    step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
+    if over_budget == "repeat":
+        return step.count_repeating()
+    trees = step.cut_trees(over_budget, full=True, attends_stacks=attends_stacks, scores_first=scores_first)
+    if not trees:
+        return step.count_repeating()
+    carrying = step.round_up(len(step.deal_trees(trees)[0]))
+    return carrying if any(tree.has_to for tree in trees) else min(carrying, step.count_repeating())
 
 
-def _carry_plan(
-    samples: Sequence[Sample],
-    trees: Sequence[CarriedTree],
-    *,
-    max_tokens: int,
-    dp_size: int,
-    micro_batch_multiple: int,
-    cost_model: CostModel | None,
-    sharing: Sharing,
-    together: Sequence[Hashable] | None,
-    micro_batches: int | None = None,
-    scores_first: bool = False,
-    trains: bool = True,
-) -> ForestPlan:
-    """Plan a step with trees in chunks: the dearest tree to the lightest rank; the other samples as without them."""
-    carried = {index for tree in trees for index in tree.samples}
-    rest = [index for index in range(len(samples)) if index not in carried]
-    ranks: list[list[CarriedTree]] = [[] for _ in range(dp_size)]
-    for tree in sorted(trees, key=lambda tree: -tree.units):
-        min(ranks, key=lambda rank: sum(one.units for one in rank)).append(tree)
-    others = plan_step(
-        [samples[index] for index in rest],
-        max_tokens=max_tokens,
-        dp_size=dp_size,
-        cost_model=cost_model,
-        sharing=sharing,
-        together=[together[index] for index in rest] if together is not None and rest else None,
-    )
-    # The most other tokens to the rank with the fewest chunks.
-    by_tokens = sorted(range(dp_size), key=lambda rank: -sum(others.physical_tokens[rank]))
-    by_chunks = sorted(range(dp_size), key=lambda rank: sum(len(tree.chunks) for tree in ranks[rank]))
-    rows: list[list[CarriedMicroBatch]] = [[] for _ in range(dp_size)]
-    for rank, other in zip(by_chunks, by_tokens, strict=True):
-        for tree in ranks[rank]:
-            runs = with_first_pass(tree.chunks, max_tokens) if trains else iter(tree.chunks)
-            rows[rank] += [(tree.samples, run.end - run.start if isinstance(run, Chunk) else 0, run) for run in runs]
-        whole = zip(others.micro_batches[other], others.physical_tokens[other], strict=True)
-        rows[rank] += [(tuple(rest[index] for index in own), tokens, None) for own, tokens in whole if own]
-    rows = in_step(rows)
-    fewest = max(1, -(-len(rows[0]) // micro_batch_multiple)) * micro_batch_multiple
-    per_rank = _micro_batches_per_rank(micro_batches, fewest, max_tokens, dp_size, cost_model)
-    rows = [row + [((), 0, None)] * (per_rank - len(row)) for row in rows]
-    scored = scored_places(rows, micro_batch_multiple, trains=trains) if scores_first else ()
-    return ForestPlan(
-        micro_batches=tuple(tuple(own for own, _, _ in row) for row in rows),
-        physical_tokens=tuple(tuple(tokens for _, tokens, _ in row) for row in rows),
-        carrying=tuple(Carrying(runs=tuple(run for _, _, run in row), trains=trains, scored=scored) for row in rows),
-    )
+@dataclass(eq=False)
+class _Step:
+    """Samples of a step, and the budget of its micro-batches; for the fields see :func:`plan_step`.
 
+    Attributes:
+        order: int64 ``[S]``, indices of the samples in depth-first order.
+        shared, lengths: int64 ``[S]``, tokens that each in that order shares with the one before, and its length.
+    """
 
-def _in_order(samples: Sequence[Sample], sharing: Sharing) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return the samples' depth-first order, and in it the tokens shared with the sample before, and the length."""
-    order, shared = sort_samples(samples, sharing)
-    return order, shared, np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))[order]
+    samples: Sequence[Sample]
+    max_tokens: int
+    dp_size: int
+    multiple: int
+    cost_model: CostModel | None
+    sharing: Sharing
+    together: Sequence[Hashable] | None
 
+    def __post_init__(self) -> None:
+        self.order, self.shared = sort_samples(self.samples, self.sharing)
+        lengths = np.fromiter(map(len, self.samples), dtype=np.int64, count=len(self.samples))
+        self.lengths: Int64Array = lengths[self.order]
 
-def _check_fits(samples: Sequence[Sample], max_tokens: int) -> None:
-    """Raise BudgetError for a sample above ``max_tokens``."""
-    for sample in samples:
-        if len(sample) > max_tokens:
+    @cached_property
+    def keys(self) -> list[Hashable] | None:
+        """``together`` in depth-first order."""
+        return None if self.together is None else [self.together[index] for index in self.order.tolist()]
+
+    @cached_property
+    def scored(self) -> Int64Array | None:
+        """int64 ``[S]``, cost that scoring adds per sample, or None if it is 0."""
+        costs = self.cost_model is not None and self.cost_model.scored
+        return first_scored(self.samples, self.order, self.shared) if costs else None
+
+    @cached_property
+    def leaves(self) -> Leaves:
+        """The samples, each a leaf."""
+        return Leaves.every_sample(self.shared, self.lengths, self.scored)
+
+    def round_up(self, micro_batches: int) -> int:
+        return max(1, -(-micro_batches // self.multiple)) * self.multiple
+
+    def choose_count(self, asked: int | None, fewest: int) -> int:
+        """Return K; raise BudgetError if fewer than possible are asked for."""
+        if asked is not None and asked < fewest:
             raise BudgetError(
-                f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of batch.max_tokens={max_tokens}; "
-                "raise batch.max_tokens or shorten the sample"
+                f"{asked} micro-batches on each of {self.dp_size} ranks cannot hold these samples with "
+                f"batch.max_tokens={self.max_tokens}{words_of_states(self.cost_model)}; {fewest} can"
             )
+        return fewest if asked is None else asked
 
-
-def _scored(
-    samples: Sequence[Sample], order: Int64Array, shared: Int64Array, cost_model: CostModel | None
-) -> Int64Array | None:
-    """Return the cost that scoring adds per sample, int64 ``[S]`` as the arguments, or None if it is 0."""
-    return first_scored(samples, order, shared) if cost_model is not None and cost_model.scored else None
-
-
-def _fewest_per_rank(shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, multiple: int) -> int:
-    """Return the fewest micro-batches per rank, a multiple of ``multiple``; arrays are int64 ``[S]``."""
-    needed = len(fewest_runs(shared, fresh, max_tokens))
-    return max(1, -(-needed // (dp_size * multiple))) * multiple
-
-
-def _micro_batches_per_rank(
-    asked: int | None, fewest: int, max_tokens: int, dp_size: int, cost_model: CostModel | None
-) -> int:
-    if asked is not None and asked < fewest:
-        raise BudgetError(
-            f"{asked} micro-batches on each of {dp_size} ranks cannot hold these samples with "
-            f"batch.max_tokens={max_tokens}{words_of_states(cost_model)}; {fewest} can"
+    def cut_trees(
+        self, over_budget: OverBudget, *, full: bool, attends_stacks: bool, scores_first: bool
+    ) -> list[CarriedTree]:
+        """Return the trees that are carried."""
+        return carried_trees(
+            *(self.order, self.shared, self.lengths, self.max_tokens, self.dp_size, self.cost_model),
+            *(over_budget, attends_stacks),
+            together=self.keys,
+            scores_first=scores_first,
+            full=full,
         )
-    return fewest if asked is None else asked
+
+    def deal_trees(self, trees: Sequence[CarriedTree], *, trains: bool = True) -> list[list[CarriedMicroBatch]]:
+        """Deal trees in chunks to the ranks by their cost; the other samples as without them."""
+        rest = sorted(set(range(len(self.samples))).difference(*(tree.samples for tree in trees)))
+        others = plan_step(
+            [self.samples[index] for index in rest],
+            max_tokens=self.max_tokens,
+            dp_size=self.dp_size,
+            cost_model=self.cost_model,
+            sharing=self.sharing,
+            together=[self.together[index] for index in rest] if self.together is not None and rest else None,
+        )
+        dealt = deal([tree.units for tree in trees], self.dp_size, size=[1] * len(trees), room=len(trees)).ranks
+        # The most other tokens to the rank with the fewest chunks.
+        dealt.sort(key=lambda own: -sum(len(trees[number].chunks) for number in own))
+        by_tokens = sorted(range(self.dp_size), key=lambda rank: sum(others.physical_tokens[rank]))
+        rows: list[list[CarriedMicroBatch]] = []
+        for own, other in zip(dealt, by_tokens, strict=True):
+            row: list[CarriedMicroBatch] = []
+            for tree in (trees[number] for number in own):
+                parts = with_first_pass(tree.chunks, self.max_tokens) if trains else tree.chunks
+                row += [(tree.samples, part.tokens * part.is_chunk, part) for part in parts]
+            whole = zip(others.micro_batches[other], others.physical_tokens[other], strict=True)
+            row += [(tuple(rest[index] for index in cut), tokens, WHOLE) for cut, tokens in whole if cut]
+            rows.append(row)
+        return in_step(rows)
+
+    def plan_carrying(
+        self, trees: Sequence[CarriedTree], micro_batches: int | None, *, scores_first: bool, trains: bool
+    ) -> ForestPlan:
+        """Plan a step with trees in chunks; raises BudgetError if ``micro_batches`` are too few."""
+        rows = self.deal_trees(trees, trains=trains)
+        per_rank = self.choose_count(micro_batches, self.round_up(len(rows[0])))
+        rows = [row + [((), 0, WHOLE)] * (per_rank - len(row)) for row in rows]
+        scored = scored_places(rows, self.multiple, trains=trains) if scores_first else ()
+        return _make_plan(
+            [[(own, tokens) for own, tokens, _ in row] for row in rows],
+            tuple(Carrying(runs=tuple(part for *_, part in row), trains=trains, scored=scored) for row in rows),
+        )
+
+    @cached_property
+    def clusters(self) -> Clusters | None:
+        """The samples that stay together, None without any; raises BudgetError for a cluster above the budget."""
+        if self.keys is None:
+            return None
+        clusters = Clusters.of(self.keys, self.leaves, self.cost_model)
+        for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
+            if tokens > self.max_tokens:
+                sources = [self.samples[index].source for index in self.order[members].tolist()]
+                raise BudgetError(
+                    f"{', '.join(sources[:-1])} and {sources[-1]} stay together, and their {tokens} unique tokens do "
+                    f"not fit a micro-batch of batch.max_tokens={self.max_tokens}{words_of_states(self.cost_model)}; "
+                    "raise batch.max_tokens or shorten the samples"
+                )
+        return clusters
+
+    def count_repeating(self) -> int:
+        """Return the least K if ancestors are repeated; raises BudgetError for a sample above the budget."""
+        for sample in self.samples:
+            if len(sample) > self.max_tokens:
+                raise BudgetError(
+                    f"{sample.source}: {len(sample)} tokens do not fit a micro-batch of "
+                    f"batch.max_tokens={self.max_tokens}; raise batch.max_tokens or shorten the sample"
+                )
+        if self.clusters is not None:
+            saved, fresh = self.clusters.context, self.clusters.fresh
+        else:
+            saved = self.leaves.saved_tokens(self.cost_model)
+            fresh = self.lengths - saved
+        return self.round_up(-(-len(fewest_runs(saved, fresh, self.max_tokens)) // self.dp_size))
+
+    def plan_repeating(self, micro_batches: int | None, bubble: float) -> ForestPlan:
+        """Plan a step whose micro-batches hold whole samples and repeat ancestors; errors as :func:`plan_step`."""
+        per_rank = self.choose_count(micro_batches, self.count_repeating())
+        if self.clusters is not None:
+            return self._plan_clusters(self.clusters, per_rank)
+        if self.cost_model is None:
+            return self._plan_evenly(per_rank)
+        leaves, cost_model = Leaves.of_samples(self.shared, self.lengths, self.scored), self.cost_model
+        limits = {"dp_size": self.dp_size, "micro_batches": per_rank, "max_tokens": self.max_tokens}
+        ranks = balance(leaves, cost_model, **limits, bubble=bubble)
+        ranks = [_for_pipeline(rank, lambda chosen: leaves.some(chosen).units(cost_model)) for rank in ranks]
+        order = [self.order[start:end].tolist() for start, end in zip(leaves.start, leaves.end, strict=True)]
+        return _make_plan(
+            [
+                [
+                    (tuple(index for leaf in chosen for index in order[leaf]), leaves.some(chosen).tokens)
+                    for chosen in rank
+                ]
+                for rank in ranks
+            ]
+        )
+
+    def _plan_evenly(self, per_rank: int) -> ForestPlan:
+        """Plan micro-batches as even in tokens as possible."""
+        count, shared, fresh = self.dp_size * per_rank, self.shared, self.lengths - self.shared
+        budget = smallest_budget(shared, fresh, count, self.max_tokens)
+        cuts = least_repeating_runs(shared, fresh, budget)
+        if len(cuts) > count:
+            cuts = fewest_runs(shared, fresh, budget)
+        runs = [
+            (tuple(self.order[start:end].tolist()), int(shared[start] + fresh[start:end].sum())) for start, end in cuts
+        ]
+        runs += [((), 0)] * (count - len(runs))
+        # Largest first, back and forth over the ranks: each rank gets as many, and about as much.
+        runs.sort(key=lambda run: -run[1])
+        turns = [runs[start : start + self.dp_size] for start in range(0, count, self.dp_size)]
+        turns[1::2] = [turn[::-1] for turn in turns[1::2]]
+        return _make_plan(list(zip(*turns, strict=True)))
+
+    def _plan_clusters(self, clusters: Clusters, per_rank: int) -> ForestPlan:
+        """Plan micro-batches that keep clusters together."""
+        count = self.dp_size * per_rank
+        budget = smallest_budget(clusters.context, clusters.fresh, count, self.max_tokens)
+        bins = [clusters.places(run) for run in fewest_runs(clusters.context, clusters.fresh, budget)]
+        bins += [np.empty(0, dtype=np.int64)] * (count - len(bins))
+        own = [self.leaves.some(places) for places in bins]
+        cost = [leaves.tokens if self.cost_model is None else leaves.units(self.cost_model) for leaves in own]
+        ranks = deal(cost, self.dp_size, size=[1] * count, room=per_rank).ranks
+        if self.cost_model is not None:
+            ranks = [_for_pipeline(rank, cost.__getitem__) for rank in ranks]
+        return _make_plan([[(tuple(self.order[bins[at]].tolist()), own[at].tokens) for at in rank] for rank in ranks])
+
+
+def _make_plan(
+    ranks: Sequence[Sequence[tuple[tuple[int, ...], int]]], carrying: tuple[Carrying, ...] | None = None
+) -> ForestPlan:
+    """Return the plan of each rank's micro-batches, their samples and tokens."""
+    return ForestPlan(
+        micro_batches=tuple(tuple(own for own, _ in rank) for rank in ranks),
+        physical_tokens=tuple(tuple(tokens for _, tokens in rank) for rank in ranks),
+        carrying=carrying,
+    )
 
 
 def _for_pipeline(rank: list[T], cost: Callable[[T], int]) -> list[T]:
     """The cheapest micro-batches first and last: while a pipeline fills and drains, all stages wait for those."""
     by_cost = sorted(rank, key=cost)
     return by_cost[0::2] + by_cost[1::2][::-1]
-
-
-def _even_plan(
-    order: Int64Array, shared: Int64Array, fresh: Int64Array, max_tokens: int, dp_size: int, per_rank: int
-) -> ForestPlan:
-    """Plan micro-batches as even in tokens as possible; arrays are int64 ``[S]``."""
-    count = dp_size * per_rank
-    budget = smallest_budget(shared, fresh, count, max_tokens)
-    cuts = least_repeating_runs(shared, fresh, budget)
-    if len(cuts) > count:
-        cuts = fewest_runs(shared, fresh, budget)
-    runs = [(int(shared[start] + fresh[start:end].sum()), tuple(order[start:end].tolist())) for start, end in cuts]
-    runs += [(0, ())] * (count - len(runs))
-    # Largest first, back and forth over the ranks: each rank gets as many, and about as much.
-    runs.sort(key=lambda run: -run[0])
-    dealt: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(dp_size)]
-    for turn in range(per_rank):
-        hand = runs[turn * dp_size : (turn + 1) * dp_size]
-        for rank, run in enumerate(hand if turn % 2 == 0 else reversed(hand)):
-            dealt[rank].append(run)
-    return ForestPlan(
-        micro_batches=tuple(tuple(run for _, run in rank) for rank in dealt),
-        physical_tokens=tuple(tuple(tokens for tokens, _ in rank) for rank in dealt),
-    )
-
-
-def _make_clusters(
-    keys: Sequence[Hashable],
-    leaves: Leaves,
-    samples: Sequence[Sample],
-    order: Int64Array,
-    max_tokens: int,
-    cost_model: CostModel | None,
-) -> Clusters:
-    """Put leaves with one key together; raise BudgetError for a cluster above ``max_tokens``; ``order`` is ``[S]``."""
-    clusters = Clusters.of(keys, leaves, cost_model)
-    for members, tokens in zip(clusters.members, clusters.tokens.tolist(), strict=True):
-        if tokens > max_tokens:
-            sources = [samples[index].source for index in order[members].tolist()]
-            raise BudgetError(
-                f"{', '.join(sources[:-1])} and {sources[-1]} stay together, and their {tokens} unique tokens do not "
-                f"fit a micro-batch of batch.max_tokens={max_tokens}{words_of_states(cost_model)}; raise "
-                "batch.max_tokens or shorten the samples"
-            )
-    return clusters
-
-
-def _cluster_plan(
-    clusters: Clusters,
-    leaves: Leaves,
-    order: Int64Array,
-    max_tokens: int,
-    dp_size: int,
-    per_rank: int,
-    cost_model: CostModel | None,
-) -> ForestPlan:
-    """Plan micro-batches that keep clusters together; ``order`` is int64 ``[S]``."""
-    count = dp_size * per_rank
-    budget = smallest_budget(clusters.context, clusters.fresh, count, max_tokens)
-    bins = [clusters.places(run) for run in fewest_runs(clusters.context, clusters.fresh, budget)]
-    bins += [np.empty(0, dtype=np.int64)] * (count - len(bins))
-    tokens = [leaves.some(places).tokens for places in bins]
-    cost = tokens if cost_model is None else [leaves.some(places).units(cost_model) for places in bins]
-    ranks = deal(cost, dp_size, size=[1] * count, room=per_rank).ranks
-    if cost_model is not None:
-        ranks = [_for_pipeline(rank, cost.__getitem__) for rank in ranks]
-    return ForestPlan(
-        micro_batches=tuple(tuple(tuple(order[bins[chosen]].tolist()) for chosen in rank) for rank in ranks),
-        physical_tokens=tuple(tuple(tokens[chosen] for chosen in rank) for rank in ranks),
-    )

@@ -10,7 +10,7 @@ import numpy as np
 from mcore_prefix_tree.layout import NO_PADDING, Padding
 from mcore_prefix_tree.layout.stats import NO_BRANCHES, Branching, branching
 from mcore_prefix_tree.plan.balance import least_makespan
-from mcore_prefix_tree.plan.carry import FORWARD, Chunk, FirstPass, first_pass_depths
+from mcore_prefix_tree.plan.carry import FORWARD, TreePart, first_pass_depths
 from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
 from mcore_prefix_tree.plan.forest_plan import ForestPlan
 from mcore_prefix_tree.plan.pack import Leaves, first_scored
@@ -135,19 +135,19 @@ def report_plan(
         branches = branching(trie_from_order(np.arange(len(own)), own.context, own.length).node_parent)
         return report(len(indices), own.tokens, own.pairs, int(own.scored.sum()), branches)
 
-    def count_first_pass(run: FirstPass, parts: Sequence[Chunk | FirstPass]) -> MicroBatchReport:
-        chunks = sorted(part for part in parts if isinstance(part, Chunk))
-        tokens = run.end - run.start
-        pairs = int((first_pass_depths(chunks)[run.start : run.end] + 1).sum()) if tokens else 0
-        return report(0, tokens, pairs, 0, passes=FORWARD)
+    def count_first_pass(run: TreePart, parts: Sequence[TreePart]) -> MicroBatchReport:
+        chunks = sorted(part for part in parts if part.is_chunk)
+        pairs = int((first_pass_depths(chunks)[run.start : run.end] + 1).sum()) if run.tokens else 0
+        return report(0, run.tokens, pairs, 0, passes=FORWARD)
 
-    def count_chunk(indices: Sequence[int], chunk: Chunk, passes: float) -> MicroBatchReport:
+    def count_chunk(indices: Sequence[int], chunk: TreePart, passes: float) -> MicroBatchReport:
         own = find_leaves(indices)
         depths = [np.arange(*ends) for ends in zip(own.context.tolist(), own.length.tolist(), strict=True)]
         position, ends = np.concatenate(depths), np.cumsum(own.length - own.context)
-        tokens, pairs = chunk.end - chunk.start, int((position[chunk.start : chunk.end] + 1).sum())
+        pairs = int((position[chunk.start : chunk.end] + 1).sum())
         ending = int(((ends > chunk.start) & (ends <= chunk.end)).sum())
-        return report(ending, tokens, pairs, int(own.scored.sum()) * tokens // own.tokens, passes=passes)
+        scored = int(own.scored.sum()) * chunk.tokens // own.tokens
+        return report(ending, chunk.tokens, pairs, scored, passes=passes)
 
     def count_rank(rank: int, cuts: Sequence[tuple[int, ...]]) -> Iterator[MicroBatchReport]:
         carrying = plan.carrying_of(rank)
@@ -156,12 +156,12 @@ def report_plan(
             return
         trees = carrying.trees(cuts)
         for indices, run in zip(cuts, carrying.runs, strict=True):
-            if run is None:
-                yield count(indices)
-            elif isinstance(run, Chunk):
+            if run.forward_only:
+                yield count_first_pass(run, trees.get(indices, ()))
+            elif run.is_chunk:
                 yield count_chunk(indices, run, 1 + FORWARD if carrying.scored else 1)
             else:
-                yield count_first_pass(run, trees.get(indices, ()))
+                yield count(indices)
 
     ranks = tuple(tuple(count_rank(*one)) for one in enumerate(plan.micro_batches))
     costs = [_rank_seconds(rank, bubble) for rank in ranks]

@@ -55,7 +55,7 @@ _SAMPLES: tuple[Callable[[Any], object], ...] = (
         "data.chat_template_kwargs needs data.tokenizer, whose template reads them; set both, or none",
     ),
     lambda recipe: _refuse(
-        recipe.data.tokenizer is None and recipe.model.vocab_size is None,
+        recipe.data.tokenizer is None and recipe.model.vocab_size is None and recipe.model.hf is None,
         "model.vocab_size is missing; set it, or name a data.tokenizer to take it from",
     ),
     lambda recipe: _check_teachers(recipe.objective, across_tokenizers=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,13 +13,43 @@ from mcore_prefix_tree.settings.sections import RecipeError
 from mcore_prefix_tree.utils.choices import OverBudget
 
 
-def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective: Objective | None) -> str | None:
+class Cutting(NamedTuple):
+    """Way to cut trees above the budget; see :class:`~mcore_prefix_tree.mcore.engine.folding.Folding`."""
+
+    over_budget: OverBudget = "repeat"
+    scores_first: bool = False
+    why_repeat: str = ""
+
+
+def choose_cutting(
+    asked: OverBudget,
+    settings: Mapping[str, Any],
+    pattern: str | None,
+    objective: Objective | None,
+    *,
+    runs_ahead: bool = True,
+) -> Cutting:
+    """Return the way to cut, see :func:`why_not_carried`; raises RecipeError if training cannot ``carry``."""
+    if asked == "repeat":
+        return Cutting(why_repeat="batch.over_budget=repeat")
+    why = why_not_carried(settings, pattern, objective, runs_ahead=runs_ahead)
+    if why is None:
+        return Cutting(asked, scores_first=objective is not None and not objective.sums_edges)
+    if asked == "carry" and objective is not None:
+        raise RecipeError(f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=repeat")
+    return Cutting(why_repeat=why)
+
+
+def why_not_carried(
+    settings: Mapping[str, Any], pattern: str | None, objective: Objective | None, *, runs_ahead: bool = True
+) -> str | None:
     """Return why the samples of a job are not cut, None if they can be.
 
     Args:
         settings: fields of the model's ``TransformerConfig``; one that is missing has upstream's default.
         pattern: layers of a ``HybridModel``.
         objective: None if samples are only scored.
+        runs_ahead: whether the training loop can run a pass before a step.
     """
     if objective is not None and not (objective.sums_edges or objective.reads_scores):
         return "the objective reads more of whole samples than scores of tokens"
@@ -34,11 +64,6 @@ def why_not_carried(settings: Mapping[str, Any], pattern: str | None, objective:
         )
         if balances or settings.get("moe_z_loss_coeff") or settings.get("moe_router_enable_expert_bias"):
             return "the model's routers balance experts by whole samples"
+    if objective is not None and not (objective.sums_edges or runs_ahead):
+        return "the objective's loss needs a pass before the step, for which Megatron-LM's pipelines have no place"
     return None
-
-
-def choose_over_budget(asked: OverBudget, why_not: str | None) -> OverBudget:
-    """Return the way to cut; ``why_not`` is the reason not to carry. Raise RecipeError if just that is asked for."""
-    if asked == "carry" and why_not is not None:
-        raise RecipeError(f"batch.over_budget=carry is not possible: {why_not}; set batch.over_budget=repeat")
-    return asked if why_not is None else "repeat"

@@ -35,7 +35,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import add_means, make_objective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
 from mcore_prefix_tree.plan import Carrying
-from mcore_prefix_tree.plan.carry import Chunk, make_chunks, scored_places, with_first_pass
+from mcore_prefix_tree.plan.carry import make_chunks, scored_places, with_first_pass
 from mcore_prefix_tree.settings.over_budget import why_not_carried
 from mcore_prefix_tree.signals import Signals
 
@@ -247,12 +247,12 @@ def test_trees_of_pairs_are_folded_as_planned() -> None:
         (carrying,), (cut,) = plan.carrying, plan.micro_batches
         batches = fold_carrying(samples, cut, carrying, folding)
         for batch, run in zip(batches, carrying.runs, strict=True):
-            if isinstance(run, Chunk):
+            if run.is_chunk:
                 position = batch.layout.whole.position_ids.astype(np.int64)
                 borders = sorted({0, run.start, run.end, len(position)})
                 assert run in make_chunks(position, borders)
                 joined += int((position == 0).sum()) > 1
-        places = [place for place, run in enumerate(carrying.runs) if isinstance(run, Chunk)]
+        places = [place for place, run in enumerate(carrying.runs) if run.is_chunk]
         assert carrying.scored == tuple(places[::-1])
     assert joined > 40
 

@@ -34,7 +34,7 @@ ALLOWED = {
     "xtoken": {"data", "layout", "logprob", "sample", "signals", "trie", "utils"},
     "objectives": {"layout", "logprob", "sample", "signals", "trie", "utils", "xtoken"},
     "settings": {"attention", "data", "layout", "objectives", "plan", "sample", "signals", "trie", "utils", "xtoken"},
-    "arguments": {"attention", "data", "objectives", "settings", "utils"},
+    "arguments": {"attention", "data", "objectives", "plan", "settings", "utils"},
     "mcore": {
         "arguments", "attention", "cpu", "data", "layout", "logprob", "metadata", "objectives", "plan", "sample",
         "settings", "signals", "trie", "utils", "xtoken",

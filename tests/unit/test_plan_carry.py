@@ -23,7 +23,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
 )
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan import BudgetError, CostModel, fewest_micro_batches, plan_step
-from mcore_prefix_tree.plan.carry import Chunk, FirstPass, cut_tree, make_chunks, with_first_pass
+from mcore_prefix_tree.plan.carry import WHOLE, TreePart, cut_tree, make_chunks, with_first_pass
 
 
 def make_samples(rows: list[list[int]]) -> list[Sample]:
@@ -79,8 +79,9 @@ def test_carried_tokens_are_all_stacks(samples: list[Sample], data: st.DataObjec
     order = carried[np.argsort(-find_last_readers(layout, borders[:-1], carried), kind="stable")]
     kept, waiting = set[int](), set[int]()
     for run in with_first_pass(chunks, budget):
-        if isinstance(run, FirstPass):
-            assert 0 < run.end - run.start <= budget
+        if run.forward_only:
+            assert 0 < run.tokens <= budget
+            assert run.stack == len(ancestors(layout, order[run.start]))
             waiting |= {int(order[run.start])}
             kept |= set(order[run.start : run.end].tolist())
         else:
@@ -174,11 +175,12 @@ def test_a_sample_above_the_budget_is_carried() -> None:
     assert plan.micro_batches == (((0,), (0,), (0,), (0,), (0,), (1,), (2,)),)
     assert plan.physical_tokens == ((0, 0, 4, 8, 8, 7, 7),)
     (rank,) = plan.carrying or ()
-    chunks = (Chunk(16, 20, 0, 16), Chunk(8, 16, 8, 8), Chunk(0, 8, 8, 0))
-    assert rank.runs == (FirstPass(0, 8), FirstPass(8, 16), *chunks, None, None)
+    chunks = (TreePart(16, 20, 0, 16), TreePart(8, 16, 8, 8), TreePart(0, 8, 8, 0))
+    passes = (TreePart(0, 8, 0, 0, forward_only=True), TreePart(8, 16, 0, 8, forward_only=True))
+    assert rank.runs == (*passes, *chunks, WHOLE, WHOLE)
     assert (rank.held_tokens, plan.carried_tokens) == (16, 16)
     scored = plan_step([CHAIN, *PAIR], max_tokens=8, over_budget="auto", trains=False)
-    assert [one.runs for one in scored.carrying or ()] == [(*chunks[::-1], None, None)]
+    assert [one.runs for one in scored.carrying or ()] == [(*chunks[::-1], WHOLE, WHOLE)]
 
 
 def test_one_path_is_held_at_once() -> None:
@@ -240,7 +242,7 @@ def test_chunks_stay_on_one_rank_and_ranks_run_forward_together() -> None:
     )
     assert {len(rank) for rank in plan.micro_batches} == {6}, plan
     assert plan.carrying is not None
-    (passes,) = {tuple(isinstance(run, FirstPass) for run in rank.runs) for rank in plan.carrying}
+    (passes,) = {tuple(run.forward_only for run in rank.runs) for rank in plan.carrying}
     assert sum(passes) == 2
     owners = {rank for rank, own in enumerate(plan.micro_batches) if (0,) in own}
     assert len(owners) == 1
@@ -256,9 +258,9 @@ def test_trees_of_a_pair_are_carried_together() -> None:
     (rank,) = plan.carrying or ()
     order = (0, 3)
     assert rank.trees(plan.micro_batches[0]).keys() == {order}
-    chunks = sorted(run for run in rank.runs if isinstance(run, Chunk))
+    chunks = sorted(run for run in rank.runs if run.is_chunk)
     assert (chunks[0].start, chunks[-1].end) == (0, 27)
-    assert {own for own, run in zip(plan.micro_batches[0], rank.runs, strict=True) if run is None} == {(4, 1), (2,)}
+    assert {own for own, run in zip(plan.micro_batches[0], rank.runs, strict=True) if run == WHOLE} == {(4, 1), (2,)}
     sides = [Sample(tokens=[1, *[at] * 5]) for at in (2, 3)]
     assert plan_step(sides, max_tokens=8, over_budget="auto", together=["a", "a"]).carrying is not None
     assert plan_step(sides, max_tokens=11, over_budget="carry", together=["a", "a"]).carrying is None
@@ -274,8 +276,8 @@ def test_a_scoring_pass_runs_the_chunks_in_order_and_costs_a_forward() -> None:
     assert one.scored == other.scored
     assert len(one.scored) == 4, "three chunks, and one to be a multiple of two"
     carrying = one if one.carried_tokens else other
-    runs = [run for place in one.scored if isinstance(run := carrying.runs[place], Chunk)]
-    assert runs == sorted(run for run in carrying.runs if isinstance(run, Chunk))
+    runs = [run for place in one.scored if (run := carrying.runs[place]).is_chunk]
+    assert runs == sorted(run for run in carrying.runs if run.is_chunk)
     assert plan.scored_tokens == len(CHAIN)
     answers = [Sample(tokens=[*range(90), *[100 + at] * 40]) for at in range(4)]
     settings = {"max_tokens": 170, "over_budget": "auto"}

@@ -25,8 +25,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding, plan_attention
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.plan import Carrying, Chunk, FirstPass, ForestPlan
-from mcore_prefix_tree.plan.carry import IDLE
+from mcore_prefix_tree.plan import Carrying, ForestPlan, TreePart
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing, Trie, sort_samples, trie_from_order
 from mcore_prefix_tree.utils.upload import upload
@@ -46,14 +45,11 @@ def fold_carrying(
     }
     batches: list[MicroBatch] = []
     for indices, run in zip(cut, carrying.runs, strict=True):
-        if run is None:
-            batches.append(folding.micro_batch([samples[index] for index in indices]))
-        elif isinstance(run, Chunk):
+        if run.tokens:
             batches.append(trees[tuple(indices)].micro_batch(run))
-        elif run == IDLE:
-            batches.append(replace(folding.micro_batch([]), forward_only=True))
         else:
-            batches.append(trees[tuple(indices)].first_pass(run))
+            whole = folding.micro_batch([samples[index] for index in indices])
+            batches.append(replace(whole, forward_only=run.forward_only))
     return batches
 
 
@@ -82,7 +78,7 @@ class _Tree:
     """
 
     layout: FlatLayout
-    chunks: Sequence[Chunk]
+    chunks: Sequence[TreePart]
     carried: Int64Array
     owner: Int64Array
     reader: Int64Array
@@ -94,12 +90,10 @@ class _Tree:
     trains: bool
 
     @classmethod
-    def of(
-        cls, samples: Sequence[Sample], runs: Sequence[Chunk | FirstPass], folding: Folding, *, trains: bool
-    ) -> _Tree:
+    def of(cls, samples: Sequence[Sample], runs: Sequence[TreePart], folding: Folding, *, trains: bool) -> _Tree:
         """Fold a tree's samples, in depth-first order, to be run in parts."""
         layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing))
-        chunks = sorted(run for run in runs if isinstance(run, Chunk))
+        chunks = sorted(run for run in runs if run.is_chunk)
         starts = [chunk.start for chunk in chunks]
         carried = find_carried(layout, [*starts, layout.physical_tokens])
         reader = find_last_readers(layout, starts, carried)
@@ -107,7 +101,7 @@ class _Tree:
         carried, reader = carried[order], reader[order]
         owner = np.searchsorted(starts, carried, side="right") - 1
         # A shelf has the tokens of one chunk that one micro-batch keeps.
-        passes = [run.end for run in runs if isinstance(run, FirstPass)]
+        passes = [run.end for run in runs if run.forward_only]
         shelf = owner * (len(passes) + 1) + np.searchsorted(passes, np.arange(len(carried)), side="right")
         by_shelf = np.argsort(shelf, kind="stable")
         row = np.empty_like(shelf)
@@ -136,15 +130,18 @@ class _Tree:
         """int64 ``[X]``, the order of the carried tokens in ``layout``."""
         return np.argsort(self.carried)
 
-    def micro_batch(self, chunk: Chunk) -> MicroBatch:
-        """Return a chunk's micro-batch."""
+    def micro_batch(self, part: TreePart) -> MicroBatch:
+        """Return the micro-batch of a part."""
+        return self._first_pass(part) if part.forward_only else self._chunk(part)
+
+    def _chunk(self, chunk: TreePart) -> MicroBatch:
         start, end, *_ = chunk
         number = self.chunks.index(chunk)
         layout = cut(
             self.layout,
             start,
             end,
-            padded_size=self.folding.padding.size(end - start),
+            padded_size=self.folding.padding.size(chunk.tokens),
             num_supervised=int(self.supervised[start:end].sum()),
         )
         stack = self.by_index[np.searchsorted(self.carried, find_stack(self.layout, start), sorter=self.by_index)]
@@ -155,9 +152,9 @@ class _Tree:
         needed = layout.edge_weight != 0 if self.folding.only_supervised else None
         return self._made(layout, stack, own, self.carried[own] - start, (last, scored), needed, keeps=not self.trains)
 
-    def first_pass(self, run: FirstPass) -> MicroBatch:
+    def _first_pass(self, run: TreePart) -> MicroBatch:
         """Return a micro-batch of carried tokens, which scores nothing."""
-        layout = cut(self.above, run.start, run.end, padded_size=self.folding.padding.size(run.end - run.start))
+        layout = cut(self.above, run.start, run.end, padded_size=self.folding.padding.size(run.tokens))
         own, nothing = np.arange(run.start, run.end), np.zeros(layout.num_places, dtype=np.bool_)
         stack = find_stack(self.above, run.start)
         batch = self._made(layout, stack, own, own - run.start, (own[:0], own[:0]), nothing, keeps=True)

@@ -87,27 +87,25 @@ class Folding:
         with self._explained(samples):
             return plan_step(
                 samples,
-                max_tokens=self.max_tokens,
-                dp_size=self.dp_size,
-                micro_batch_multiple=self.micro_batch_multiple,
-                micro_batches=micro_batches,
-                cost_model=self.cost_model,
-                bubble=self.bubble,
-                sharing=self.sharing,
+                **self._limits(samples),
                 together=together,
-                over_budget=self._over_budget(samples),
-                attends_stacks=self._attends_stacks,
-                scores_first=self.scores_first,
+                micro_batches=micro_batches,
+                bubble=self.bubble,
                 trains=trains,
             )
 
-    @property
-    def _attends_stacks(self) -> bool:
-        return self.attention_backend not in SKIP_UNREAD
-
-    def _over_budget(self, samples: Sequence[Sample]) -> OverBudget:
-        """Return the way to cut these samples: those with sampling masks stay whole."""
-        return "repeat" if _are_masked(samples) else self.over_budget
+    def _limits(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Return the settings that decide how many micro-batches samples take; those with sampling masks stay whole."""
+        return {
+            "max_tokens": self.max_tokens,
+            "dp_size": self.dp_size,
+            "micro_batch_multiple": self.micro_batch_multiple,
+            "cost_model": self.cost_model,
+            "sharing": self.sharing,
+            "over_budget": "repeat" if _are_masked(samples) else self.over_budget,
+            "attends_stacks": self.attention_backend not in SKIP_UNREAD,
+            "scores_first": self.scores_first,
+        }
 
     @contextmanager
     def _explained(self, samples: Sequence[Sample]) -> Iterator[None]:
@@ -123,18 +121,7 @@ class Folding:
     def fewest_micro_batches(self, samples: Sequence[Sample], *, together: Sequence[Hashable] | None = None) -> int:
         """Return the number of micro-batches each rank needs for a step; for arguments and errors see :meth:`plan`."""
         with self._explained(samples):
-            return fewest_micro_batches(
-                samples,
-                max_tokens=self.max_tokens,
-                dp_size=self.dp_size,
-                micro_batch_multiple=self.micro_batch_multiple,
-                cost_model=self.cost_model,
-                sharing=self.sharing,
-                together=together,
-                over_budget=self._over_budget(samples),
-                attends_stacks=self._attends_stacks,
-                scores_first=self.scores_first,
-            )
+            return fewest_micro_batches(samples, **self._limits(samples), together=together)
 
     def repeating(self, why: str) -> Folding:
         """Return the folding for a use that needs whole samples; ``why`` completes a message about a long one."""

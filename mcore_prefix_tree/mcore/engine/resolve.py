@@ -18,7 +18,7 @@ from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import Recipe
-from mcore_prefix_tree.settings.over_budget import choose_over_budget, why_not_carried
+from mcore_prefix_tree.settings.over_budget import choose_cutting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,10 @@ class Run:
         )
         if objective is None:
             return folding
-        asked, why = settings.batch.over_budget, why_not_carried(vars(config), self.pattern, objective)
-        if why is None and not (objective.sums_edges or self.runs_ahead):
-            why = "the objective's loss needs a pass before the step, for which Megatron-LM's pipelines have no place"
-        if choose_over_budget(asked, why) == "repeat":
-            return folding.repeating(why if asked != "repeat" and why else "batch.over_budget=repeat")
-        return replace(folding, over_budget=asked, scores_first=not objective.sums_edges)
+        cutting = choose_cutting(
+            settings.batch.over_budget, vars(config), self.pattern, objective, runs_ahead=self.runs_ahead
+        )
+        return replace(folding, **cutting._asdict())
 
     def make_job(
         self,

@@ -30,7 +30,7 @@ from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.settings import Recipe, RecipeError
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
-from mcore_prefix_tree.settings.over_budget import why_not_carried
+from mcore_prefix_tree.settings.over_budget import choose_cutting
 from mcore_prefix_tree.settings.sample_source import make_source
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class Data:
 
 def cuts_samples(session: Session, objective: Objective | None) -> bool:
     """Return whether samples above ``batch.max_tokens`` are cut; without an objective they are only scored."""
-    pattern = session.recipe.model.hybrid_layer_pattern
-    why = why_not_carried(vars(session.config), pattern, objective)
-    return session.recipe.batch.over_budget != "repeat" and why is None
+    recipe = session.recipe
+    pattern = recipe.model.hybrid_layer_pattern
+    return choose_cutting(recipe.batch.over_budget, vars(session.config), pattern, objective).over_budget != "repeat"
 
 
 def read_data(

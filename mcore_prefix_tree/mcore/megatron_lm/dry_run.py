@@ -41,7 +41,7 @@ from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     size_at,
 )
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import ExpectedSpeedup, FirstPass, ForestPlan
+from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
@@ -85,17 +85,28 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         size = size_at(args, 0)
     samples = order.take(0, size.samples)
     plan = folding.plan(samples, micro_batches=size.micro_batches, together=objective.together(samples))
+    lines += _describe_step(args, order, samples, plan, folding)
+    if largest > args.micro_batch_size:
+        lines.append(
+            f"  fewer and larger micro-batches, {training[0].samples // largest} a rank here, fit every step: use "
+            f"--micro-batch-size {largest}"
+        )
+    return "\n".join([*lines, *_describe_memory(args, samples, plan, folding)])
 
+
+def _describe_step(
+    args: argparse.Namespace, order: SampleOrder, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
+) -> list[str]:
+    """Describe the work of the first step, its expected speed-up and each rank's part."""
     logical = sum(len(sample) for sample in samples)
     physical = sum(map(sum, plan.physical_tokens))
-    longest = max(map(max, plan.physical_tokens))
-    lines += [
-        f"{order.samples_per_epoch} samples an epoch, {size.samples} a step, in {size.micro_batches} micro-batches on "
-        f"each of {size.dp_size} data-parallel ranks",
+    lines = [
+        f"{order.samples_per_epoch} samples an epoch, {len(samples)} a step, in {plan.num_micro_batches} micro-batches "
+        f"on each of {len(plan.micro_batches)} data-parallel ranks",
         f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
         f"first step: expected speed-up {_expected(args, samples, plan, folding)}",
     ]
-    if size.samples > order.samples_per_epoch:
+    if len(samples) > order.samples_per_epoch:
         lines.append(
             f"first step: takes the {order.samples_per_epoch} samples there are more than once; its fold ratio counts "
             "the repeats, which other samples would not give"
@@ -105,35 +116,36 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         for rank, (batches, sizes) in enumerate(zip(plan.micro_batches, plan.physical_tokens, strict=True))
     ]
     if plan.carrying is not None:
-        passes = sum(isinstance(run, FirstPass) for run in plan.carrying[0].runs)
+        passes = sum(run.forward_only for run in plan.carrying[0].runs)
         lines.append(
             f"first step: {plan.carried_tokens} tokens run forward once more, in {passes} of the micro-batches of each "
             "rank, and chunks of trees above the budget read their keys and values"
         )
     if plan.scored_tokens:
         lines.append(f"first step: {plan.scored_tokens} tokens run forward before it, for a loss of whole samples")
-    lines += _idle(plan)
-    lines.append(f"first step: {_filled(plan, folding.max_tokens)}")
-    if largest > args.micro_batch_size:
-        lines.append(
-            f"  fewer and larger micro-batches, {training[0].samples // largest} a rank here, fit every step: use "
-            f"--micro-batch-size {largest}"
-        )
+    return [*lines, *_idle(plan), f"first step: {_filled(plan, folding.max_tokens)}"]
+
+
+def _describe_memory(
+    args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
+) -> list[str]:
+    """Describe the memory of the most loaded rank, or why there is no estimate."""
     states = _states(args, samples, plan, folding)
-    lines += states
     if hybrid_pattern(args) is not None or states:
         kind = "a hybrid model" if hybrid_pattern(args) is not None else "a model with Gated DeltaNet"
-        lines.append(f"a rank's memory: no estimate, because Megatron-LM has none of {kind}'s weights")
-        return "\n".join(lines)
-    cases = {"longest micro-batch": longest, "at --prefix-tree-max-tokens": folding.max_tokens}
+        return [*states, f"a rank's memory: no estimate, because Megatron-LM has none of {kind}'s weights"]
+    cases = {
+        "longest micro-batch": max(map(max, plan.physical_tokens)),
+        "at --prefix-tree-max-tokens": folding.max_tokens,
+    }
     kept = "activations" if args.num_experts is None else "activations with balanced routing"
-    lines += [
+    lines = [
         f"a rank's memory by an estimate, of {args.world_size} ranks:",
         f"  Megatron-LM's warm-up at the start, before all else: {warm_up_bytes(args) / GIB:.3g} GiB",
         f"  weights, gradients, optimizer: {(_weights_in_layout(args) + _whole_projections(args)) / GIB:.3g} GiB",
     ]
     lines += [
-        f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, size.micro_batches) / GIB:.3g} GiB"
+        f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, plan.num_micro_batches) / GIB:.3g} GiB"
         for case, tokens in cases.items()
     ]
     if plan.carrying is not None:
@@ -141,7 +153,7 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
         attention = attention_cases_of_model(config, device=folding.device, deterministic=False)
         carried = count_carried_bytes(plan, replace(folding, config=config, attention_cases=attention))
         lines.append(f"  keys and values that chunks read, with their gradients, at most: {carried / GIB:.3g} GiB")
-    return "\n".join(lines)
+    return lines
 
 
 def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> list[str]:
