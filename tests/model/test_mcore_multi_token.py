@@ -137,6 +137,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "detached heads, full recompute": ("*-/*-/*-", {"mtp_detach_heads": True, **FULL}, {}),
     "mup": ("*-/*", {"use_mup": True, "mup_width_mult": 2.0}, {}),
     "latent attention": ("+-/+-/+-", LATENT, {}),
+    "sparse attention": ("D-/D-/D-", SPARSE | {"experimental_attention_variant": None}, {}),
     "delta net": ("G-*/*-/*-", DELTA_NET, {}),
     "delta net in the depths": ("G*/G-/G-", DELTA_NET, {}),
     "Mamba in the depths": ("M*/M-/M-", MAMBA, {}),

@@ -126,7 +126,7 @@ class TreeMultiTokenModelMixin:
 
 
 class TreeHybridModelMixin(TreeMultiTokenModelMixin):
-    """The same for a ``HybridModel``, whose forward runs its depths itself."""
+    """A ``HybridModel`` that scores its depths on a tree; its own forward runs them, not a hook behind it."""
 
     def forward(self, input_ids: Any, position_ids: Any, attention_mask: Any, *more: Any, **call: Any) -> Any:
         """Run the base class's forward, on a tree without ids to roll; raise ValueError as in a ``GPTModel``."""
@@ -143,7 +143,7 @@ class TreeHybridModelMixin(TreeMultiTokenModelMixin):
 
 
 class TreeMultiTokenBlockMixin:
-    """The depths of a ``HybridModel``, which leave a tree to their model."""
+    """Depths of a ``HybridModel``, which leave a tree to their model."""
 
     def forward(self, *, packed_seq_params: Any = None, **call: Any) -> Any:
         """Return the base class's output ``[(1 + K) L, 1, h]``, or what the model makes of a tree."""
