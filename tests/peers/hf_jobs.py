@@ -335,6 +335,17 @@ def check_depth_with_tensor_parallelism(family: str, folder: Path) -> None:
     assert gradient_errors(shared, alone)["worst_gradient"] <= 1e-5
 
 
+def train_depth(family: str, folder: Path, steps: int) -> None:
+    """Train a depth as Megatron-LM's loop is told to in ``tests/upstream``; its log is in the folder."""
+    recipe, source = write_depth_job(folder, family)
+    rate = "optimizer.lr=1e-3", "optimizer.lr_decay_style=constant", "optimizer.weight_decay=0.01"
+    batch = "data.order=file", "batch.global_batch_size=8", "batch.max_tokens=80", f"train_iters={steps}"
+    layers = "model.transformer_impl=transformer_engine", REFERENCE, "verify.enabled=false"
+    options = (DEPTH, *rate, *batch, *layers, f"log.metrics={folder / 'log.jsonl'}")
+    done = run_command("train", recipe, "--hf", source, *options)
+    assert done.exit_code == 0, done.output
+
+
 REWARD_RECIPE = """
 objective: {name: reward_model}
 batch: {global_batch_size: 8, max_tokens: 40}
