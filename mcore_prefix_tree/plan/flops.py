@@ -28,10 +28,12 @@ from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.flat import starts_of_chains
 from mcore_prefix_tree.plan.model_shape import (
     CHUNK,
+    PATTERN_PARTS,
     RECURRENT,
     Experts,
     LatentAttention,
-    layer_parts,
+    depth_letters,
+    layer_letters,
     layers_with_experts,
     layers_with_states,
     layers_with_window,
@@ -255,7 +257,7 @@ class ModelWork:
         swiglu: bool = True,
         fused_head: bool = False,
         settings: Mapping[str, Any] | None = None,
-        parts: Sequence[str] | None = None,
+        pattern: str | None = None,
     ) -> ModelWork:
         """Count a GPT's weights, each of which a token multiplies once; names are those of Megatron's arguments.
 
@@ -266,8 +268,8 @@ class ModelWork:
             settings: further settings by the names of Megatron's ``TransformerConfig``; multi-latent attention,
                 Gated DeltaNet, Mamba, experts, ``attention_output_gate``, sliding windows and the depths of multi-token
                 prediction count; these as if their paths began where the model's do.
-            parts: "attention", "delta net", "mamba", "mlp" or "experts" of each layer of a hybrid model, counted
-                instead of ``num_layers``; by default a layer has one of the first two and one of the last two.
+            pattern: letters of the layers of a hybrid model, counted instead of ``num_layers``; by default a layer has
+                attention or Gated DeltaNet, and an MLP or experts.
         """
         settings = settings or {}
         latent, experts = LatentAttention.from_settings(settings), Experts.from_settings(settings)
@@ -283,14 +285,19 @@ class ModelWork:
             attention = latent.weights(hidden_size, num_attention_heads)
             attention_kept = 2 * num_attention_heads * (query + value)
         matrices = 3 if swiglu else 2
-        # Each depth has a layer like the last, and a projection of two rows. Hybrid models have none on a tree.
-        depths = 0 if parts is not None else trained_depths(settings)
-        if parts is None:
+        # Each depth has a layer like the last, or those of the pattern, and a projection of two rows.
+        depths = trained_depths(settings)
+        if pattern is None:
+            stacks = [num_layers, depths]
+            parts: list[str] | None = None
             states = layers_with_states(num_layers, settings)
             states += states[-1:] * depths
             attends = [not has_state for has_state in states]
             recurs = {"delta net": sum(states)}
         else:
+            letters = [layer_letters(pattern), *depth_letters(pattern)[:depths]]
+            stacks = [len(one) for one in letters]
+            parts = [PATTERN_PARTS[letter] for letter in "".join(letters)]
             attends = [part == "attention" for part in parts]
             recurs = {name: parts.count(name) for name in RECURRENT}
         num_layers = len(attends)  # Megatron does not compare its own with a pattern
@@ -317,8 +324,8 @@ class ModelWork:
             assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)
             kept += sparse * experts.kept(hidden_size, ffn_hidden_size, matrices)
-        has_window = layers_with_window(num_layers - depths, settings)
-        windowed = sum(map(and_, attends, has_window + has_window[:depths]))  # depths count from 1, too
+        has_window = [one for size in stacks for one in layers_with_window(size, settings)]  # depths count from 1, too
+        windowed = sum(map(and_, attends, has_window))
         return cls(
             token=2.0 * weights,
             pair=pair_flops(num_attention_heads, query, value),
@@ -353,7 +360,7 @@ class ModelWork:
             swiglu=model.swiglu,
             fused_head=fused_head and not scalar_head,
             settings=model.transformer,
-            parts=layer_parts(model.hybrid_layer_pattern),
+            pattern=model.hybrid_layer_pattern,
         )
 
     def of(self, counts: Counts) -> Work:

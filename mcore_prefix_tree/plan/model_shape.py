@@ -28,9 +28,15 @@ def layer_letters(pattern: str) -> str:
     return pattern.partition(MTP)[0].replace(PIPE, "")
 
 
+def depth_letters(pattern: str) -> list[str]:
+    """Return the letters of the layers of each depth of multi-token prediction in a pattern."""
+    return [letters for letters in pattern.split(MTP)[1:] if letters]
+
+
 def layer_parts(pattern: str | None) -> list[Part] | None:
-    """Return the kind of computation of each layer of a pattern; None, for a GPT, stays None."""
-    return None if pattern is None else [PATTERN_PARTS[letter] for letter in layer_letters(pattern)]
+    """Return the kind of computation of each layer of a pattern and its depths; None, for a GPT, stays None."""
+    letters = "" if pattern is None else layer_letters(pattern) + "".join(depth_letters(pattern))
+    return None if pattern is None else [PATTERN_PARTS[letter] for letter in letters]
 
 
 def has_experts(pattern: str) -> bool:

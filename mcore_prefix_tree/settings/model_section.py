@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.plan import LatentAttention
-from mcore_prefix_tree.plan.model_shape import PATTERN_PARTS, has_experts, layer_letters
+from mcore_prefix_tree.plan.model_shape import PATTERN_PARTS, depth_letters, has_experts, layer_letters
 from mcore_prefix_tree.settings.section import (
     STRICT,
     Dtype,
@@ -88,7 +88,8 @@ class ModelConfig(Section):
         adapter: folder that PEFT wrote, whose adapters training starts from; it decides ``lora``.
         num_layers: number of layers; those of ``hybrid_layer_pattern``, if that is set.
         hybrid_layer_pattern: kinds of the layers of a ``HybridModel``, one letter for each, for example ``*-G-|*E``, in
-            which ``|`` begins a pipeline stage; None for a GPT.
+            which ``|`` begins a pipeline stage, and ``/`` the layers of a depth of multi-token prediction; None for a
+            GPT.
         vocab_size: vocabulary size before padding to a multiple of the tensor-parallel size; None takes the
             tokenizer's.
         rope_scaling: whether to scale the rotary frequencies as Llama 3.1 does, by ``rope_scaling_factor``.
@@ -148,12 +149,21 @@ class ModelConfig(Section):
         pattern = self.hybrid_layer_pattern
         if pattern is None:
             return
-        where, letters = f"model.hybrid_layer_pattern={pattern!r}", layer_letters(pattern)
-        if unknown := set(letters) - PATTERN_PARTS.keys():
+        where, letters, depths = (
+            f"model.hybrid_layer_pattern={pattern!r}",
+            layer_letters(pattern),
+            depth_letters(pattern),
+        )
+        if unknown := set(letters).union(*depths) - PATTERN_PARTS.keys():
             raise ValueError(f"{where} has the letter {min(unknown)}; Megatron knows {' '.join(PATTERN_PARTS)}")
         if len(letters) != self.num_layers:
             raise ValueError(
                 f"{where} has {len(letters)} layers, not model.num_layers={self.num_layers}; set one to fit"
+            )
+        if len(depths) != (asked := self.transformer.get("mtp_num_layers") or 0) or len(set(depths)) > 1:
+            raise ValueError(
+                f"{where} has {len(depths)} depths of multi-token prediction behind /, which have to have the same "
+                f"layers, and model.transformer.mtp_num_layers is {asked}; change one of them"
             )
         if self.rope_scaling:
             raise ValueError(f"{where}: a hybrid model has no model.rope_scaling; unset it")

@@ -9,7 +9,16 @@ import pytest
 import torch
 from harness.in_double import kept_double
 from harness.oracles import worst
-from harness.seam_models import branching_samples, build, deep_samples, local_spec, tiny_config
+from harness.seam_models import (
+    DELTA_NET,
+    branching_samples,
+    build,
+    deep_samples,
+    hybrid,
+    hybrid_twins,
+    local_spec,
+    tiny_config,
+)
 from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINKS, supervised, take_gradients
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
@@ -22,6 +31,7 @@ from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.validation import check_model
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_on_the_cpu"),
@@ -111,6 +121,104 @@ def test_depths_are_those_of_separate_samples(name):
         expected = run_separately(stock, samples)["grads"]
         supervised(tree, folded(samples, settings["mtp_num_layers"]), WeightedSum()).backward()
     assert_equal_gradients(tree, expected, 1e-12)
+
+
+MAMBA = {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 4}
+# name: (pattern, fields of the config, arguments of HybridModel)
+HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one depth": ("*-*-/*", {}, {}),
+    "two depths of two layers": ("*-*/*-/*-", {"mtp_loss_scaling_factor": 0.7}, {}),
+    "no attention": ("*-/-/-", {}, {"position_embedding_type": "none"}),
+    "tied, learned positions": (
+        "*-/*/*",
+        {},
+        {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
+    ),
+    "detached heads, full recompute": ("*-/*-/*-", {"mtp_detach_heads": True, **FULL}, {}),
+    "mup": ("*-/*", {"use_mup": True, "mup_width_mult": 2.0}, {}),
+    "latent attention": ("+-/+-/+-", LATENT, {}),
+    "sparse attention": ("D-/D-/D-", SPARSE | {"experimental_attention_variant": None}, {}),
+    "delta net": ("G-*/*-/*-", DELTA_NET, {}),
+    "delta net in the depths": ("G*/G-/G-", DELTA_NET, {}),
+    "Mamba in the depths": ("M*/M-/M-", MAMBA, {}),
+}
+
+
+def hybrid_mtp_twins(pattern: str, settings: dict[str, Any], model: dict[str, Any]) -> tuple[Any, Any]:
+    main, *depths = pattern.split("/")
+    config = tiny_config(num_layers=len(main), mtp_num_layers=len(depths), **settings)
+    stock, tree = hybrid_twins(config, pattern, **model)
+    assert stock.state_dict().keys() == tree.state_dict().keys()
+    return stock, with_multi_token(tree)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_depths_of_hybrid_models(name):
+    stock, tree = hybrid_mtp_twins(*HYBRIDS[name])
+    samples = branching_samples()
+    with kept_double():
+        expected = run_separately(stock, samples)["grads"]
+        supervised(tree, folded(samples, tree.mtp_num_depths), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_forests_in_a_hybrid_model(seed):
+    stock, tree = hybrid_mtp_twins("*-/*-/*-", {}, {"max_sequence_length": 512})
+    samples = deep_samples(seed)
+    random.Random(seed).shuffle(samples)
+    with kept_double():
+        expected = run_separately(stock, samples)["grads"]
+        supervised(tree, folded(samples, 2), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, 1e-12)
+
+
+def test_experts_in_the_depths_of_a_hybrid_model():
+    stock, tree = hybrid_mtp_twins("*E/*E/*E", MOE, {})
+    samples = branching_samples()
+    with kept_double():
+        expected = run_separately(stock, samples)["grads"]
+        supervised(tree, folded(samples, 2), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, FP32_INSIDE)
+
+
+def test_hybrid_model_without_a_tree_is_upstreams():
+    stock, tree = hybrid_mtp_twins("*-/*-/*-", {}, {})
+    samples = branching_samples()[:4]
+    expected, found = run_separately(stock, samples), run_separately(tree, samples)
+    for name, wanted in expected["grads"].items():
+        assert torch.equal(found["grads"][name], wanted), name
+
+
+def test_frozen_depths_of_a_hybrid_model_change_nothing():
+    stock, tree = hybrid_mtp_twins("*-/*-/*-", {"mtp_loss_scaling_factor": 0.0}, {})
+    with kept_double():
+        expected = run_separately(stock, branching_samples())["grads"]
+        supervised(tree, folded(branching_samples(), 0), WeightedSum()).backward()
+    found = take_gradients(tree)
+    assert {name.startswith("mtp.") for name, one in found.items() if one is None} == {True}
+    assert not [name for name, one in found.items() if one is not None and worst(one, expected[name]) > 1e-12]
+
+
+def test_hybrid_models_whose_depths_cannot_be_trained_are_refused():
+    config = tiny_config(num_layers=2, mtp_num_layers=1)
+    stock = hybrid(config, "*-/*")
+    with pytest.raises(NotImplementedError, match=r"build the model from with_prefix_tree\(spec\)"):
+        with_multi_token(stock)
+    check_model(stock)
+    with pytest.raises(ValueError, match="for each"):
+        with_multi_token(hybrid(config, "*-"))
+    for pattern in ("*-", "*-/*/*"):
+        with pytest.raises(NotImplementedError, match="mtp_num_layers=1, but hybrid_layer_pattern="):
+            check_model(hybrid(config, pattern))
+    _, tree = hybrid_mtp_twins("*-/*", {}, {})
+    batch = folded(branching_samples(), 1)
+    with pytest.raises(ValueError, match="labels must be None"):
+        tree(
+            batch.input_ids, batch.position_ids, None, labels=batch.input_ids, packed_seq_params=batch.packed_seq_params
+        )
+    with pytest.raises(ValueError, match="weights of 2 depths, but the model trains 1"):
+        supervised(tree, folded(branching_samples(), 2), WeightedSum())
 
 
 @pytest.mark.parametrize("seed", range(3))

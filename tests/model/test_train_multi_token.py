@@ -10,7 +10,7 @@ from harness.train_jobs import FLOAT64, train, write_job
 
 from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
-from mcore_prefix_tree.settings import load_recipe
+from mcore_prefix_tree.settings import RecipeError, load_recipe
 
 pytestmark = pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
 
@@ -18,8 +18,12 @@ DEPTHS = ("model.transformer.mtp_num_layers=2", "model.transformer.mtp_loss_scal
 VERIFY = ("verify.enabled=true", "train_iters=2")
 
 
-def test_verify_compares_the_depths(tmp_path: Path) -> None:
-    notes = train(write_job(tmp_path), *DEPTHS, *FLOAT64, *VERIFY)
+HYBRID = "model.hybrid_layer_pattern=*-/*-/*-"
+
+
+@pytest.mark.parametrize("pattern", [(), (HYBRID,)], ids=["gpt", "hybrid"])
+def test_verify_compares_the_depths(tmp_path: Path, pattern: tuple[str, ...]) -> None:
+    notes = train(write_job(tmp_path), *DEPTHS, *FLOAT64, *VERIFY, *pattern)
     (report,) = notes.verifications
     assert report.passed
     assert max(error for error, _ in report.checks.values()) < 1e-6
@@ -48,9 +52,25 @@ def test_other_objectives_train_the_depths_unless_the_factor_is_0(tmp_path: Path
     assert names == ({"mtp_1 loss", "mtp_2 loss"} if trains else set())
 
 
-def test_checkpoint_with_depths_is_resumed_and_scored(tmp_path: Path) -> None:
-    whole = train(write_job(tmp_path), *DEPTHS, *FLOAT64, "train_iters=4").losses
-    saving = (*DEPTHS, *FLOAT64, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2")
+@pytest.mark.parametrize(
+    ("pattern", "depths", "says"),
+    [
+        ("*-/*-/*-", (), "has 2 depths of multi-token prediction behind /"),
+        ("*-/*-", DEPTHS, "has 1 depths .* and model.transformer.mtp_num_layers is 2"),
+        ("*-/*-/-*", DEPTHS, "which have to have the same layers"),
+        ("*-/*X/*X", DEPTHS, "has the letter X"),
+    ],
+)
+def test_depths_of_a_pattern_have_to_fit(tmp_path: Path, pattern: str, depths: tuple[str, ...], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        load_recipe(write_job(tmp_path), [f"model.hybrid_layer_pattern={pattern}", *depths])
+
+
+@pytest.mark.parametrize("pattern", [(), (HYBRID,)], ids=["gpt", "hybrid"])
+def test_checkpoint_with_depths_is_resumed_and_scored(tmp_path: Path, pattern: tuple[str, ...]) -> None:
+    options = (*DEPTHS, *FLOAT64, *pattern)
+    whole = train(write_job(tmp_path), *options, "train_iters=4").losses
+    saving = (*options, f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2")
     job = write_job(tmp_path)
     train(job, *saving, "train_iters=4", stop_after=3)
     assert train(job, *saving, "train_iters=4", resume=True).losses == pytest.approx(whole[2:], rel=1e-12)

@@ -7,17 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import transformers
-from harness import torchrun_jobs
+from harness import forks, torchrun_jobs
 from harness.commands import run_command, write_rows
+from harness.worlds import Layout, world
 from hf_folders import SIZES, rows, saved_model
 from safetensors.torch import load_file, save_file
 
@@ -110,10 +112,15 @@ def gradients(run: Resolved, *, is_folded: bool = True) -> dict[str, torch.Tenso
     step = fold_step(run.first_step(), run.job)
     assert (step.logical_tokens > 1.5 * step.physical_tokens) == is_folded
     run_schedule(chunks, step.micro_batches, run.job.forward_step)
-    for parameter in chunks[0].parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     assert run.recipe.model.hf is not None
-    exported = dict(load_bridge(run.recipe.model.hf).export_hf_weights(chunks, cpu=True))
+    return exported_gradients(run.recipe.model.hf, chunks, [parameter.grad for parameter in chunks[0].parameters()])
+
+
+def exported_gradients(path: str, chunks: list[Any], of_parameters: Iterable[torch.Tensor | None]) -> dict[str, Any]:
+    """Gradients of a model of one chunk, which it keeps as weights, by the names of a folder's weights."""
+    for parameter, gradient in zip(chunks[0].parameters(), of_parameters, strict=True):
+        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
+    exported = dict(load_bridge(path).export_hf_weights(chunks, cpu=True))
     # A weight that Megatron-Core centres at zero is exported with one added to it.
     return {name: weight - 1 if name.endswith(_CENTRED) else weight.clone() for name, weight in exported.items()}
 
@@ -303,6 +310,40 @@ def check_depth(family: str, folder: Path, *overrides: str) -> tuple[Path, dict[
         if still:
             assert_same_folder(exported, source)
     return source, weights_in(exported)
+
+
+def check_depth_with_tensor_parallelism(family: str, folder: Path) -> None:
+    """Train a depth on two ranks for a step that changes nothing, and compare gradients with those of one rank.
+
+    It runs in the process of :func:`run_with_engine`.
+    """
+    from hf_ranks import gradients_with_depth
+
+    forks.PRELOADED[:] = ["te_stand_in", *forks.PRELOADED, "bridge_loaded"]
+    recipe, source = write_depth_job(folder, family)
+    log, exported = folder / "log.jsonl", folder / "exported"
+    options = (DEPTH, STILL, REFERENCE, "model.transformer_impl=transformer_engine", "verify.enabled=false", *TP2_SP)
+    written = f"log.metrics={log}", f"checkpoint.export_hf={exported}"
+    done = run_ranks(2, "train", recipe, "--hf", source, *options, *written, "batch.max_tokens=200")
+    assert done.code == 0, done.err[-3000:]
+    assert json.loads(log.read_text())["metrics"]["mtp_1 loss"] == pytest.approx(loss_of_depth(source), rel=1e-5)
+    assert_same_folder(exported, source)
+    layouts = Layout(), Layout(tp=2, sequence_parallel=True)
+    alone, shared = (world(one.tp).run(gradients_with_depth, str(source), one, layout=one)[0] for one in layouts)
+    (projection,) = [one for name, one in alone.items() if name.endswith((".eh_proj.weight", "mtp.fc.weight"))]
+    assert projection.any()
+    assert gradient_errors(shared, alone)["worst_gradient"] <= 1e-5
+
+
+def train_depth(family: str, folder: Path, steps: int) -> None:
+    """Train a depth as Megatron-LM's loop is told to in ``tests/upstream``; its log is in the folder."""
+    recipe, source = write_depth_job(folder, family)
+    rate = "optimizer.lr=1e-3", "optimizer.lr_decay_style=constant", "optimizer.weight_decay=0.01"
+    batch = "data.order=file", "batch.global_batch_size=8", "batch.max_tokens=80", f"train_iters={steps}"
+    layers = "model.transformer_impl=transformer_engine", REFERENCE, "verify.enabled=false"
+    options = (DEPTH, *rate, *batch, *layers, f"log.metrics={folder / 'log.jsonl'}")
+    done = run_command("train", recipe, "--hf", source, *options)
+    assert done.exit_code == 0, done.output
 
 
 REWARD_RECIPE = """

@@ -36,6 +36,7 @@ from hf_jobs import (
     nll,
     read_model,
     run_ranks,
+    run_with_engine,
     weights_in,
     worst_score,
     write_depth_job,
@@ -162,13 +163,19 @@ def test_depth_of_a_folder_is_trained_and_exported(tmp_path: Path) -> None:
 def test_depth_through_layers_of_transformer_engine(family: str, tmp_path: Path) -> None:
     """They need a stand-in, which has no unfolded attention for ``verify``, and another process."""
     options = "'model.transformer_impl=transformer_engine', 'verify.enabled=false', 'attention_backend=reference'"
-    work = f"hf_jobs.check_depth('{family}', pathlib.Path(sys.argv[1]), {options})"
-    program = f"import te_stand_in, pathlib, sys, bridge_loaded, hf_jobs; {work}"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    arguments = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with_engine(f"import hf_jobs; hf_jobs.check_depth('{family}', pathlib.Path(sys.argv[1]), {options})", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "GLM-4.5",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("DeepSeek-V3", "Qwen3-Next", "Qwen3.5-MoE")),
+    ],
+)
+def test_depth_with_tensor_parallelism(family: str, tmp_path: Path) -> None:
+    work = f"hf_jobs.check_depth_with_tensor_parallelism('{family}', pathlib.Path(sys.argv[1]))"
+    run_with_engine(f"import hf_jobs; {work}", tmp_path)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_the_ratios_are_those_of_work(fused_head: bool) -> None:
     ratios = work_ratios(work, Counts.folded(layouts), Counts.unfolded(layouts))
     # A delta rule: 2 chunks of 64 in 1. Were it the whole body, it would shrink by as much.
     rule = ModelWork.from_dimensions(
-        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, vocab_size=64, parts=["delta net"]
+        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, vocab_size=64, pattern="G"
     )
     assert 15 / 9 < rule.expected_speedup(layouts).parts["body"][0] < 2
     assert work_ratios(rule, Counts.folded(layouts), Counts.unfolded(layouts)).body == 2

@@ -24,7 +24,7 @@ def test_costs_are_the_flops_of_forward_and_backward():
         assert cost.scored == (head if fused_head else 0)
         assert cost.pair == 3 * work.pair.total, "a window is not planned with"
         assert (cost.segment, cost.level, cost.micro_batch) == (0, 0, 0)
-    hybrid = ModelWork.from_dimensions(**dimensions, parts=["delta net", "mlp", "mamba"])
+    hybrid = ModelWork.from_dimensions(**dimensions, pattern="G-M")
     assert CostModel.from_work(hybrid).segment == 32 * 3 * hybrid.unused > 0, "half a chunk"
 
 

@@ -123,7 +123,7 @@ def test_tokens_that_states_of_known_models_count_as():
         **{"num_layers": 52, "hidden_size": 4096, "ffn_hidden_size": 21504, "vocab_size": 131072, "swiglu": False},
         **{"num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128},
         settings={"mamba_num_heads": 128},
-        parts=["mamba"] * 24 + ["mlp"] * 24 + ["attention"] * 4,
+        pattern="M" * 24 + "-" * 24 + "*" * 4,
     )
     dense = ModelWork.from_dimensions(
         num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=4, vocab_size=9

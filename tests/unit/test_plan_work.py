@@ -51,6 +51,16 @@ def test_flops_of_multi_token_prediction_by_hand():
     assert (plain.layers, plain.window_layers) == (1, 1)
     assert (work.layers, work.window_layers) == (2, 2)
 
+    # The depths of a pattern, too.
+    pattern, windows = "**-*", {"window_size": [3, 0], "window_attn_skip_freq": [1, 0, 1, 0]}
+    plain = ModelWork.from_dimensions(**DENSE, settings=windows, pattern=pattern)
+    assert ModelWork.from_dimensions(**DENSE, settings=windows, pattern=f"{pattern}/**") == plain
+    work = ModelWork.from_dimensions(**DENSE, settings=windows | {"mtp_num_layers": 2}, pattern=f"{pattern}/**/**")
+    assert work.token == plain.token + 2 * 2 * (2 * (4 * 64) + 16 * 8)
+    assert work.position == 3 * plain.position
+    assert (plain.layers, plain.window_layers) == (2, 1)
+    assert (work.layers, work.window_layers) == (4, 3)
+
 
 def test_flops_of_latent_attention_by_hand():
     """Four heads, whose queries and keys have 3 channels without a position and 2 with one, and whose values have 5."""
@@ -87,7 +97,7 @@ def test_flops_of_gated_delta_net_by_hand():
         work = ModelWork.from_dimensions(**DENSE | {"num_layers": layers}, settings=settings)
         assert work.token == 2 * (of_states * recurrent + attention + layers * mlp)
         assert work.layers == 1
-    hybrid = ModelWork.from_dimensions(**DENSE, settings=sizes, parts=["delta net", "mlp", "attention"])
+    hybrid = ModelWork.from_dimensions(**DENSE, settings=sizes, pattern="G-*")
     assert (hybrid.token, hybrid.layers) == (2 * (recurrent + mlp + attention), 1)
     # The rule computes whole chunks; the state of a branch point is kept in fp32.
     assert (hybrid.unused, hybrid.state_layers, hybrid.state_bytes) == (2 * 4 * (4 * 3 * 5), 1, 4 * (4 * 3 * 5))
@@ -102,15 +112,14 @@ def test_flops_of_mamba_by_hand():
     """Projections of z, x, B, C and dt, the output, the convolution of x, B and C, and three products of the state."""
     sizes = {"mamba_state_dim": 3, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 6}
     recurrent = 8 * (24 + 24 + 6 + 6 + 6) + 4 * (24 + 6 + 6) + 3 * (6 * 4 * 3) + 24 * 8
-    parts = ["mamba", "mlp", "attention", "mamba"]
-    work = ModelWork.from_dimensions(**DENSE, settings=sizes, parts=parts)
+    work = ModelWork.from_dimensions(**DENSE, settings=sizes, pattern="M-*M")
     assert (work.token, work.layers) == (2 * (2 * recurrent + 3 * 128 + 4 * 64), 1)
     assert (work.unused, work.state_layers, work.state_bytes) == (0, 2, 2 * 4 * (6 * 4 * 3))
     kept = 2 * (13 * 24 + 6 * 6) + 3 * 16 + 3 * 4 * 4 + 4 * 2 * 8
     assert work.state_tokens == math.ceil(2 * work.state_bytes / (2 * kept))
     # Without a number of heads, they are twice as wide as the model.
-    default = ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": None}, parts=parts)
-    assert default == ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": 4}, parts=parts)
+    default = ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": None}, pattern="M-*M")
+    assert default == ModelWork.from_dimensions(**DENSE, settings=sizes | {"mamba_num_heads": 4}, pattern="M-*M")
 
 
 def test_flops_of_experts_by_hand():
@@ -149,8 +158,7 @@ def test_model_of_a_recipe():
 def test_flops_of_a_hybrid_model_by_hand():
     """Attention, MLP, attention with a window, experts: each layer has one part, and pairs are those of attention."""
     settings = {"num_experts": 4, "moe_router_topk": 1, "window_size": (4, 0), "window_attn_skip_freq": [0, 1, 1, 1]}
-    parts = ["attention", "mlp", "attention", "experts"]
-    work = ModelWork.from_dimensions(**DENSE | {"num_layers": 4}, settings=settings, parts=parts)
+    work = ModelWork.from_dimensions(**DENSE | {"num_layers": 4}, settings=settings, pattern="*-*E")
     assert work.token == 2 * (2 * 4 * 64 + 3 * 128 + (8 * 4 + 3 * 128))
     assert (work.layers, work.window_layers, work.window) == (1, 1, 5)
 

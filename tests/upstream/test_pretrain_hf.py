@@ -18,7 +18,7 @@ require_checkout()
 
 HAS_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None
 needs_bridge = pytest.mark.skipif(not HAS_BRIDGE, reason="Megatron-Bridge is not installed")
-BRIDGE = (str(Path(__file__).with_name("bridge_pretrain.py")),)
+BRIDGE, ENGINE = ((str(Path(__file__).with_name(f"{name}_pretrain.py")),) for name in ("bridge", "engine"))
 STEPS = 3
 JOB = (
     f"--prefix-tree --prefix-tree-max-tokens 80 --seq-length 64 --train-iters {STEPS} --global-batch-size 8 "
@@ -68,6 +68,37 @@ def test_loop_trains_as_a_recipe_does(family: str, ranks: int, layout: str, tmp_
     assert [losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-5)
 
 
+# What GLM-4.5's provider sets, and no argument reads from its folder.
+GLM = (
+    f"{EXPERTS} --transformer-impl transformer_engine --moe-grouped-gemm --moe-router-dtype fp32 "
+    "--moe-router-bias-update-rate 0 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
+)
+
+
+@needs_bridge
+@pytest.mark.ci
+def test_depth_of_a_folder_trains_as_in_a_recipe(tmp_path: Path) -> None:
+    """A stand-in computes TransformerEngine's layers, which the folder needs, in other processes."""
+    from bridge_models import auto_bridge
+
+    auto_bridge()
+    from hf_jobs import run_with_engine
+
+    run_with_engine(
+        f"from hf_jobs import train_depth; train_depth('GLM-4.5', pathlib.Path(sys.argv[1]), {STEPS})", tmp_path
+    )
+    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    data = f"--prefix-tree-hf {tmp_path / 'source'} --prefix-tree-data-path {tmp_path / 'data.jsonl'}"
+    settings = (CPU, JOB, "--micro-batch-size 8 --prefix-tree-attention-backend reference", data, GLM)
+    run = trained(ENGINE, *settings, fork=False)
+    assert f"the weights start from {tmp_path / 'source'}" in run.output
+    assert [run.losses[step] for step in range(1, STEPS + 1)] == pytest.approx([one["loss"] for one in steps], rel=1e-5)
+    last = run.iterations[STEPS]
+    assert last["mtp_1 loss"] == pytest.approx(steps[-1]["metrics"]["mtp_1 loss"], rel=1e-5)
+    norms = [run.iterations[step]["grad norm"] for step in range(1, STEPS + 1)]
+    assert norms == pytest.approx([one["grad_norm"] for one in steps], abs=6e-4)
+
+
 @needs_bridge
 @pytest.mark.ci
 def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
@@ -101,7 +132,7 @@ def test_scalar_head_of_a_folder_trains_and_scores(tmp_path: Path) -> None:
     ("settings", "arguments", "says"),
     [
         ({}, "--num-layers 4", "--num-layers=4, but --prefix-tree-hf "),
-        ({}, "--mtp-num-layers 1", "--prefix-tree-hf with --mtp-num-layers: "),
+        ({}, "--mtp-num-layers 1", "--mtp-num-layers=1: depths in folders of llama are not trained"),
         ({}, "--use-checkpoint-args", "both decide the model; give only one of them"),
         ({"architectures": ["UnheardOfForCausalLM"]}, "", "Megatron-Bridge cannot build UnheardOfForCausalLM"),
         ({"model_type": "ernie4_5_moe"}, "", "whose results were never compared with transformers'"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import FP32_INSIDE, FP64, LONGEST, MOE, check, folded, oracle
+from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LONGEST, MAMBA, MOE, check, folded, oracle
 from harness.worlds import Layout
 
 from mcore_prefix_tree.mcore import multi_token_names
@@ -17,6 +17,7 @@ if not multi_token_names.are_there():
 DEPTHS = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 JOB = Job(config=DEPTHS, way="weighted sum", double=True, max_tokens=LONGEST + 10)
+HYBRID = replace(JOB, pattern="*-*-/*-/*-")
 TP2, TP2_SP, PP2 = Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2)
 
 
@@ -31,6 +32,21 @@ TP2, TP2_SP, PP2 = Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp
         pytest.param(2, TP2_SP, replace(JOB, config=DEPTHS + MOE), id="experts-tp2-sp", marks=pytest.mark.ci),
         pytest.param(2, Layout(ep=2), replace(JOB, config=DEPTHS + MOE), id="experts-ep2", marks=pytest.mark.ci),
         pytest.param(4, Layout(tp=2, pp=2, sequence_parallel=True), JOB, id="tp2-sp-pp2", marks=pytest.mark.slow),
+        pytest.param(2, TP2, HYBRID, id="hybrid-tp2"),
+        pytest.param(2, TP2_SP, replace(HYBRID, config=DEPTHS + RECOMPUTE), id="hybrid-tp2-sp-recompute"),
+        pytest.param(2, PP2, replace(HYBRID, pattern="*-|*-/*-/*-"), id="hybrid-pp2"),
+        pytest.param(
+            2, Layout(pp=2, vpp=2), replace(HYBRID, pattern="*|-|*|-/*-/*-"), id="hybrid-pp2-vpp2", marks=pytest.mark.ci
+        ),
+        pytest.param(2, Layout(), HYBRID, id="hybrid-dp2", marks=pytest.mark.ci),
+        pytest.param(
+            2,
+            TP2_SP,
+            replace(HYBRID, pattern="M-*-/M-/M-", config=DEPTHS + MAMBA),
+            id="mamba-tp2-sp",
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(2, PP2, replace(HYBRID, pattern="G-|*-/G-/G-", config=DEPTHS + DELTA_NET), id="delta-net-pp2"),
     ],
 )
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:

@@ -56,11 +56,6 @@ def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
         raise ArgumentError(
             "--prefix-tree-hf with --hybrid-layer-pattern: its weights are read into a GPT; remove one of them"
         )
-    if args.mtp_num_layers:
-        raise ArgumentError(
-            "--prefix-tree-hf with --mtp-num-layers: the folder's layers of multi-token prediction are not read; "
-            "remove one of them"
-        )
     provider = _provider(args)
     decided = {name: getattr(provider, field) for name, field in _DECIDED.items()} | {
         "group_query_attention": provider.num_query_groups != provider.num_attention_heads,
@@ -120,7 +115,9 @@ def _sections(args: argparse.Namespace) -> tuple[ModelConfig, ParallelConfig]:
     """Return the sections of a recipe that trains the folder in the same way."""
     sizes: dict[str, Any] = HuggingFaceFolder.read(args.prefix_tree_hf).sizes
     dtype: Dtype = "bfloat16" if args.bf16 else "float32"
-    model = ModelConfig(hf=args.prefix_tree_hf, dtype=dtype, transformer_impl=args.transformer_impl, **sizes)
+    depths = {"mtp_num_layers": args.mtp_num_layers} if args.mtp_num_layers else {}
+    impl = args.transformer_impl
+    model = ModelConfig(hf=args.prefix_tree_hf, dtype=dtype, transformer_impl=impl, transformer=depths, **sizes)
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -158,4 +155,5 @@ def _provider(args: argparse.Namespace) -> Any:
 
 def _as_argument(error: RecipeError) -> ArgumentError:
     """Return a recipe's error as one of the arguments, which name the same folder."""
-    return ArgumentError(str(error).replace("model.hf=", "--prefix-tree-hf ").replace("model.hf", "--prefix-tree-hf"))
+    said = str(error).replace("model.hf=", "--prefix-tree-hf ").replace("model.hf", "--prefix-tree-hf")
+    return ArgumentError(said.replace("model.transformer.mtp_num_layers", "--mtp-num-layers"))

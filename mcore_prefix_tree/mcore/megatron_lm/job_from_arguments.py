@@ -23,7 +23,6 @@ from mcore_prefix_tree.mcore.teachers.load_teachers import HookLoader
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.plan.flops import DIMENSIONS
-from mcore_prefix_tree.plan.model_shape import layer_parts
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings.bind_objective import make_bound_objective as objective_of_recipe
 from mcore_prefix_tree.settings.bind_objective import make_settings
@@ -72,7 +71,7 @@ def count_model_work(args: argparse.Namespace) -> ModelWork:
         swiglu=args.swiglu,
         fused_head=args.prefix_tree_fused_head and not scalar_head,
         settings=vars(args),
-        parts=layer_parts(hybrid_pattern(args)),
+        pattern=hybrid_pattern(args),
     )
 
 

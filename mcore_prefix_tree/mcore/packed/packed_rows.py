@@ -22,7 +22,6 @@ from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan.flops import DIMENSIONS, Counts, ExpectedSpeedup, ModelWork
-from mcore_prefix_tree.plan.model_shape import layer_parts
 from mcore_prefix_tree.utils.upload import upload
 
 
@@ -126,7 +125,7 @@ def count_model_flops(model: Any) -> ModelWork:
         swiglu=config.gated_linear_unit,
         fused_head=True,  # a report counts the positions that the head computes
         settings=vars(config),
-        parts=layer_parts(getattr(model, "hybrid_layer_pattern", None)),
+        pattern=getattr(model, "hybrid_layer_pattern", None),
     )
 
 

@@ -96,7 +96,7 @@ def with_prefix_tree(spec: Spec) -> Spec:
         return dataclasses.replace(spec, layer_specs=[_multi_token_layer(layer) for layer in spec.layer_specs])
     if not isinstance(spec, ModuleSpec):
         raise TypeError(f"with_prefix_tree takes a ModuleSpec or TransformerBlockSubmodules, not {type(spec).__name__}")
-    if isinstance(spec.submodules, TransformerBlockSubmodules):
+    if isinstance(spec.submodules, TransformerBlockSubmodules | MultiTokenPredictionBlockSubmodules):
         return dataclasses.replace(spec, submodules=with_prefix_tree(spec.submodules))
     if is_hybrid_stack(spec):
         module = tree_class(TreeStackMixin, get_module(spec))
@@ -116,7 +116,10 @@ def _hybrid_layers(submodules: Any) -> Any:
         for layer in LAYERS.values()
         if layer.refused is None and hasattr(submodules, layer.submodule)
     }
-    layers = {name: _layer(spec) for name, spec in found.items() if get_module(spec) is not IdentityOp}
+    layers: dict[str, Any] = {name: _layer(spec) for name, spec in found.items() if get_module(spec) is not IdentityOp}
+    depths = getattr(submodules, "mtp_block_spec", None)
+    if depths is not None and multi_token_names.are_there():
+        layers["mtp_block_spec"] = with_prefix_tree(depths)
     return dataclasses.replace(submodules, **layers)
 
 
@@ -203,7 +206,8 @@ def _mixer(spec: Any) -> Any:
 def _multi_token_layer(spec: ModuleSpec) -> ModuleSpec:
     if not multi_token_names.are_there():
         raise NotImplementedError(f"multi-token prediction on a tree needs {multi_token_names.NEEDED}")
-    submodules = dataclasses.replace(spec.submodules, mtp_model_layer=_layer(spec.submodules.mtp_model_layer))
+    own = spec.submodules.mtp_model_layer  # a HybridModel's is a stack of its own layers
+    submodules = dataclasses.replace(spec.submodules, mtp_model_layer=None if own is None else _layer(own))
     return dataclasses.replace(
         spec, module=tree_class(TreeMultiTokenLayerMixin, get_module(spec)), submodules=submodules
     )

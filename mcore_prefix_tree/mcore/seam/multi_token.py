@@ -7,7 +7,9 @@ Legend: P padded tokens, L of them on this rank, K depths, h hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,11 +24,15 @@ from megatron.core.transformer.multi_token_prediction import (
 from mcore_prefix_tree.logprob import Head, head_weighted_hits
 from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
-from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.layer_specs import check_attention, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, output_multiplier, with_edge_head
-from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, get_tree_params
+from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, TreePackedSeqParams, get_tree_params
 from mcore_prefix_tree.plan.model_shape import trained_depths
+
+if HAS_HYBRID_MODEL:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -40,11 +46,13 @@ class TreeMultiTokenModelMixin:
     output_layer: Any
     post_process: bool
     training: bool
+    pre_process: bool
+    mtp_process: bool
     share_embeddings_and_output_weights: bool
     shared_embedding_or_output_weight: Any
 
     def _postprocess(self, **call: Any) -> Any:
-        """Return the base class's output. Upstream's own losses of depths roll tokens, so it is given nothing to roll.
+        """Return a ``GPTModel``'s output. Upstream's own losses of depths roll tokens, so it is given nothing to roll.
 
         Raises:
             ValueError: labels are given with a tree, or its layout does not weigh the depths that are trained.
@@ -53,38 +61,38 @@ class TreeMultiTokenModelMixin:
         tree = get_tree_params(call.get("packed_seq_params"))
         if tree is None or not self.post_process:
             return stock._postprocess(**call)
-        if call["labels"] is not None:
-            raise ValueError("labels must be None with a folded micro-batch: its edges have them")
-        depths = self.config.mtp_num_layers
-        if torch.is_grad_enabled() and trained_depths(vars(self.config)):
-            if len(tree.depths) != depths:
-                raise ValueError(
-                    f"the layout has weights of {len(tree.depths)} depths, but the model trains {depths} "
-                    f"(mtp_num_layers): fold with depths={depths}, or set mtp_loss_scaling_factor=0"
-                )
-            chunks = self._scored(call, tree.depths)
-        else:
-            # Depths have no part in the answer, which upstream takes from the first of equal chunks.
-            chunks = call["hidden_states"].repeat(1 + depths, 1, 1)
+        passed = ("hidden_states", "attention_mask", "padding_mask", "sequence_len_offset")
+        rotary = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+        given = {name: call[name] for name in (*passed, *rotary)} | (call["extra_block_kwargs"] or {})
+        chunks = self._scored(call, tree, partial(self.mtp, **given, embedding=self.embedding), call["hidden_states"])
         return stock._postprocess(**call | {"hidden_states": chunks, "mtp_in_postprocess": False, "input_ids": None})
 
-    def _scored(self, call: dict[str, Any], depths: tuple[DepthPackedSeqParams, ...]) -> torch.Tensor:
-        """Return the hidden states of the model and its depths, ``[(1 + K) L, 1, h]``, with the losses' gradients."""
-        passed = ("input_ids", "position_ids", "hidden_states", "attention_mask", "padding_mask", "sequence_len_offset")
-        rotary = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
-        chunks: torch.Tensor = self.mtp(
-            **{name: call[name] for name in (*passed, *rotary)},
-            packed_seq_params=depths,
-            embedding=self.embedding,
-            **(call["extra_block_kwargs"] or {}),
-        )
+    def _scored(
+        self, call: Mapping[str, Any], tree: TreePackedSeqParams, run: Callable[..., torch.Tensor], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the states of the model and its depths, ``[(1 + K) L, 1, h]``, with the losses' gradients.
+
+        ``run`` makes them, of ``hidden`` ``[L, 1, h]``; ``call`` has arguments of the model's forward.
+        """
+        if call["labels"] is not None:
+            raise ValueError("labels must be None with a folded micro-batch: its edges have them")
+        depths = tree.depths
+        if not (torch.is_grad_enabled() and trained_depths(vars(self.config))):
+            # Depths have no part in the answer, which upstream takes from the first of equal chunks.
+            return hidden.repeat(1 + self.config.mtp_num_layers, 1, 1)
+        if len(depths) != self.config.mtp_num_layers:
+            raise ValueError(
+                f"the layout has weights of {len(depths)} depths, but the model trains {self.config.mtp_num_layers} "
+                f"(mtp_num_layers): fold with depths={self.config.mtp_num_layers}, or set mtp_loss_scaling_factor=0"
+            )
+        chunks = run(input_ids=call["input_ids"], position_ids=call["position_ids"], packed_seq_params=depths)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.config.mtp_detach_heads:
             weight = (self.output_layer.weight if weight is None else weight).detach()
         scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
         scored = chunks
-        for number, (depth, hidden) in enumerate(zip(depths, chunks.chunk(1 + len(depths))[1:], strict=True)):
-            loss, hits = self._loss(depth, hidden, weight, call["runtime_gather_output"])
+        for number, (depth, states) in enumerate(zip(depths, chunks.chunk(1 + len(depths))[1:], strict=True)):
+            loss, hits = self._loss(depth, states, weight, call["runtime_gather_output"])
             total = depth.weight.sum()
             if self.training:
                 MTPLossLoggingHelper.save_metrics_to_tracker(
@@ -117,35 +125,65 @@ class TreeMultiTokenModelMixin:
         return -loss, hits.detach()
 
 
+class TreeHybridModelMixin(TreeMultiTokenModelMixin):
+    """A ``HybridModel`` that scores its depths on a tree; its own forward runs them, not a hook behind it."""
+
+    def forward(self, input_ids: Any, position_ids: Any, attention_mask: Any, *more: Any, **call: Any) -> Any:
+        """Run the base class's forward, on a tree without ids to roll; raise ValueError as in a ``GPTModel``."""
+        stock: Any = super()
+        tree = get_tree_params(call.get("packed_seq_params"))
+        if tree is None or not self.mtp_process:
+            return stock.forward(input_ids, position_ids, attention_mask, *more, **call)
+        ids = {"input_ids": input_ids, "position_ids": position_ids}
+        if self.pre_process and call.get("decoder_input") is None:
+            call["decoder_input"] = self.embedding(**ids)
+        asked = {name: call.get(name) for name in ("labels", "runtime_gather_output")}
+        call["packed_seq_params"] = replace(tree, run_depths=partial(self._scored, ids | asked, tree))
+        return stock.forward(None, None, attention_mask, *more, **call)
+
+
+class TreeMultiTokenBlockMixin:
+    """Depths of a ``HybridModel``, which leave a tree to their model."""
+
+    def forward(self, *, packed_seq_params: Any = None, **call: Any) -> Any:
+        """Return the base class's output ``[(1 + K) L, 1, h]``, or what the model makes of a tree."""
+        stock: Any = super()
+        if getattr(packed_seq_params, "run_depths", None) is None:
+            return stock.forward(packed_seq_params=packed_seq_params, **call)
+        given = {name: value for name, value in call.items() if name not in ("input_ids", "position_ids")}
+        return packed_seq_params.run_depths(partial(stock.forward, **given), call["hidden_states"])
+
+
 def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_tree) -> Model:
     """Let a model score the depths of multi-token prediction of folded micro-batches; without depths it stays the same.
 
     Args:
-        model: a bare ``GPTModel``, or any of its pipeline stages, before DDP; changed in place, and so is its output
-            layer, as by :func:`with_edge_head`. Layers that do not follow a tree are built again, with their weights;
-            with ``mtp_loss_scaling_factor=0`` they are frozen.
+        model: a bare ``GPTModel`` or ``HybridModel``, or any of its pipeline stages, before DDP; changed in place, and
+            so is its output layer, as by :func:`with_edge_head`. A ``GPTModel``'s layers that do not follow a tree are
+            built again, with their weights; with ``mtp_loss_scaling_factor=0`` depths are frozen.
         exchange: function that maps an ``mtp_block_spec`` to one that follows a tree.
 
     Returns:
         The same model, with the same state-dict keys.
 
     Raises:
-        NotImplementedError: see :func:`with_edge_head`; or the model is no ``GPTModel``, or has tied embeddings in
-            several stages.
+        NotImplementedError: see :func:`with_edge_head`; or the model is neither, has tied embeddings in several
+            stages, or is a ``HybridModel`` whose depths do not follow a tree.
         ValueError: the last stage has no layers of multi-token prediction.
     """
     bare = cast(Any, model)
     if not bare.config.mtp_num_layers or isinstance(model, TreeMultiTokenModelMixin):
         return model
-    if not isinstance(model, GPTModel):
+    is_hybrid = HAS_HYBRID_MODEL and isinstance(model, HybridModel)
+    if not (is_hybrid or isinstance(model, GPTModel)):
         raise NotImplementedError(
-            f"mtp_num_layers={bare.config.mtp_num_layers} of a {type(model).__name__}: only a GPTModel predicts "
-            "several tokens on a tree; set mtp_num_layers=None"
+            f"mtp_num_layers={bare.config.mtp_num_layers} of a {type(model).__name__}: only a GPTModel or HybridModel "
+            "predicts several tokens on a tree; set mtp_num_layers=None"
         )
     if bare.post_process and not hasattr(model, "mtp"):
+        way = "a / in hybrid_layer_pattern for each" if is_hybrid else "mtp_block_spec=get_gpt_mtp_block_spec(...)"
         raise ValueError(
-            f"mtp_num_layers={bare.config.mtp_num_layers}, but the model has no such layers: build it with "
-            "mtp_block_spec=get_gpt_mtp_block_spec(...)"
+            f"mtp_num_layers={bare.config.mtp_num_layers}, but the model has no such layers: build it with {way}"
         )
     if bare.share_embeddings_and_output_weights and bare.config.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
@@ -153,12 +191,16 @@ def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_
             "cannot save such a model; set share_embeddings_and_output_weights=False, or use one stage"
         )
     if bare.mtp_process:
-        if not all(isinstance(layer, TreeMultiTokenLayerMixin) for layer in bare.mtp.layers):
+        if is_hybrid:
+            check_attention(bare)
+            block: Any = type(bare.mtp)
+            bare.mtp.__class__ = tree_class(TreeMultiTokenBlockMixin, block)
+        elif not all(isinstance(layer, TreeMultiTokenLayerMixin) for layer in bare.mtp.layers):
             bare.mtp = _built_again(bare, exchange(bare.mtp_block_spec))
         if not trained_depths(vars(bare.config)):
             bare.mtp.requires_grad_(False)
     kind: Any = type(model)
-    model.__class__ = tree_class(TreeMultiTokenModelMixin, kind)
+    model.__class__ = tree_class(TreeHybridModelMixin if is_hybrid else TreeMultiTokenModelMixin, kind)
     return with_edge_head(model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import Any
@@ -45,6 +46,7 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
         depths: parameters of each depth of multi-token prediction; empty if the micro-batch does not train them.
         carry: keys and values of other micro-batches, for a chunk of a tree above the budget; None for whole samples.
         rotary_by_token: whether rotary embeddings have a row for each token, as in M-RoPE, not for each position.
+        run_depths: function that scores the depths of a ``HybridModel``, which hands them nothing else of ours.
     """
 
     tree_metadata: TreeMetadata | None = None
@@ -53,6 +55,7 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     depths: tuple[DepthPackedSeqParams, ...] = ()
     carry: Carry | None = None
     rotary_by_token: bool = False
+    run_depths: Callable[..., torch.Tensor] | None = None
 
     @classmethod
     def from_metadata(

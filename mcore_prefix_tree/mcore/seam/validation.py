@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION, check_pattern
-from mcore_prefix_tree.plan.model_shape import DELTA_NETS
+from mcore_prefix_tree.plan.model_shape import DELTA_NETS, depth_letters
 from mcore_prefix_tree.utils.randomness import random_part
 
 _FLAGS = {
@@ -205,7 +205,14 @@ def check_model(model: Any, *, takes_spatial: bool = False) -> None:
             ``position_embedding_type='mrope'``.
     """
     check_config(model.config)
-    check_pattern(getattr(model, "hybrid_layer_pattern", None) or "")
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        check_pattern(pattern)
+        depths, trained = len(depth_letters(pattern)), model.config.mtp_num_layers
+        if depths != (trained or 0):
+            raise NotImplementedError(
+                f"mtp_num_layers={trained}, but hybrid_layer_pattern={pattern!r} has {depths} depths: make them equal"
+            )
     if model.position_embedding_type == "mrope" and not takes_spatial:
         raise NotImplementedError(
             "prefix-tree training does not support position_embedding_type='mrope': its positions are "
