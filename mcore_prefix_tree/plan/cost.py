@@ -102,8 +102,9 @@ class CostModel:
 
     @classmethod
     def from_work(cls, work: ModelWork) -> CostModel:
-        """Return the FLOPs of forward and backward; a layer with a sliding window counts as one without."""
-        each = (Counts(1, 0, 0, 0), Counts(0, 1, 1, 0), Counts(0, 0, 0, 1), Counts(0, 0, 0, 0, CHUNK // 2))
+        """Return the FLOPs of forward and backward, with no sliding windows, and top-k keys of each token if sparse."""
+        topk = work.topk or 0
+        each = (Counts(1, 0, 0, 0, 0, topk), Counts(0, 1, 1, 0), Counts(0, 0, 0, 1), Counts(0, 0, 0, 0, CHUNK // 2))
         token, pair, scored, segment = (work.of(counts).whole.total for counts in each)
         return cls(token=token, pair=pair, scored=scored, segment=segment, state_tokens=work.state_tokens)
 

@@ -3,7 +3,7 @@
 Each part grows with another count, and folding shares each to another degree:
 
 - the *body*, all matrices of the layers, with tokens, and delta rules with the chunks of each segment;
-- *attention* with visible (query, key) pairs;
+- *attention* with visible (query, key) pairs; sparse attention with chosen ones, and its indexer with all visible;
 - the *head*, the output layer, with the positions that it projects: all tokens, or if it is fused only those that
   predict a scored token. A sample per turn scores only its last turn, so folded turns rarely share such a position.
 
@@ -27,11 +27,15 @@ import numpy.typing as npt
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.flat import starts_of_chains
 from mcore_prefix_tree.plan.model_shape import (
-    CHUNK,
+    NO_FLOPS,
     PATTERN_PARTS,
     RECURRENT,
+    SPARSE,
     Experts,
+    Flops,
     LatentAttention,
+    SparseAttention,
+    count_unused,
     depth_letters,
     layer_letters,
     layers_with_experts,
@@ -53,6 +57,7 @@ class Counts(NamedTuple):
         window_pairs: visible pairs of a layer with one; 0 if the model has none.
         predictors: positions that predict a scored token, which the fused head projects.
         unused: places in chunks of 64 tokens that no token of their segment fills.
+        chosen_pairs: pairs of a query and a key that sparse attention chooses; 0 if the model has none.
     """
 
     tokens: int
@@ -60,42 +65,43 @@ class Counts(NamedTuple):
     window_pairs: int
     predictors: int
     unused: int = 0
+    chosen_pairs: int = 0
 
     @classmethod
-    def folded(cls, layouts: Iterable[FlatLayout], window: int | None = None) -> Counts:
-        """Count micro-batches of folded samples; each query of a layer with a window sees ``window`` keys at most."""
+    def folded(cls, layouts: Iterable[FlatLayout], window: int | None = None, topk: int | None = None) -> Counts:
+        """Count micro-batches of folded samples; ``window`` and ``topk`` are the most keys of a query, see above."""
         return cls._sum(
             cls(
                 tokens=layout.physical_tokens,
                 pairs=layout.visible_pairs,
-                # A token sees the keys before it on its path, and itself.
-                window_pairs=0
-                if window is None
-                else int(np.minimum(layout.position_ids[: layout.physical_tokens].astype(np.int64) + 1, window).sum()),
+                window_pairs=_pairs_of_at_most(window, layout),
+                chosen_pairs=_pairs_of_at_most(topk, layout),
                 predictors=layout.num_predictors,
-                unused=_unused(np.diff(_segment_borders(layout))),
+                unused=count_unused(np.diff(_segment_borders(layout))),
             )
             for layout in layouts
         )
 
     @classmethod
-    def unfolded(cls, layouts: Iterable[FlatLayout], window: int | None = None) -> Counts:
+    def unfolded(cls, layouts: Iterable[FlatLayout], window: int | None = None, topk: int | None = None) -> Counts:
         """Count the same samples, each by itself."""
         return cls._sum(
-            cls.of_lengths(np.diff(layout.cu_sample_lens), window)._replace(predictors=layout.num_supervised)
+            cls.of_lengths(np.diff(layout.cu_sample_lens), window, topk)._replace(predictors=layout.num_supervised)
             for layout in layouts
         )
 
     @classmethod
-    def of_lengths(cls, lengths: npt.NDArray[np.int64], window: int | None = None) -> Counts:
+    def of_lengths(cls, lengths: npt.NDArray[np.int64], window: int | None = None, topk: int | None = None) -> Counts:
         """Count samples of so many tokens, int64 ``[S]``, each by itself, with a head for every token."""
-        inside = np.minimum(lengths, window or 0)
+        inside = np.minimum(lengths, np.array([[window or 0], [topk or 0]]))
+        window_pairs, chosen_pairs = (inside * (inside + 1) // 2 + (lengths - inside) * inside).sum(axis=1).tolist()
         return cls(
             tokens=int(lengths.sum()),
             pairs=int((lengths * (lengths + 1) // 2).sum()),
-            window_pairs=int((inside * (inside + 1) // 2 + (lengths - inside) * inside).sum()),
+            window_pairs=window_pairs,
+            chosen_pairs=chosen_pairs,
             predictors=int(lengths.sum()),
-            unused=_unused(lengths),
+            unused=count_unused(lengths),
         )
 
     @classmethod
@@ -103,41 +109,15 @@ class Counts(NamedTuple):
         return cls(*(sum(column) for column in zip(cls(0, 0, 0, 0), *counts, strict=True)))
 
 
+def _pairs_of_at_most(keys: int | None, layout: FlatLayout) -> int:
+    # A token sees the keys before it on its path, and itself.
+    return int(np.minimum(layout.position_ids[: layout.physical_tokens].astype(np.int64) + 1, keys or 0).sum())
+
+
 def _segment_borders(layout: FlatLayout) -> npt.NDArray[np.int64]:
     """``[G + 1]``: first token of each segment, and the end of the last."""
     borders = layout.cu_node_lens.astype(np.int64)
     return np.append(borders[:-1][starts_of_chains(layout.node_parent)], borders[-1])
-
-
-def _unused(lengths: npt.NDArray[np.int64]) -> int:
-    return int((-lengths % CHUNK).sum())
-
-
-def most_unused(lengths: npt.NDArray[np.int64]) -> int:
-    """Return the unused places of sequences, int64 ``[S]`` tokens each, if a rule without packed sequences runs them.
-
-    Those of equally many chunks, but for a factor of two, are at most as long as the longest of them.
-    """
-    chunks = -(-lengths // CHUNK)
-    doublings = np.ceil(np.log2(chunks)).astype(np.int64)
-    longest = np.zeros(doublings.max(initial=0) + 1, dtype=np.int64)
-    np.maximum.at(longest, doublings, chunks)
-    return int(CHUNK * longest[doublings].sum() - lengths.sum())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flops:
-    """FLOPs of a forward and of its backward pass."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(forward=self.forward + other.forward, backward=self.backward + other.backward)
 
 
 class Work(NamedTuple):
@@ -219,9 +199,13 @@ class ModelWork:
     Attributes:
         token: FLOPs of a token in the matrices of all layers, forward; each of its two gradients takes as many.
         pair: FLOPs of a visible pair in one layer; see :func:`pair_flops`.
-        layers: number of layers without a sliding window.
+        layers: number of layers that attend to all visible keys.
         window_layers: number of layers with one.
         window: keys that a query of these sees at most, itself included; None without windows.
+        sparse_layers: number of layers of sparse attention.
+        topk: keys that a query of these attends to at most; None without them.
+        indexer_token: FLOPs of a token in the projections of all indexers, which pass no gradient to their inputs.
+        indexer_pair: FLOPs of a visible pair in all indexers. Their loss adds attention's scores, and both gradients.
         position: FLOPs of projecting a position to the vocabulary, at each depth, forward; its two gradients are
             counted as backward, though the fused head forms them in its forward.
         fused_head: whether the head projects only positions that predict a scored token.
@@ -236,6 +220,10 @@ class ModelWork:
     layers: int
     window_layers: int = 0
     window: int | None = None
+    sparse_layers: int = 0
+    topk: int | None = None
+    indexer_token: Flops = NO_FLOPS
+    indexer_pair: Flops = NO_FLOPS
     position: float
     fused_head: bool
     unused: float = 0.0
@@ -265,9 +253,9 @@ class ModelWork:
             vocab_size: columns of the output layer.
             num_query_groups: key and value heads; as many as query heads by default.
             kv_channels: head size; ``hidden_size / num_attention_heads`` by default.
-            settings: further settings by the names of Megatron's ``TransformerConfig``; multi-latent attention,
-                Gated DeltaNet, Mamba, experts, ``attention_output_gate``, sliding windows and the depths of multi-token
-                prediction count; these as if their paths began where the model's do.
+            settings: further settings by the names of Megatron's ``TransformerConfig``; multi-latent and sparse
+                attention, Gated DeltaNet, Mamba, experts, ``attention_output_gate``, sliding windows and the depths of
+                multi-token prediction count; these as if their paths began where the model's do.
             pattern: letters of the layers of a hybrid model, counted instead of ``num_layers``; by default a layer has
                 attention or Gated DeltaNet, and an MLP or experts.
         """
@@ -289,33 +277,28 @@ class ModelWork:
         depths = trained_depths(settings)
         if pattern is None:
             stacks = [num_layers, depths]
-            parts: list[str] | None = None
+            kind = "sparse attention" if settings.get("experimental_attention_variant") == SPARSE else "attention"
             states = layers_with_states(num_layers, settings)
-            states += states[-1:] * depths
-            attends = [not has_state for has_state in states]
-            recurs = {"delta net": sum(states)}
+            mixers: list[str] = ["delta net" if has_state else kind for has_state in states + states[-1:] * depths]
+            has_experts = [] if experts is None else layers_with_experts(num_layers, experts.moe_layer_freq)
+            sparse = sum(has_experts + has_experts[-1:] * depths)
+            dense = len(mixers) - sparse
         else:
             letters = [layer_letters(pattern), *depth_letters(pattern)[:depths]]
             stacks = [len(one) for one in letters]
-            parts = [PATTERN_PARTS[letter] for letter in "".join(letters)]
-            attends = [part == "attention" for part in parts]
-            recurs = {name: parts.count(name) for name in RECURRENT}
-        num_layers = len(attends)  # Megatron does not compare its own with a pattern
-        if parts is not None:
-            sparse, dense = parts.count("experts"), parts.count("mlp")
-        else:
-            has_experts = [] if experts is None else layers_with_experts(num_layers - depths, experts.moe_layer_freq)
-            sparse = sum(has_experts + has_experts[-1:] * depths)
-            dense = num_layers - sparse
-        weights = sum(attends) * attention + dense * matrices * hidden_size * ffn_hidden_size
+            mixers = [PATTERN_PARTS[letter] for letter in "".join(letters)]
+            sparse, dense = mixers.count("experts"), mixers.count("mlp")
+        num_layers = len(mixers)  # Megatron does not compare its own with a pattern
+        attends, chooses = [one == "attention" for one in mixers], [one == "sparse attention" for one in mixers]
+        weights = sum(attends + chooses) * attention + dense * matrices * hidden_size * ffn_hidden_size
         weights += depths * 2 * hidden_size**2
         # Entries that a token leaves for the backward pass; see ``mcore/megatron_lm/activation_memory.py``.
-        kept = sum(attends) * attention_kept + dense * matrices * ffn_hidden_size
-        kept += 2 * hidden_size * (2 * num_layers if parts is None else num_layers)
+        kept = sum(attends + chooses) * attention_kept + dense * matrices * ffn_hidden_size
+        kept += 2 * hidden_size * (2 * num_layers if pattern is None else num_layers)
         places = states_size = 0
-        for name, count in recurs.items():
-            if count:
-                sizes = RECURRENT[name].from_settings({**settings, "hidden_size": hidden_size})
+        for name, kind_of_state in RECURRENT.items():
+            if count := mixers.count(name):
+                sizes = kind_of_state.from_settings({**settings, "hidden_size": hidden_size})
                 weights += count * sizes.weights(hidden_size)
                 places += count * sizes.place
                 kept += count * sizes.kept
@@ -326,16 +309,24 @@ class ModelWork:
             kept += sparse * experts.kept(hidden_size, ffn_hidden_size, matrices)
         has_window = [one for size in stacks for one in layers_with_window(size, settings)]  # depths count from 1, too
         windowed = sum(map(and_, attends, has_window))
+        of_indexer: dict[str, Any] = {}
+        if any(chooses):
+            indexer = SparseAttention.from_settings(settings)
+            count = sum(chosen and indexer.chooses(layer) for layer, chosen in enumerate(chooses, 1))
+            of_token, of_pair = indexer.flops(hidden_size, num_attention_heads, query, latent)
+            of_indexer = {"indexer_token": of_token * count, "indexer_pair": of_pair * count}
+            of_indexer |= {"sparse_layers": sum(chooses), "topk": indexer.dsa_indexer_topk}
         return cls(
             token=2.0 * weights,
             pair=pair_flops(num_attention_heads, query, value),
             layers=sum(attends) - windowed,
             window_layers=windowed,
             window=settings["window_size"][0] + 1 if windowed else None,  # upstream does not count the query itself
+            **of_indexer,
             position=2.0 * hidden_size * vocab_size * (1 + depths),
             fused_head=fused_head,
             unused=2.0 * places,
-            state_layers=sum(recurs.values()),
+            state_layers=sum(map(mixers.count, RECURRENT)),
             state_bytes=4 * states_size,
             state_tokens=-(-2 * 4 * states_size // (2 * kept)),  # fp32 over bf16
         )
@@ -365,18 +356,25 @@ class ModelWork:
 
     def of(self, counts: Counts) -> Work:
         pairs = self.layers * counts.pairs + self.window_layers * counts.window_pairs
+        pairs += self.sparse_layers * counts.chosen_pairs
         head = self.position * (counts.predictors if self.fused_head else counts.tokens)
         body = self.token * counts.tokens + self.unused * counts.unused
         return Work(
-            body=Flops(forward=body, backward=2 * body),
-            attention=Flops(forward=self.pair.forward * pairs, backward=self.pair.backward * pairs),
+            body=Flops(forward=body, backward=2 * body) + self.indexer_token * counts.tokens,
+            attention=self.pair * pairs + self.indexer_pair * counts.pairs,
             head=Flops(forward=head, backward=2 * head),
         )
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """The window and the top-k that :class:`Counts` needs."""
+        return self.window, self.topk
 
     def expected_speedup(self, layouts: Sequence[FlatLayout]) -> ExpectedSpeedup:
         """Return the speed-up to expect of a step in these micro-batches, those of all ranks."""
         return ExpectedSpeedup(
-            folded=self.of(Counts.folded(layouts, self.window)), unfolded=self.of(Counts.unfolded(layouts, self.window))
+            folded=self.of(Counts.folded(layouts, *self.limits)),
+            unfolded=self.of(Counts.unfolded(layouts, *self.limits)),
         )
 
 

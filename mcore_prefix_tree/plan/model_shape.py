@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 # Kinds of computation, for counting FLOPs.
-Part: TypeAlias = Literal["attention", "mlp", "experts", "delta net", "mamba"]
+Part: TypeAlias = Literal["attention", "sparse attention", "mlp", "experts", "delta net", "mamba"]
 
 # Letters of Megatron's hybrid layer patterns; ``mcore/seam/hybrid_layers.py`` knows which of them follow a tree.
 PATTERN_PARTS: dict[str, Part] = {
     "*": "attention",
     "+": "attention",
-    "D": "attention",
+    "D": "sparse attention",
     "-": "mlp",
     "E": "experts",
     "G": "delta net",
     "M": "mamba",
 }
 PIPE, MTP = "|", "/"
+SPARSE = "dsa"  # value of a GPT's experimental_attention_variant
 CHUNK = 64  # tokens that a delta rule computes at once: upstream's in torch, and FLA's
 
 
@@ -42,6 +46,27 @@ def layer_parts(pattern: str | None) -> list[Part] | None:
 def has_experts(pattern: str) -> bool:
     """Return whether a pattern has a layer of experts."""
     return "experts" in (layer_parts(pattern) or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of a forward and of its backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __mul__(self, count: int) -> Flops:
+        return Flops(forward=self.forward * count, backward=self.backward * count)
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(forward=self.forward + other.forward, backward=self.backward + other.backward)
+
+
+NO_FLOPS = Flops(forward=0.0, backward=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +99,48 @@ class LatentAttention:
         keys_values = hidden_size * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
         keys_values += self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
         return queries + keys_values + heads * self.v_head_dim * hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttention:
+    """The choice of keys by an indexer (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1).
+
+    Names and meanings are those of Megatron's ``TransformerConfig``.
+    """
+
+    dsa_indexer_n_heads: int
+    dsa_indexer_head_dim: int
+    dsa_indexer_topk: int
+    dsa_indexer_topk_freq: int = 1
+    dsa_indexer_skip_topk_offset: int = 0
+    dsa_indexer_loss_coeff: float = 0.0
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> SparseAttention:
+        """Read a recipe's ``model.transformer`` or Megatron-LM's arguments; raise ValueError if a size is missing."""
+        given = {field.name: settings[field.name] for field in fields(cls) if settings.get(field.name) is not None}
+        for field in fields(cls):
+            if field.default is MISSING and field.name not in given:
+                raise ValueError(f"{field.name} is not set; layers of sparse attention need it, so set it")
+        return cls(**given)
+
+    def chooses(self, layer: int) -> bool:
+        """Return whether a layer, counted from 1, has an indexer, as Megatron's ``is_dsa_skip_topk_layer``."""
+        return max(layer - max(self.dsa_indexer_skip_topk_offset, 1), 0) % self.dsa_indexer_topk_freq == 0
+
+    def flops(self, hidden_size: int, heads: int, query: int, latent: LatentAttention | None) -> tuple[Flops, Flops]:
+        """Return an indexer's FLOPs of a token and of a visible pair.
+
+        It projects queries, one key, and a weight for each of its heads. Only its loss has gradients, none of them of
+        the layer's input; its target are the scores of attention, ``heads`` of ``query`` entries, for all visible keys.
+        """
+        size, learns = self.dsa_indexer_n_heads * self.dsa_indexer_head_dim, bool(self.dsa_indexer_loss_coeff)
+        own = ((latent.q_lora_rank if latent else None) or hidden_size) * size
+        own += hidden_size * (self.dsa_indexer_head_dim + self.dsa_indexer_n_heads)
+        return (
+            Flops(forward=2.0 * own, backward=2.0 * own * learns),
+            Flops(forward=2.0 * (size + heads * query * learns), backward=4.0 * size * learns),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,3 +303,20 @@ def layers_with_window(num_layers: int, settings: Mapping[str, Any]) -> list[boo
     if skip is None:
         return [True] * num_layers
     return [bool(skip[layer - 1] if not isinstance(skip, int) else layer % skip) for layer in range(1, num_layers + 1)]
+
+
+def count_unused(lengths: npt.NDArray[np.int64]) -> int:
+    """Return the places of the last chunks of sequences, int64 ``[S]`` tokens each, that no token fills."""
+    return int((-lengths % CHUNK).sum())
+
+
+def most_unused(lengths: npt.NDArray[np.int64]) -> int:
+    """Return the unused places of sequences, int64 ``[S]`` tokens each, if a rule without packed sequences runs them.
+
+    Those of equally many chunks, but for a factor of two, are at most as long as the longest of them.
+    """
+    chunks = -(-lengths // CHUNK)
+    doublings = np.ceil(np.log2(chunks)).astype(np.int64)
+    longest = np.zeros(doublings.max(initial=0) + 1, dtype=np.int64)
+    np.maximum.at(longest, doublings, chunks)
+    return int(CHUNK * longest[doublings].sum() - lengths.sum())

@@ -20,7 +20,7 @@ import transformers
 from harness import forks, torchrun_jobs
 from harness.commands import run_command, write_rows
 from harness.worlds import Layout, world
-from hf_folders import SIZES, rows, saved_model
+from hf_folders import SIZES, SPARSE, rows, saved_model
 from safetensors.torch import load_file, save_file
 
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
@@ -28,6 +28,7 @@ from mcore_prefix_tree.mcore.engine.step_planner import fold_step
 from mcore_prefix_tree.mcore.loop.jobs import run_once
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
 from mcore_prefix_tree.mcore.models.bridge import load_bridge
+from mcore_prefix_tree.plan.flops import Flops
 from mcore_prefix_tree.settings import load_recipe
 
 _CENTRED = "linear_attn.norm.weight"
@@ -194,6 +195,17 @@ def check_balancing(family: str, folder: Path, *overrides: str) -> None:
     assert gradient_errors(unbalanced, expected)["gradient"] > 1e-2
 
 
+def check_sparse_work(folder: Path, *overrides: str) -> None:
+    """Compare the sparse layers that FLOPs count in a folder with its configuration: every second has an indexer."""
+    recipe, source, model = write_job(folder, "GLM-5")
+    work, _ = run_once(load_recipe(recipe, [f"model.hf={source}", *overrides]), lambda run: run.job.work)
+    assert work is not None
+    config, every = model.config, SPARSE["index_n_heads"] * SPARSE["index_head_dim"]
+    assert (work.layers, work.sparse_layers, work.topk) == (0, config.num_hidden_layers, SPARSE["index_topk"])
+    indexers = -(-config.num_hidden_layers // 2)
+    assert work.indexer_pair == Flops(forward=2 * indexers * every, backward=0)
+
+
 def check_layout(family: str, folder: Path, *overrides: str) -> float:
     """Train a step that changes nothing on two ranks, compare the exported bits, and score.
 
@@ -214,6 +226,32 @@ def check_layout(family: str, folder: Path, *overrides: str) -> float:
     assert worst <= 1e-5, f"a log-probability differs by {worst}"
     assert_same_folder(folder / "exported", source)
     return worst
+
+
+def check_checkpoints(family: str, folder: Path, *overrides: str) -> None:
+    """Compare checkpoints: of a job that stops and resumes with one that does not, and of two ranks with one.
+
+    Adam's first moment after a step is a tenth of the gradient.
+    """
+    recipe, source, _ = write_job(folder, family)
+    # The stand-in does not mark split weights, which the norm that clips gradients needs.
+    plain = ("optimizer.lr_decay_style=constant", "optimizer.clip_grad=0")
+    job = ("train", recipe, "--hf", source, "--resume", *plain, *overrides)
+
+    def train(name: str, steps: int, *layout: str) -> dict[str, torch.Tensor]:
+        done = run_ranks(2 if layout else 1, *job, f"checkpoint.save={folder / name}", f"train_iters={steps}", *layout)
+        assert done.code == 0, done.err
+        return torchrun_jobs.checkpoint_content(folder / name, steps)
+
+    first = train("stopped", 1)
+    resumed, whole = train("stopped", 2), train("whole", 2)
+    torchrun_jobs.assert_same_bits(resumed, whole)
+    moments = [name for name in first if name.startswith("optimizer.state.exp_avg.")]
+    assert any(".experts." in name for name in moments)
+    assert not [name for name in moments if torch.equal(first[name], whole[name])]
+    apart = train("apart", 1, *TP2_SP)
+    errors = gradient_errors(*({name: content[name] for name in moments} for content in (apart, first)))
+    assert max(errors.values()) <= 1e-4, errors
 
 
 DEPTH = "model.transformer.mtp_num_layers=1"

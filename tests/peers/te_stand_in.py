@@ -156,6 +156,8 @@ class GroupedLinear(torch.nn.Module):
         super().__init__()
         assert tp_size == 1
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
+        self.fp8 = self.fp8_calibration = False
+        self.fp8_meta = {"fp8_checkpoint": False}
         for i in range(num_gemms):
             weight = torch.empty(out_features, in_features, dtype=params_dtype)
             self.register_parameter(f"weight{i}", torch.nn.Parameter(torch.nn.init.normal_(weight, std=0.02)))
@@ -164,6 +166,13 @@ class GroupedLinear(torch.nn.Module):
 
     def init_fp8_metadata(self, num_gemms: int) -> None:
         """Called when a state is loaded."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """What TransformerEngine saves of a layer without FP8; Megatron-Core asks for it by name."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        assert state is None or not state.numel()
 
     def forward(self, x: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
         parts = zip(torch.split(x, list(map(int, m_splits))), range(self.num_gemms), strict=True)

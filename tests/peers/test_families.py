@@ -117,6 +117,22 @@ def test_separate_inputs_of_experts_are_balanced_by_samples(recompute: tuple[str
     run_with_engine(f"from hf_jobs import REFERENCE, check_balancing; {call}", tmp_path)
 
 
+@pytest.mark.slow
+def test_separate_inputs_of_experts_are_resumed_and_split(tmp_path: Path) -> None:
+    """Gemma 4's, whose ranks need the stand-in too; it has no unfolded attention for ``verify``."""
+    options = ["model.transformer_impl=transformer_engine", "verify.enabled=false"]
+    call = f"check_checkpoints('Gemma 4', pathlib.Path(sys.argv[1]), REFERENCE, *{options})"
+    ranks = "from harness import forks; forks.PRELOADED.insert(0, 'te_stand_in')"
+    run_with_engine(f"{ranks}; from hf_jobs import REFERENCE, check_checkpoints; {call}", tmp_path)
+
+
+@pytest.mark.slow
+def test_flops_of_a_folder_count_its_indexers(tmp_path: Path) -> None:
+    options = "'model.transformer_impl=transformer_engine', REFERENCE"
+    call = f"check_sparse_work(pathlib.Path(sys.argv[1]), {options})"
+    run_with_engine(f"from hf_jobs import REFERENCE, check_sparse_work; {call}", tmp_path)
+
+
 @pytest.mark.ci
 def test_the_table_is_measured_by_a_script(tmp_path: Path) -> None:
     output = tmp_path / "families.json"

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.plan import Bound, Counts, ModelWork, Parts, work_ratios
-from mcore_prefix_tree.plan.flops import most_unused
+from mcore_prefix_tree.plan.model_shape import most_unused
 from mcore_prefix_tree.sample import Sample
 
 SECONDS = Parts(body=6.0, attention=4.0, head=3.0, rest=0.5)

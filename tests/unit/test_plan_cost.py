@@ -26,6 +26,12 @@ def test_costs_are_the_flops_of_forward_and_backward():
         assert (cost.segment, cost.level, cost.micro_batch) == (0, 0, 0)
     hybrid = ModelWork.from_dimensions(**dimensions, pattern="G-M")
     assert CostModel.from_work(hybrid).segment == 32 * 3 * hybrid.unused > 0, "half a chunk"
+    indexer = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 3, "dsa_indexer_topk": 5}
+    sparse = ModelWork.from_dimensions(**dimensions, settings=indexer, pattern="D-")
+    cost = CostModel.from_work(sparse)
+    assert cost.pair == sparse.indexer_pair.total == 2 * 2 * 3
+    own = sparse.indexer_token.total + 5 * sparse.pair.total
+    assert cost.token == 3 * (sparse.token + sparse.position) + own, "every token attends to top-k keys"
 
 
 @pytest.mark.parametrize(

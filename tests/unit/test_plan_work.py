@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.plan import Counts, ExpectedSpeedup, LatentAttention, ModelWork
 from mcore_prefix_tree.plan.flops import Flops, pair_flops
-from mcore_prefix_tree.plan.model_shape import layers_with_window
+from mcore_prefix_tree.plan.model_shape import SparseAttention, layers_with_window
 from mcore_prefix_tree.settings import ModelConfig
 
 SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 100}
@@ -78,6 +79,97 @@ def test_flops_of_latent_attention_by_hand():
     assert whole.weights(8, 4) == latent.weights(8, 4) - queries + 8 * (4 * 5)
     assert LatentAttention.from_settings({"multi_latent_attention": True}) == LatentAttention()
     assert LatentAttention.from_settings(settings | {"multi_latent_attention": False}) is None
+
+
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 7,
+    "qk_head_dim": 3,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 5,
+}
+INDEXER = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 3, "dsa_indexer_topk": 4}
+SPARSE = {"experimental_attention_variant": "dsa", **LATENT, **INDEXER}
+
+
+def pairs_by_hand(samples, topk, is_folded):
+    """Tokens, (query, visible key) pairs, and as many of a query as it attends to, each enumerated."""
+    queries = {path if is_folded else (at, path) for at, path in enumerate(paths(samples))}
+    keys = [(query, key) for query in queries for key in range(len((query if is_folded else query[1])[1]))]
+    attended = [(query, key) for query, key in keys if key < topk]  # any choice has as many
+    return len(queries), len(keys), len(attended)
+
+
+@given(sample_lists(), st.integers(1, 6), st.sampled_from([0.0, 0.1]))
+def test_flops_of_sparse_attention_by_hand(samples, topk, coefficient):
+    """The second of three layers takes the keys of the first; the indexer's loss reads attention's scores."""
+    settings = SPARSE | {"dsa_indexer_topk": topk, "dsa_indexer_topk_freq": 2, "dsa_indexer_loss_coeff": coefficient}
+    three = DENSE | {"num_layers": 3}
+    work, latent = (ModelWork.from_dimensions(**three, settings=one) for one in (settings, LATENT))
+    learns = coefficient > 0
+    expected = work.expected_speedup([fold(samples)])
+    for is_folded, found in ((True, expected.folded), (False, expected.unfolded)):
+        tokens, visible, attended = pairs_by_hand(samples, topk, is_folded)
+        indexer = 2 * 2 * visible * (2 * 3)
+        target = 2 * 2 * visible * 4 * (3 + 2) * learns
+        assert found.attention == Flops(
+            forward=3 * attended * 2 * 4 * (5 + 5) + indexer + target,
+            backward=3 * attended * 2 * 4 * (3 * 5 + 2 * 5) + 2 * indexer * learns,
+        )
+        projected = 2 * 2 * tokens * (6 * (2 * 3) + 8 * 3 + 8 * 2)
+        assert found.body == Flops(
+            forward=latent.token * tokens + projected, backward=2 * latent.token * tokens + projected * learns
+        )
+        assert found.head == latent.of(Counts(tokens, 0, 0, 0)).head
+
+
+def test_sparse_layers_of_patterns_and_depths():
+    """The D of a pattern chooses among all keys, also where attention has a window; layers are counted from 1."""
+    settings = LATENT | INDEXER | {"window_size": (2, 0), "dsa_indexer_topk_freq": 4}
+    work = ModelWork.from_dimensions(**DENSE, settings=settings, pattern="D*-D|D")
+    assert (work.layers, work.window_layers, work.sparse_layers, work.limits) == (0, 1, 3, (3, 4))
+    one = ModelWork.from_dimensions(**DENSE, settings=settings, pattern="D")
+    assert work.indexer_pair == one.indexer_pair * 2 == Flops(forward=2 * 2 * 6, backward=0)
+    # A depth of multi-token prediction has a layer like the last, with an indexer.
+    deep = ModelWork.from_dimensions(**DENSE, settings=SPARSE | {"mtp_num_layers": 1})
+    assert (deep.sparse_layers, deep.indexer_pair) == (3, one.indexer_pair * 3)
+    # Without latents of queries, the indexer projects the layer's input.
+    wide = ModelWork.from_dimensions(**DENSE, settings=SPARSE | {"q_lora_rank": None})
+    assert wide.indexer_token.forward == 2 * 2 * (8 * 6 + 8 * 3 + 8 * 2)
+    for missing in INDEXER:
+        with pytest.raises(ValueError, match=f"{missing} is not set"):
+            ModelWork.from_dimensions(**DENSE, settings={**SPARSE, missing: None})
+
+
+@pytest.mark.parametrize(("offset", "every"), [(0, 1), (0, 2), (1, 4), (2, 3), (3, 2)])
+def test_layers_with_an_indexer_match_megatrons(offset, every):
+    dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
+    if not hasattr(dsa, "is_dsa_skip_topk_layer"):
+        pytest.skip("this megatron-core has no layers that take the keys of another")
+    indexer = SparseAttention(**INDEXER, dsa_indexer_topk_freq=every, dsa_indexer_skip_topk_offset=offset)
+    for layer in range(1, 12):
+        assert indexer.chooses(layer) != dsa.is_dsa_skip_topk_layer(layer, offset, every)
+
+
+def test_megatron_lm_counts_sparse_attention_as_latent():
+    """It counts no indexer, norms, half the square of a length for its pairs, and no second scores in the backward."""
+    training = pytest.importorskip("megatron.training.training")
+    length, layers = 64, 2
+    names = {"num_experts": None, "moe_layer_freq": 1, "mtp_num_layers": None, "hybrid_layer_pattern": None}
+    names |= {"moe_router_topk": 0, "moe_latent_size": None, "moe_ffn_hidden_size": None}
+    names |= {"moe_shared_expert_intermediate_size": None, "group_query_attention": False, "num_query_groups": 4}
+    settings = SPARSE | {"dsa_indexer_topk": length}
+    args = argparse.Namespace(
+        **names, **settings, **DENSE, seq_length=length, swiglu=True, padded_vocab_size=100, kv_channels=2
+    )
+    work = ModelWork.from_dimensions(**DENSE, settings=settings)
+    body, attention, head = work.of(Counts.of_lengths(np.array([length]), *work.limits))
+    indexers = work.indexer_token * length + work.indexer_pair * (length * (length + 1) // 2)
+    attended = attention.forward + work.indexer_token.forward * length - indexers.forward
+    ours = body.total - work.indexer_token.total * length + head.total + 3 * attended * length / (length + 1)
+    norms = 3 * 2 * layers * length * (6 + 7)
+    assert training.num_floating_point_operations(args, batch_size=1) == pytest.approx(ours + norms, rel=1e-12)
 
 
 def test_flops_of_gated_delta_net_by_hand():
@@ -179,19 +271,23 @@ def paths(samples):
     return [(repr(one.merge_key), tuple(one.tokens[: n + 1].tolist())) for one in samples for n in range(len(one))]
 
 
-@given(sample_lists(), st.one_of(st.none(), st.integers(1, 6)))
-def test_counts_are_those_of_prefixes(samples, window):
+LIMIT = st.one_of(st.none(), st.integers(1, 6))
+
+
+@given(sample_lists(), LIMIT, LIMIT)
+def test_counts_are_those_of_prefixes(samples, window, topk):
     """A token is a prefix of a sample: folded it counts once, unfolded as often as there are samples with it."""
     layout = fold(samples)
     scored = [bool(weight) and n > 0 for one in samples for n, weight in enumerate(one.loss_mask)]
     for counts, tokens in (
-        (Counts.unfolded([layout], window), list(enumerate(paths(samples)))),
-        (Counts.folded([layout], window), [(path, path) for path in set(paths(samples))]),
+        (Counts.unfolded([layout], window, topk), list(enumerate(paths(samples)))),
+        (Counts.folded([layout], window, topk), [(path, path) for path in set(paths(samples))]),
     ):
         depths = [len(prefix) for _, (_, prefix) in tokens]
         assert counts.tokens == len(tokens)
         assert counts.pairs == sum(depths)
         assert counts.window_pairs == (0 if window is None else sum(min(depth, window) for depth in depths))
+        assert counts.chosen_pairs == (0 if topk is None else sum(min(depth, topk) for depth in depths))
     assert Counts.unfolded([layout]).predictors == sum(scored)
     predictors = {(key, path[:-1]) for (key, path), is_scored in zip(paths(samples), scored, strict=True) if is_scored}
     assert Counts.folded([layout]).predictors == len(predictors)

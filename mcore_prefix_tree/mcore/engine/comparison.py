@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.engine.unfolded import (
 )
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.plan import Bound, Counts, ExpectedSpeedup, Parts, work_ratios
-from mcore_prefix_tree.plan.flops import most_unused
+from mcore_prefix_tree.plan.model_shape import most_unused
 from mcore_prefix_tree.sample import Sample, Tempered
 from mcore_prefix_tree.utils.memory import PeakMemory
 
@@ -234,11 +234,11 @@ def compare(
         for name, way in ways.items()
     }
     # The first pass of trees in chunks is not in these counts: it only takes more time than the bound.
-    layouts, window = whole_layouts([batch.layout for batch in ways["folded"].make()]), job.work.window
-    alone = Counts.unfolded(layouts, window)
+    layouts, limits = whole_layouts([batch.layout for batch in ways["folded"].make()]), job.work.limits
+    alone = Counts.unfolded(layouts, *limits)
     lengths = np.concatenate([np.diff(layout.cu_sample_lens) for layout in layouts])
     padded = alone._replace(unused=most_unused(lengths))
-    folded, unfolded, padded = (over_ranks(one, job) for one in (Counts.folded(layouts, window), alone, padded))
+    folded, unfolded, padded = (over_ranks(one, job) for one in (Counts.folded(layouts, *limits), alone, padded))
     pads = job.folding.device.type == "cpu" or job.folding.deterministic_attention  # delta rules, in torch
     expected = ExpectedSpeedup(folded=job.work.of(folded), unfolded=job.work.of(unfolded))
     return Comparison(

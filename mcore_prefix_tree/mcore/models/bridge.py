@@ -96,7 +96,7 @@ _NAMES = {"swiglu": "gated_linear_unit"} | {
 # Names of a provider's further fields that describe its model.
 _DESCRIBED = re.compile(
     "moe_|num_moe|multi_latent|q_lora|kv_lora|qk_.*head_dim|v_head|window_|layernorm_ep|linear_|experimental_attention|"
-    "attention_output_gate|mamba_"
+    "attention_output_gate|mamba_|dsa_indexer_"
 )
 # In the names of an adapter's parameters.
 ADAPTER = ".adapter."

@@ -49,15 +49,15 @@ class FoldReport:
     @classmethod
     def of(cls, layout: FlatLayout, work: ModelWork, *, head_rows: int | None = None) -> FoldReport:
         """Report a folded micro-batch; the head computes ``head_rows`` positions, None is the unique tokens."""
-        folded = Counts.folded([layout], work.window)
+        folded = Counts.folded([layout], *work.limits)
         folded = folded._replace(predictors=folded.tokens if head_rows is None else head_rows)
-        unfolded = Counts.of_lengths(np.diff(layout.cu_sample_lens), work.window)
+        unfolded = Counts.of_lengths(np.diff(layout.cu_sample_lens), *work.limits)
         return cls(work=work, folded=folded, unfolded=unfolded, rows=layout.num_samples)
 
     @classmethod
     def of_stock(cls, lengths: npt.NDArray[np.int64], work: ModelWork) -> FoldReport:
         """Report a micro-batch of rows, int64 ``[S]``, that the stock model computes."""
-        counts = Counts.of_lengths(lengths, work.window)
+        counts = Counts.of_lengths(lengths, *work.limits)
         return cls(work=work, folded=counts, unfolded=counts, left_alone=1, rows=len(lengths))
 
     def __add__(self, other: FoldReport) -> FoldReport:
