@@ -28,7 +28,7 @@ from mcore_prefix_tree.mcore.engine.step_planner import fold_step
 from mcore_prefix_tree.mcore.loop.jobs import run_once
 from mcore_prefix_tree.mcore.loop.resolve_recipe import Resolved
 from mcore_prefix_tree.mcore.models.bridge import load_bridge
-from mcore_prefix_tree.plan.flops import Flops
+from mcore_prefix_tree.plan.flops import Flops, pair_flops
 from mcore_prefix_tree.settings import load_recipe
 
 _CENTRED = "linear_attn.norm.weight"
@@ -202,6 +202,8 @@ def check_sparse_work(folder: Path, *overrides: str) -> None:
     assert work is not None
     config, every = model.config, SPARSE["index_n_heads"] * SPARSE["index_head_dim"]
     assert (work.layers, work.sparse_layers, work.topk) == (0, config.num_hidden_layers, SPARSE["index_topk"])
+    heads = (config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    assert work.pair == pair_flops(*heads), "of latent attention"
     indexers = -(-config.num_hidden_layers // 2)
     assert work.indexer_pair == Flops(forward=2 * indexers * every, backward=0)
 

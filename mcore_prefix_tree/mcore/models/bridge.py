@@ -307,12 +307,16 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
     if isinstance(sizes["rotary_base"], tuple):  # of layers with a window, and of the others
         sizes["rotary_base"] = sizes["rotary_base"][-1]
     kind = MLATransformerConfig if isinstance(provider, MLATransformerConfig) else TransformerConfig
+    if kind is MLATransformerConfig:
+        sizes |= {"num_query_groups": None, "kv_channels": None}  # as in a recipe, where they have no meaning
     further: dict[str, Any] = {
         field.name: list(value) if isinstance(value, tuple) else value
         for field in dataclasses.fields(kind)
         if _DESCRIBED.match(field.name)
         for value in (getattr(provider, field.name),)
-        if value != field.default and isinstance(value, int | float | str | list | tuple)
+        # Multi-latent attention is a default of its own kind of configuration only.
+        if (value != field.default or field.name == "multi_latent_attention")
+        and isinstance(value, int | float | str | list | tuple)
     }
     if isinstance(provider.window_size, int):
         size, skip = window_settings(provider)
