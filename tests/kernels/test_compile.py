@@ -85,15 +85,15 @@ def test_work_that_is_done_twice_is_counted(monkeypatch):
     assert found.multiplied > found.needed
 
 
-@pytest.mark.parametrize(("which", "module"), [("forward", forward), ("query", backward)])
-def test_a_stepped_pointer_serializes_a_kernel(monkeypatch, which, module):
+@pytest.mark.parametrize(("which", "module", "dim"), [("forward", forward, 192), ("query", backward, 128)])
+def test_a_stepped_pointer_serializes_a_kernel(monkeypatch, which, module, dim):
     """Why places in a schedule are sums of 32 bits; and the assertion above can fail."""
     name, place = f"{which}_kernel", "schedule + (blocks + place + 1)"
     stepped = triton.JITFunction(getattr(module, name).fn)
     assert stepped.src.count(place) == 1
     stepped._unsafe_update_src(stepped.src.replace(place, "(schedule + blocks) + place + 1"))
     monkeypatch.setattr(compilation, name, stepped)
-    (found,) = reports(90, which, case_of(90, 128, 128))
+    (found,) = reports(90, which, case_of(90, dim, 128))
     assert found.serialized
 
 

@@ -95,6 +95,10 @@ class Linear(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(rows, dtype=params_dtype)) if bias else None
         if self.bias is not None and parallel_mode == "row":
             self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        # The norm of all gradients counts what is not marked once for all ranks.
+        for split in (self.weight, self.bias if parallel_mode == "column" else None):
+            if split is not None and parallel_mode is not None:
+                split.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         from megatron.core import tensor_parallel as tp
