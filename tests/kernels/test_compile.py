@@ -97,6 +97,7 @@ def test_a_stepped_pointer_serializes_a_kernel(monkeypatch, which, module, dim):
     assert found.serialized
 
 
+@pytest.mark.slow
 def test_float32_fits():
     """Without tensor cores, and slow; but it has to fit the smallest chip."""
     for dims in HEAD_DIMS:
