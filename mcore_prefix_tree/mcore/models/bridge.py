@@ -314,7 +314,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
         for field in dataclasses.fields(kind)
         if _DESCRIBED.match(field.name)
         for value in (getattr(provider, field.name),)
-        # Multi-latent attention is a default of its own kind of configuration only.
+        # True is the default of the configuration of latent attention, but not of a recipe.
         if (value != field.default or field.name == "multi_latent_attention")
         and isinstance(value, int | float | str | list | tuple)
     }

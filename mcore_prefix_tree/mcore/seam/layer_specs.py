@@ -206,7 +206,7 @@ def _mixer(spec: Any) -> Any:
 def _multi_token_layer(spec: ModuleSpec) -> ModuleSpec:
     if not multi_token_names.are_there():
         raise NotImplementedError(f"multi-token prediction on a tree needs {multi_token_names.NEEDED}")
-    own = spec.submodules.mtp_model_layer  # a HybridModel's is a stack of its own layers
+    own = spec.submodules.mtp_model_layer  # None in a HybridModel, whose depths are stacks
     submodules = dataclasses.replace(spec.submodules, mtp_model_layer=None if own is None else _layer(own))
     return dataclasses.replace(
         spec, module=tree_class(TreeMultiTokenLayerMixin, get_module(spec)), submodules=submodules
