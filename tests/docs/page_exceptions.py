@@ -90,7 +90,7 @@ AFTER = {
 LONG = {
     "docs/howto/critic.md": "tests/model/test_train_scalar_heads.py closes PPO's loop: reward model, values, critic",
     "docs/howto/distillation.md": "tests/model/test_score_serves.py scores, and trains on what it wrote",
-    "docs/howto/dpo.md": "tests/model/test_score.py writes ref_logprobs, tests/model/test_train_objectives.py trains dpo",
+    "docs/howto/dpo.md": "tests/model/test_score.py writes ref_logprobs, and test_train_objectives.py beside it trains",
     "docs/howto/grpo.md": "tests/peers/test_grpo_own_model.py scores, trains and scores again",
 }
 
