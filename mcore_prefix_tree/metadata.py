@@ -17,6 +17,7 @@ from mcore_prefix_tree.layout.flat import starts_of_chains
 from mcore_prefix_tree.utils.upload import moved, upload
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 
@@ -33,6 +34,26 @@ class Segments:
     cu_lens: Int32Array
     parent: Int32Array
     depth: Int32Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Handover:
+    """Tokens at which the states of recurrent layers pass between the micro-batches of one tree.
+
+    Attributes:
+        heads: int64 NumPy ``[r]``, first tokens of the segments that begin with a state of another micro-batch.
+        given: int64 NumPy ``[r]``, which of the ``num_given`` states each begins with.
+        num_given: number of states that the micro-batch reads.
+        ends: int64 NumPy ``[n]``, tokens whose states other micro-batches read, ascending; a segment ends at each.
+    """
+
+    heads: Int64Array
+    given: Int64Array
+    num_given: int
+    ends: Int64Array
+
+
+NO_HANDOVER = Handover(heads=np.arange(0), given=np.arange(0), num_given=0, ends=np.arange(0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +76,7 @@ class TreeMetadata:
         routes: integer tensor ``[P, layers, top-k]``, the experts of each token, -1 where the model routes; None if no
             sample has routes.
         unread: leading tokens of which nobody reads the attention's output: a back-end may leave it undefined.
+        handover: states that pass between the micro-batches of one tree.
         cache: plans derived by attention back-ends, shared by all layers, recompute and every forward of a step. Their
             tensors are on the device of the token tensors.
 
@@ -73,6 +95,7 @@ class TreeMetadata:
     sample_node: Int32Array | None = None
     routes: torch.Tensor | None = None
     unread: int = 0
+    handover: Handover = NO_HANDOVER
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -167,6 +167,13 @@ def find_carried(layout: FlatLayout, borders: Sequence[int]) -> Int64Array:
     return np.unique(np.concatenate(stacks)) if stacks else np.empty(0, dtype=np.int64)
 
 
+def find_handed_on(layout: FlatLayout, starts: Sequence[int]) -> Int64Array:
+    """Return the tokens behind which another part goes on than their own, int64 ``[n]``; parts begin at ``starts``."""
+    before = layout.predictor[: layout.physical_tokens].astype(np.int64)
+    part = np.searchsorted(starts, np.arange(len(before)), side="right")
+    return np.unique(before[(before >= 0) & (part[before] != part)])
+
+
 def find_last_readers(layout: FlatLayout, starts: Sequence[int], tokens: Int64Array) -> Int64Array:
     """Return the last of the chunks from ``starts`` whose stack has each of ``tokens``, both int64 ``[n]``."""
     last: Int64Array = np.searchsorted(starts, layout.subtree_end[tokens]) - 1

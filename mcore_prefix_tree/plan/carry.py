@@ -34,6 +34,7 @@ class TreePart(NamedTuple):
             the order of the chunks that read them first.
         carried: number of a chunk's tokens that later chunks read.
         stack: number of tokens before it that it reads.
+        states: number of tokens on the path to a chunk after which a chunk begins with states of recurrent layers.
     """
 
     start: int
@@ -41,6 +42,7 @@ class TreePart(NamedTuple):
     carried: int
     stack: int
     forward_only: bool = False
+    states: int = 0
 
     @property
     def tokens(self) -> int:
@@ -107,6 +109,11 @@ class Carrying:
         return sum(run.tokens for run in self.runs if run.is_chunk) if self.scored else 0
 
     @property
+    def held_states(self) -> int:
+        """Most tokens after which the states of recurrent layers are held at once."""
+        return max(run.states for run in self.runs)
+
+    @property
     def held_tokens(self) -> int:
         """Most tokens whose keys and values are held at once by a stage with one micro-batch in flight."""
         held = most = 0
@@ -116,7 +123,9 @@ class Carrying:
         return most
 
 
-def cut_tree(position: Int64Array, max_tokens: int, *, full: bool = False) -> tuple[TreePart, ...]:
+def cut_tree(
+    position: Int64Array, max_tokens: int, *, state_tokens: int = 0, full: bool = False
+) -> tuple[TreePart, ...]:
     """Cut a tree into chunks of at most ``max_tokens``, where few tokens are carried.
 
     A chunk ends where the smallest part of it is carried, in its second half, so that no chunk but the last is less
@@ -124,17 +133,28 @@ def cut_tree(position: Int64Array, max_tokens: int, *, full: bool = False) -> tu
 
     Args:
         position: int64 ``[T]``, depth of each token on its path, in depth-first order.
+        max_tokens: tokens of a chunk.
+        state_tokens: see :class:`CostModel`.
         full: whether to fill every chunk but the last, for the fewest.
     """
+    room = np.ones(len(position), dtype=np.int64)
+    joins = np.flatnonzero(np.diff(position) <= 0) + 1
+    room[joins] += np.minimum(state_tokens, position[joins])
+    filled = np.append(0, np.cumsum(room))
     borders = [0]
-    while len(position) - borders[-1] > max_tokens:
-        window = position[borders[-1] : borders[-1] + max_tokens + 1]
+    while (start := borders[-1]) < len(position):
+        # The first path of a chunk joins none in it.
+        most = int(np.searchsorted(filled, filled[start + 1] - 1 + max_tokens, side="right")) - 1 - start
+        if start + most >= len(position):
+            borders.append(len(position))
+            break
+        window = position[start : start + most + 1]
         carried = window - np.minimum.accumulate(window)
-        middle = max_tokens if full else (max_tokens + 1) // 2
-        part = carried[middle:] / np.arange(middle, max_tokens + 1)
+        middle = most if full else (most + 1) // 2
+        part = carried[middle:] / np.arange(middle, most + 1)
         # Of equal parts the last one.
-        borders.append(borders[-1] + max_tokens - int(np.argmin(part[::-1])))
-    return make_chunks(position, [*borders, len(position)])
+        borders.append(start + most - int(np.argmin(part[::-1])))
+    return make_chunks(position, borders)
 
 
 def make_chunks(position: Int64Array, borders: Sequence[int]) -> tuple[TreePart, ...]:
@@ -142,15 +162,33 @@ def make_chunks(position: Int64Array, borders: Sequence[int]) -> tuple[TreePart,
 
     Of the stack at a chunk's end, the tokens above the chunk's least deep one are older: all others are its own.
     """
+    ranges = [*pairwise(borders)]
+    least = [int(position[start : end + 1].min()) for start, end in ranges]
     return tuple(
         TreePart(
             start,
             end,
-            0 if end == len(position) else int(position[end] - position[start : end + 1].min()),
+            0 if end == len(position) else int(position[end]) - low,
             int(position[start]),
+            states=states,
         )
-        for start, end in pairwise(borders)
+        for (start, end), low, states in zip(ranges, least, _count_states(position, ranges, least), strict=True)
     )
+
+
+def _count_states(position: Int64Array, ranges: Sequence[tuple[int, int]], least: Sequence[int]) -> list[int]:
+    """Return :attr:`TreePart.states` of chunks, and of next tokens, whose least depths are ``least``."""
+    # Depths of the tokens before a chunk that its own follow.
+    followed = [set((np.unique(np.minimum.accumulate(position[slice(*part)])) - 1).tolist()) - {-1} for part in ranges]
+    live, of_before = set[int](), []
+    for own, low in zip(followed, least, strict=True):
+        of_before.append(live)
+        live = {depth for depth in live | own if depth < low}
+    live, counts = set[int](), []
+    for own, low, before in zip(followed[::-1], least[::-1], of_before[::-1], strict=True):
+        live = {depth for depth in live if depth < low} | own
+        counts.append(len(live | before))
+    return counts[::-1]
 
 
 def new_depths(chunks: Sequence[TreePart]) -> Iterator[tuple[TreePart, int, int]]:
@@ -230,7 +268,8 @@ def carry_tree(
     position = np.concatenate(
         [np.arange(start, end) for start, end in zip(shared.tolist(), lengths.tolist(), strict=True)]
     )
-    chunks = cut_tree(position, max_tokens, full=full)
+    state_tokens = 0 if cost_model is None else cost_model.state_tokens
+    chunks = cut_tree(position, max_tokens, state_tokens=state_tokens, full=full)
     # Carried tokens of a chunk are the last ones on the path to its end.
     ends = np.array([position[chunk.end] if chunk.carried else 0 for chunk in chunks], dtype=np.int64)
     carried = np.array([chunk.carried for chunk in chunks], dtype=np.int64)
@@ -264,8 +303,8 @@ def repeat_units(
     most = max((leaves.some(np.array(places)).tokens for places in members.values()), default=int(lengths.max()))
     if most > max_tokens:
         return None
-    context = units_of_path(shared, cost_model)
-    runs = least_repeating_runs(shared, lengths - shared, max_tokens)
+    context, saved = units_of_path(shared, cost_model), leaves.saved_tokens(cost_model)
+    runs = least_repeating_runs(saved, lengths - saved, max_tokens)
     again = sum(int(context[start]) for start, _ in runs)
     overhead = 0 if cost_model is None else len(runs) * cost_model.units_of_micro_batch
     return int((units_of_path(lengths, cost_model) - context).sum()) + again + overhead
@@ -299,7 +338,7 @@ def carried_trees(
     share = int((units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)).sum()) / dp_size
     trees = []
     for own in _whole_trees(np.flatnonzero(shared == 0), together, len(order)):
-        if int((lengths - shared)[own].sum()) <= max_tokens:
+        if Leaves.every_sample(shared[own], lengths[own]).room(cost_model) <= max_tokens:
             continue
         tree = carry_tree(
             tuple(order[own].tolist()),

@@ -28,8 +28,8 @@ class LogConfig(Section):
         metrics: file that ends in ``.jsonl``, made with its folder: one JSON object per step, with ``iteration``,
             ``loss``, ``grad_norm``, ``lr``, ``samples``, ``logical_tokens``, ``physical_tokens``, both per second,
             ``fold_ratio``, ``seconds``, ``plan_seconds``, ``carried_tokens`` that ran forward once more,
-            ``carried_bytes`` that are held of their keys, values and gradients, and in ``metrics`` the objective's
-            metrics; null is no number. Each evaluation of ``validation`` is a separate object, with ``iteration``,
+            ``carried_bytes`` that are held of their keys, values, states and gradients, and in ``metrics`` those of the
+            objective; null is no number. Each evaluation of ``validation`` is a separate object, with ``iteration``,
             ``validation_loss``, ``validation_metrics`` and ``validation_seconds``. None writes none.
         tensorboard: folder for TensorBoard: the same under ``loss``, ``grad_norm``, ``lr``, ``fold_ratio``,
             ``tokens_per_second/...``, ``seconds/...``, ``objective/...`` and ``validation/...``. None writes none.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan.model_shape import RECURRENT, layer_parts, trained_depths
+from mcore_prefix_tree.plan.model_shape import SPARSE, layer_parts, trained_depths
 from mcore_prefix_tree.settings.sections import RecipeError
 from mcore_prefix_tree.utils.choices import OverBudget
 
@@ -53,9 +53,8 @@ def why_not_carried(
     """
     if objective is not None and not (objective.sums_edges or objective.reads_scores):
         return "the objective reads more of whole samples than scores of tokens"
-    has_others = "D" in (pattern or "") or not RECURRENT.keys().isdisjoint(layer_parts(pattern) or ())
-    if settings.get("experimental_attention_variant") is not None or has_others:
-        return "layers of the model read more of a path than keys and values"
+    if settings.get("experimental_attention_variant") == SPARSE or "sparse attention" in (layer_parts(pattern) or ()):
+        return "the model's sparse attention chooses among all keys of a path"
     if objective is not None and trained_depths(settings):
         return "multi-token prediction reads tokens before a chunk"
     if settings.get("num_moe_experts") is not None:

@@ -36,6 +36,7 @@ DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+MAMBA = {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 4}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},
     "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from harness.in_double import kept_double
 from harness.marks import quick
 from harness.oracles import worst
-from harness.seam_models import DELTA_NET, RECOMPUTE, deep_samples, hybrid, hybrid_twins, tiny_config
+from harness.seam_models import DELTA_NET, MAMBA, RECOMPUTE, deep_samples, hybrid, hybrid_twins, tiny_config
 from harness.seam_runs import (
     FP32_INSIDE,
     MOE,
@@ -44,7 +44,6 @@ from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
-MAMBA = {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 4}
 # name: (pattern, fields of the config, tokens that the scan computes at once, seed of the forest)
 VARIANTS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "with attention and MLPs": ("M-M*M", {}, 128, 0),
@@ -210,7 +209,7 @@ def test_states_of_branch_points_are_fp32_in_bf16(monkeypatch: pytest.MonkeyPatc
     seen, original = [], mamba._states
     monkeypatch.setattr(mamba, "_states", lambda *given: seen.append(original(*given)) or seen[0])
     out = tree_forward(tree, batch_of(deep_samples()))
-    assert (seen[0].dtype, out.dtype) == (torch.float32, torch.bfloat16)
+    assert (seen[0][0].dtype, out.dtype) == (torch.float32, torch.bfloat16)
 
 
 def recurrence(x: Any, dt: Any, decay: Any, b: Any, c: Any, skip: Any, sequence: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from harness.in_double import kept_double
 from harness.oracles import worst
 from harness.seam_models import (
     DELTA_NET,
+    MAMBA,
     branching_samples,
     build,
     deep_samples,
@@ -123,7 +124,6 @@ def test_depths_are_those_of_separate_samples(name):
     assert_equal_gradients(tree, expected, 1e-12)
 
 
-MAMBA = {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 4}
 # name: (pattern, fields of the config, arguments of HybridModel)
 HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one depth": ("*-*-/*", {}, {}),

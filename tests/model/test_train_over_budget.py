@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.commands import run_command, write_rows
+from harness.in_double import kept_double
 from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.settings import load_recipe
 
 WIDE = "batch.max_tokens=4096"
@@ -60,6 +62,21 @@ def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: di
         assert one.metrics.keys() == other.metrics.keys()
         assert close(list(one.metrics.values()), list(other.metrics.values()))
     assert sum(step.carried_tokens for step in cut.reports) > 0
+
+
+@pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
+def test_recurrent_layers_do_not_see_the_budget(tmp_path: Path) -> None:
+    """Both kinds of states, with a loss of whole samples, whose scoring pass keeps them, too."""
+    path, settings = objective_job(tmp_path, "gspo", {})
+    sizes = "mamba_state_dim: 8, mamba_head_dim: 8, mamba_num_groups: 2, mamba_num_heads: 4, linear_key_head_dim: 8, "
+    sizes += "linear_value_head_dim: 8, linear_num_key_heads: 2, linear_num_value_heads: 2"
+    settings += ["model.hybrid_layer_pattern='MG*-'", "model.num_layers=4", f"model.transformer={{{sizes}}}"]
+    budget = narrow([json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()])
+    with kept_double():
+        wide, cut = (train(path, *settings, *FLOAT64, "train_iters=2", size) for size in (WIDE, budget))
+    assert close(cut.losses, wide.losses)
+    assert sum(step.carried_tokens for step in cut.reports) > 0
+    assert all(step.carried_bytes > 0 for step in cut.reports if step.carried_tokens)
 
 
 def with_answers(content: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
     count_supervised,
     cut,
     find_carried,
+    find_handed_on,
     find_key_nodes,
     find_last_readers,
     find_stack,
@@ -59,6 +60,24 @@ def test_chunks_cover_the_tree_under_the_budget(samples: list[Sample], budget: i
 
 
 @settings(max_examples=200, deadline=None)
+@given(forests, st.integers(1, 12), st.integers(1, 4), st.booleans())
+def test_states_of_recurrent_layers_take_room(
+    samples: list[Sample], budget: int, state_tokens: int, full: bool
+) -> None:
+    """A path that joins a chunk counts as so many tokens more, but never as more than it shares."""
+    layout = fold(samples)
+    position = layout.position_ids[: layout.physical_tokens].astype(np.int64)
+    chunks = cut_tree(position, budget, state_tokens=state_tokens, full=full)
+    assert [chunk.start for chunk in chunks[1:]] == [chunk.end for chunk in chunks[:-1]]
+    for chunk in chunks:
+        own = range(chunk.start + 1, chunk.end)
+        joins = [int(position[at]) for at in own if position[at] != position[at - 1] + 1]
+        assert chunk.tokens == 1 or chunk.tokens + sum(min(state_tokens, depth) for depth in joins) <= budget
+    if full:
+        assert len(chunks) <= len(cut_tree(position, budget, state_tokens=state_tokens))
+
+
+@settings(max_examples=200, deadline=None)
 @given(forests, st.data())
 def test_carried_tokens_are_all_stacks(samples: list[Sample], data: st.DataObject) -> None:
     layout = fold(samples)
@@ -74,6 +93,10 @@ def test_carried_tokens_are_all_stacks(samples: list[Sample], data: st.DataObjec
     own = [int(((carried >= start) & (carried < end)).sum()) for start, end, *_ in chunks]
     assert [chunk.carried for chunk in chunks] == own
     assert [chunk.stack for chunk in chunks] == [len(ancestors(layout, start)) for start in borders[:-1]]
+    handed_on = set(find_handed_on(layout, borders[:-1]).tolist())
+    assert [chunk.states for chunk in chunks] == [
+        len(handed_on.intersection(ancestors(layout, start))) for start in borders[:-1]
+    ]
     # Each chunk's stack runs before it, and no run is earlier than a chunk needs it.
     budget = data.draw(st.integers(1, 6))
     order = carried[np.argsort(-find_last_readers(layout, borders[:-1], carried), kind="stable")]
@@ -175,7 +198,7 @@ def test_a_sample_above_the_budget_is_carried() -> None:
     assert plan.micro_batches == (((0,), (0,), (0,), (0,), (0,), (1,), (2,)),)
     assert plan.physical_tokens == ((0, 0, 4, 8, 8, 7, 7),)
     (rank,) = plan.carrying or ()
-    chunks = (TreePart(16, 20, 0, 16), TreePart(8, 16, 8, 8), TreePart(0, 8, 8, 0))
+    chunks = (TreePart(16, 20, 0, 16, states=2), TreePart(8, 16, 8, 8, states=1), TreePart(0, 8, 8, 0))
     passes = (TreePart(0, 8, 0, 0, forward_only=True), TreePart(8, 16, 0, 8, forward_only=True))
     assert rank.runs == (*passes, *chunks, WHOLE, WHOLE)
     assert (rank.held_tokens, plan.carried_tokens) == (16, 16)

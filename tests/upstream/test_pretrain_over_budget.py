@@ -77,4 +77,4 @@ def test_the_dry_run_names_carried_tokens(data: str) -> None:
     run = megatron(ENTRY, CPU, MODEL, TRAIN, data, "--prefix-tree-max-tokens 45 --prefix-tree-dry-run")
     assert run.status == 0, run.output[-2000:]
     assert "tokens run forward once more" in run.output
-    assert "keys and values that chunks read, with their gradients, at most: " in run.output
+    assert "keys, values and states that chunks read, with their gradients, at most: " in run.output

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import FP32_INSIDE, FP64, MOE, SAMPLES, check, folded, oracle
+from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, MAMBA, MOE, SAMPLES, check, folded, oracle
 from harness.layouts import LAYOUTS
 
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.plan import plan_step
 
 FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
@@ -37,3 +40,22 @@ def test_layouts_train_as_separate_samples(name: str, way: str, settings: tuple[
     job = Job(max_tokens=BUDGET, over_budget="carry", way=way, config=settings)
     expected = oracle(Job(config=MOE if settings == MOE else ()))
     check(folded(size, layout, job), expected, FP32_INSIDE if settings == MOE else FP64)
+
+
+@pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
+@pytest.mark.parametrize(
+    ("name", "pattern", "settings"),
+    [
+        ("tp2-sp", "MG*-", FULL),
+        ("pp2", "GM|*G", ()),
+        pytest.param("dp2", "MG*-", (), marks=pytest.mark.ci),
+        pytest.param("pp2-vpp2", "G|M|*|G", (), marks=pytest.mark.ci),
+        pytest.param("tp2-pp2", "GM|*G", FULL, marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_train_recurrent_layers(name: str, pattern: str, settings: tuple[tuple[str, object], ...]) -> None:
+    size, layout = LAYOUTS[name]
+    sizes = DELTA_NET + MAMBA
+    job = Job(pattern=pattern, way="weighted sum", config=sizes + settings, double=True)
+    expected = oracle(Job(pattern=pattern, config=sizes, double=True))
+    check(folded(size, layout, replace(job, max_tokens=BUDGET, over_budget="carry")), expected, FP64)

@@ -16,16 +16,18 @@ from mcore_prefix_tree.layout.tree_chunks import (
     count_supervised,
     cut,
     find_carried,
+    find_handed_on,
     find_key_nodes,
     find_last_readers,
     find_stack,
     keep_tokens,
 )
 from mcore_prefix_tree.mcore.engine.folding import Folding, plan_attention
-from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore, Passage
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.metadata import Handover, TreeMetadata
 from mcore_prefix_tree.plan import Carrying, ForestPlan, TreePart
+from mcore_prefix_tree.plan.flops import ModelWork
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing, Trie, sort_samples, trie_from_order
 from mcore_prefix_tree.utils.upload import upload
@@ -53,15 +55,19 @@ def fold_carrying(
     return batches
 
 
-def count_carried_bytes(plan: ForestPlan, folding: Folding) -> int:
-    """Return the bytes of keys, values and their gradients that a step holds at most, of the rank with the most."""
+def count_carried_bytes(plan: ForestPlan, folding: Folding, work: ModelWork) -> int:
+    """Return the most bytes of keys, values, states and their gradients that a rank holds in a step.
+
+    ``work`` has the number of layers and the size of states, of which a stage and a tensor rank has its share.
+    """
     if plan.carrying is None or not folding.attention_cases:
         return 0
     case, config = folding.attention_cases[0], folding.config
-    layers: int = -(-config.num_layers // config.pipeline_model_parallel_size)
-    entries = layers * case.kv_heads * (case.head_dim + case.value_dim)
-    of_gradient = torch.promote_types(case.dtype, torch.float32).itemsize
-    return max(rank.held_tokens for rank in plan.carrying) * entries * (case.dtype.itemsize + of_gradient)
+    stages, of_gradient = config.pipeline_model_parallel_size, torch.promote_types(case.dtype, torch.float32).itemsize
+    layers = -(-(work.layers + work.window_layers) // stages)
+    of_token: int = layers * case.kv_heads * (case.head_dim + case.value_dim) * (case.dtype.itemsize + of_gradient)
+    of_state: int = 2 * work.state_bytes // (stages * config.tensor_model_parallel_size)
+    return max(rank.held_tokens * of_token + rank.held_states * of_state for rank in plan.carrying)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +78,7 @@ class _Tree:
         carried: int64 ``[X]``, the tokens that chunks read, as indices in ``layout``, in the order of the first pass.
         owner: int64 ``[X]``, the chunk of each.
         reader: int64 ``[X]``, the last chunk that reads each.
+        passes: the first passes over them.
         shelf, row: int64 ``[X]``, the place of each in the store.
         supervised: int64 ``[T]``, see :func:`count_supervised`.
         trains: see :class:`Carrying`.
@@ -82,6 +89,7 @@ class _Tree:
     carried: Int64Array
     owner: Int64Array
     reader: Int64Array
+    passes: Sequence[TreePart]
     shelf: Int64Array
     row: Int64Array
     supervised: Int64Array
@@ -101,19 +109,18 @@ class _Tree:
         carried, reader = carried[order], reader[order]
         owner = np.searchsorted(starts, carried, side="right") - 1
         # A shelf has the tokens of one chunk that one micro-batch keeps.
-        passes = [run.end for run in runs if run.forward_only]
-        shelf = owner * (len(passes) + 1) + np.searchsorted(passes, np.arange(len(carried)), side="right")
-        by_shelf = np.argsort(shelf, kind="stable")
-        row = np.empty_like(shelf)
-        row[by_shelf] = np.arange(len(shelf)) - np.searchsorted(shelf[by_shelf], shelf[by_shelf])
+        passes = [run for run in runs if run.forward_only]
+        of_pass = np.searchsorted([run.end for run in passes], np.arange(len(carried)), side="right")
+        shelf = owner * (len(passes) + 1) + of_pass
         return cls(
             layout=layout,
             chunks=chunks,
             carried=carried,
             owner=owner,
             reader=reader,
+            passes=passes,
             shelf=shelf,
-            row=row,
+            row=_count_before(shelf),
             supervised=count_supervised(samples, layout),
             folding=folding,
             store=CarryStore(),
@@ -124,6 +131,21 @@ class _Tree:
     def above(self) -> FlatLayout:
         """The layout of the carried tokens."""
         return keep_tokens(self.layout, self.carried)
+
+    @cached_property
+    def has_state(self) -> npt.NDArray[np.bool_]:
+        """bool ``[X]``, whether a part begins with the state of recurrent layers after a carried token."""
+        found = np.isin(self.carried, find_handed_on(self.layout, [chunk.start for chunk in self.chunks]))
+        if self.passes:
+            found[find_handed_on(self.above, [run.start for run in self.passes])] = True
+        return found
+
+    @cached_property
+    def state_row(self) -> Int64Array:
+        """int64 ``[X]``, row in its shelf of the state after each carried token that has one."""
+        row = np.zeros_like(self.shelf)
+        row[self.has_state] = _count_before(self.shelf[self.has_state])
+        return row
 
     @cached_property
     def by_index(self) -> Int64Array:
@@ -183,20 +205,37 @@ class _Tree:
             *find_key_nodes(layout.whole, layout.start, layout.start + layout.physical_tokens),
             padded_size=len(stack) + layout.padded_size,
         )
+        handover, states = self._handover(layout, stack, own, places)
         carry = Carry(
             keys=replace(keys, unread=len(stack)),
-            stack=_by_shelf(self.shelf[stack], self.row[stack]),
-            own=_by_shelf(self.shelf[own], places),
+            tokens=Passage(_by_shelf(self.shelf[stack], self.row[stack]), _by_shelf(self.shelf[own], places)),
+            states=states,
             last=tuple(last[0].tolist()),
             last_scored=tuple(last[1].tolist()),
             store=self.store,
             keeps=keeps,
         )
         # Its nodes are a part of the tree, and its samples are not in it as a whole.
-        metadata = replace(params.tree_metadata, sample_node=None)
+        metadata = replace(params.tree_metadata, sample_node=None, handover=handover)
         batch = replace(batch, packed_seq_params=replace(params, tree_metadata=metadata, carry=carry))
         plan_attention(batch, self.folding.attention_backend, self.folding.attention_cases)
         return batch
+
+    def _handover(
+        self, layout: ChunkLayout, stack: Int64Array, own: Int64Array, places: Int64Array
+    ) -> tuple[Handover, Passage]:
+        """Return where states of recurrent layers come in and are left, and their rows; arguments as :meth:`_made`."""
+        end, tokens = layout.start + layout.physical_tokens, find_stack(layout.whole, layout.start)
+        before = layout.whole.predictor[layout.start : end]
+        heads = np.flatnonzero((before >= 0) & (before < layout.start))
+        read, given = np.unique(before[heads], return_inverse=True)
+        from_stack = stack[np.searchsorted(tokens, read)]
+        left, at = own[self.has_state[own]], places[self.has_state[own]]
+        ends = np.sort(at)
+        return Handover(heads=heads, given=given, num_given=len(read), ends=ends), Passage(
+            _by_shelf(self.shelf[from_stack], self.state_row[from_stack]),
+            _by_shelf(self.shelf[left], np.searchsorted(ends, at)),
+        )
 
 
 def _trie_as_planned(samples: Sequence[Sample], sharing: Sharing) -> Trie:
@@ -206,6 +245,14 @@ def _trie_as_planned(samples: Sequence[Sample], sharing: Sharing) -> Trie:
     places = np.concatenate(sorted(trees, key=lambda tree: int(order[tree].min())))
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
     return trie_from_order(order[places], shared[places], lengths[order[places]])
+
+
+def _count_before(shelf: Int64Array) -> Int64Array:
+    """Return how many before each are on the same shelf, int64 ``[n]``."""
+    by_shelf = np.argsort(shelf, kind="stable")
+    count = np.empty_like(shelf)
+    count[by_shelf] = np.arange(len(shelf)) - np.searchsorted(shelf[by_shelf], shelf[by_shelf])
+    return count
 
 
 def _by_shelf(shelf: Int64Array, values: Int64Array) -> tuple[tuple[int, torch.Tensor], ...]:

@@ -28,7 +28,7 @@ class FoldedStep:
         micro_batches: this rank's micro-batches, on the host, with the plans of the layers' attention.
         physical_tokens: unique tokens of the micro-batches of all ranks, without padding.
         carried_tokens: tokens of all ranks that a first pass computes in addition, forward only.
-        carried_bytes: most memory that their keys, values and gradients take on a rank.
+        carried_bytes: most memory that their keys, values, states and gradients take on a rank.
         metrics: metrics that are known before the step runs, as (sum, weight), the same on every rank: the objective's,
             and what the fold ratio would be without routes.
         seconds: time that this rank took to plan and to fold.
@@ -83,7 +83,7 @@ def fold_step(
             micro_batches=fold_micro_batches(samples, mine, job, targets, plan.carrying_of(job.dp_rank)),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             carried_tokens=plan.carried_tokens,
-            carried_bytes=count_carried_bytes(plan, job.folding),
+            carried_bytes=count_carried_bytes(plan, job.folding, job.work),
             metrics=metrics,
             seconds=time.perf_counter() - started,
         )

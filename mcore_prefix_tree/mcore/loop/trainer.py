@@ -54,7 +54,7 @@ class StepReport:
         samples: number of logical samples.
         physical_tokens: number of tokens computed, over all ranks, without padding.
         carried_tokens: number of tokens that ran forward once more, for chunks that read their keys and values.
-        carried_bytes: most memory that their keys, values and gradients take on a rank, by the plan.
+        carried_bytes: most memory that their keys, values, states and gradients take on a rank, by the plan.
         plan_seconds: seconds that the host took for planning and folding, while the step before computed.
         metrics: means that the objective reports, over the entire step.
     """

@@ -130,10 +130,11 @@ def _describe_memory(
     args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
 ) -> list[str]:
     """Describe the memory of the most loaded rank, or why there is no estimate."""
-    states = _states(args, samples, plan, folding)
-    if hybrid_pattern(args) is not None or states:
+    carried = _carried(args, plan, folding)
+    if hybrid_pattern(args) is not None or count_model_work(args).state_layers:
         kind = "a hybrid model" if hybrid_pattern(args) is not None else "a model with Gated DeltaNet"
-        return [*states, f"a rank's memory: no estimate, because Megatron-LM has none of {kind}'s weights"]
+        states = _states(args, samples, plan, folding)
+        return [*states, *carried, f"a rank's memory: no estimate, because Megatron-LM has none of {kind}'s weights"]
     cases = {
         "longest micro-batch": max(map(max, plan.physical_tokens)),
         "at --prefix-tree-max-tokens": folding.max_tokens,
@@ -148,12 +149,18 @@ def _describe_memory(
         f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, plan.num_micro_batches) / GIB:.3g} GiB"
         for case, tokens in cases.items()
     ]
-    if plan.carrying is not None:
-        config = core_transformer_config_from_args(args)
-        attention = attention_cases_of_model(config, device=folding.device, deterministic=False)
-        carried = count_carried_bytes(plan, replace(folding, config=config, attention_cases=attention))
-        lines.append(f"  keys and values that chunks read, with their gradients, at most: {carried / GIB:.3g} GiB")
-    return lines
+    return lines + carried
+
+
+def _carried(args: argparse.Namespace, plan: ForestPlan, folding: Folding) -> list[str]:
+    """Describe what the chunks of trees above the budget read of each other, if there are such trees."""
+    if plan.carrying is None:
+        return []
+    config = core_transformer_config_from_args(args)
+    attention = attention_cases_of_model(config, device=folding.device, deterministic=False)
+    folding = replace(folding, config=config, attention_cases=attention)
+    carried = count_carried_bytes(plan, folding, count_model_work(args)) / GIB
+    return [f"  keys, values and states that chunks read, with their gradients, at most: {carried:.3g} GiB"]
 
 
 def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding) -> list[str]:

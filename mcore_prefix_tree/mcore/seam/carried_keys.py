@@ -1,30 +1,31 @@
-"""Keys and values that one micro-batch leaves for others of its step, and their gradients on the way back.
+"""Keys, values and states that one micro-batch leaves for others of its step, and their gradients on the way back.
 
-The first pass of a step keeps the keys and values of carried tokens. A chunk reads those of its stack and adds their
-gradient to the store, and a chunk's own carried tokens take what their descendants have left: these ran before, because
-Megatron's schedules run forwards in one order on every stage, and backwards in the same. Recomputation runs the same
-functions again, before the backward that forgets what nobody else reads.
+The first pass of a step keeps the keys and values of carried tokens, and the states of recurrent layers after some of
+them. A chunk reads those of its stack and adds their gradient to the store, and a chunk's own carried tokens take what
+their descendants have left: these ran before, because Megatron's schedules run forwards in one order on every stage,
+and backwards in the same. Recomputation runs the same functions again, before the backward that forgets what nobody
+else reads.
 
-Legend: P tokens of a micro-batch, S tokens of its stack, K key heads, D head_dim.
+Legend: P tokens of a micro-batch, S tokens of its stack, K key heads, D head_dim, m states that it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.utils.upload import moved
 
-# Names what is kept: the module that attends, and whether it is its keys.
+# Names what is kept: the module that attends or keeps a state, and for example "key".
 Tensors = tuple[object, str]
 
 
 class CarryStore:
-    """Keys and values of a tree's carried tokens, by shelf: those of a chunk that one micro-batch keeps."""
+    """Keys, values and states of a tree's carried tokens, by shelf: those of a chunk that one micro-batch keeps."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Tensors, int], torch.Tensor] = {}
@@ -32,19 +33,19 @@ class CarryStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys, values and gradients that are held now."""
+        """Bytes of the keys, values, states and gradients that are held now."""
         return sum(held.nbytes for held in (*self._kept.values(), *self._gradients.values()))
 
     def keep(self, which: Tensors, shelf: int, values: torch.Tensor) -> None:
-        """Keep ``values`` ``[n, K, D]`` of a shelf."""
+        """Keep ``values`` ``[n, ...]`` of a shelf, for example keys ``[n, K, D]``."""
         self._kept[which, shelf] = values
 
     def read(self, which: Tensors, shelf: int) -> torch.Tensor:
-        """Return the values of a shelf, ``[n, K, D]``."""
+        """Return the values of a shelf, ``[n, ...]``."""
         return self._kept[which, shelf]
 
     def add_gradient(self, which: Tensors, shelf: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add ``gradient`` ``[m, K, D]`` to that of ``rows``, int64 ``[m]``, of a shelf, in fp32 or better."""
+        """Add ``gradient`` ``[r, ...]`` to that of ``rows``, int64 ``[r]``, of a shelf, in fp32 or better."""
         if (which, shelf) not in self._gradients:
             wide = torch.promote_types(gradient.dtype, torch.float32)
             self._gradients[which, shelf] = torch.zeros_like(self._kept[which, shelf], dtype=wide)
@@ -56,19 +57,44 @@ class CarryStore:
         self._kept.pop((which, shelf), None)
 
     def take_gradient(self, which: Tensors, shelf: int) -> torch.Tensor | None:
-        """Return a shelf's gradient ``[n, K, D]``, if anything read it, and forget the shelf."""
+        """Return a shelf's gradient ``[n, ...]``, if anything read it, and forget the shelf."""
         self.forget(which, shelf)
         return self._gradients.pop((which, shelf), None)
 
 
+class Passage(NamedTuple):
+    """Rows of the store that a micro-batch reads, and those that it fills for others.
+
+    Attributes:
+        read: shelf, and in it the rows int64 ``[n]``, in order.
+        left: shelf, and the place int64 ``[n]`` in this micro-batch, of each row.
+    """
+
+    read: tuple[tuple[int, torch.Tensor], ...]
+    left: tuple[tuple[int, torch.Tensor], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of rows that are read."""
+        return sum(len(rows) for _, rows in self.read)
+
+    def parts(self) -> Iterator[tuple[int, torch.Tensor, slice]]:
+        """Yield shelf and rows of each part that is read, and its place among all."""
+        start = 0
+        for shelf, rows in self.read:
+            yield shelf, rows, slice(start, start + len(rows))
+            start += len(rows)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Carry:
-    """Keys and values that a micro-batch of one chunk reads from others, and those that it leaves to them.
+    """Keys, values and states that a micro-batch of one chunk reads from others, and those that it leaves to them.
 
     Attributes:
         keys: the tree of stack and chunk, ``[S + P]``, which attention follows.
-        stack: shelf, and in it the rows int64 ``[n]``, of the stack's tokens, in order; S together.
-        own: shelf, and the places int64 ``[n]`` in this micro-batch, of the tokens that others read.
+        tokens: the S tokens of the stack, whose keys and values are read, and the tokens that others read.
+        states: the m states that are read, and those that others read, see
+            :class:`~mcore_prefix_tree.metadata.Handover`.
         last: shelves that nobody reads after this micro-batch.
         last_scored: shelves that nobody reads after it if the chunks run from the first to the last.
         store: the store of the tree.
@@ -76,8 +102,8 @@ class Carry:
     """
 
     keys: TreeMetadata
-    stack: tuple[tuple[int, torch.Tensor], ...]
-    own: tuple[tuple[int, torch.Tensor], ...]
+    tokens: Passage
+    states: Passage
     last: tuple[int, ...]
     last_scored: tuple[int, ...]
     store: CarryStore
@@ -86,7 +112,7 @@ class Carry:
     @property
     def size(self) -> int:
         """S."""
-        return sum(len(rows) for _, rows in self.stack)
+        return self.tokens.size
 
     def for_scoring(self) -> Carry:
         """Return what a chunk reads and leaves when all chunks run forward only, from the first to the last."""
@@ -95,30 +121,59 @@ class Carry:
     def on(self, device: torch.device | str) -> Carry:
         """Return a copy on the device, with the same store."""
         return replace(
-            self, keys=self.keys.with_plans_on(device), stack=moved(self.stack, device), own=moved(self.own, device)
+            self,
+            keys=self.keys.with_plans_on(device),
+            tokens=moved(self.tokens, device),
+            states=moved(self.states, device),
         )
 
     def with_stack(self, which: Tensors, values: torch.Tensor) -> torch.Tensor:
         """Return ``[S + P, K, D]``: keys, or values, of the stack, then a micro-batch's own ``[P, K, D]``."""
-        if self.keeps:
-            for shelf, places in self.own:
-                self.store.keep(which, shelf, values.detach()[places])
-        if not self.stack and not self.own:
+        self._keep(self.tokens, which, values)
+        if not self.tokens.read and not self.tokens.left:
             return values
         out: torch.Tensor = _WithStack.apply(values, self, which)  # type: ignore[no-untyped-call]
         return out
+
+    def read_states(self, which: Tensors, *inputs: torch.Tensor) -> torch.Tensor | None:
+        """Return the states ``[m, ...]`` that the micro-batch reads; None if it reads none.
+
+        They have a gradient if one of ``inputs`` has, the tensors that the layer makes states of.
+        """
+        if not self.states.read:
+            return None
+        states: torch.Tensor = _ReadStates.apply(self, which, *inputs)  # type: ignore[no-untyped-call]
+        return states
+
+    def leave_states(self, which: Tensors, out: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Leave the states ``[n, ...]`` to others; return ``out``, whose backward pass gives states their gradient."""
+        self._keep(self.states, which, states)
+        left: torch.Tensor = _LeaveStates.apply(out, states, self, which)  # type: ignore[no-untyped-call]
+        return left
+
+    def _keep(self, passage: Passage, which: Tensors, values: torch.Tensor) -> None:
+        """Keep what others read of ``values``, if the micro-batch fills the store."""
+        if self.keeps:
+            for shelf, places in passage.left:
+                self.store.keep(which, shelf, values.detach()[places])
+
+    def read(self, passage: Passage, which: Tensors) -> list[torch.Tensor]:
+        """Return the values of each part that is read, ``[n, ...]``."""
+        values = [self.store.read(which, shelf)[rows] for shelf, rows in passage.read]
+        if self.keeps:
+            self.forget(which)
+        return values
+
+    def add_gradient(self, passage: Passage, which: Tensors, gradient: torch.Tensor) -> None:
+        """Give the values that were read their gradient, and forget what nobody reads after this micro-batch."""
+        for shelf, rows, part in passage.parts():
+            self.store.add_gradient(which, shelf, rows, gradient[part])
+        self.forget(which)
 
     def forget(self, which: Tensors) -> None:
         """Forget what nobody reads after this micro-batch."""
         for shelf in self.last:
             self.store.forget(which, shelf)
-
-    def parts(self) -> Iterator[tuple[int, torch.Tensor, slice]]:
-        """Yield shelf and rows of each part of the stack, and its place among the S."""
-        start = 0
-        for shelf, rows in self.stack:
-            yield shelf, rows, slice(start, start + len(rows))
-            start += len(rows)
 
 
 class _WithStack(torch.autograd.Function):
@@ -126,21 +181,47 @@ class _WithStack(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, carry: Carry, which: Tensors) -> torch.Tensor:
         """Return ``[S + P, K, D]`` for ``values`` ``[P, K, D]``."""
         ctx.carry, ctx.which = carry, which
-        stack = [carry.store.read(which, shelf)[rows] for shelf, rows in carry.stack]
-        if carry.keeps:
-            carry.forget(which)
-        return torch.cat([*stack, values])
+        return torch.cat([*carry.read(carry.tokens, which), values])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = grad_outputs
         carry: Carry = ctx.carry
-        for shelf, rows, part in carry.parts():
-            carry.store.add_gradient(ctx.which, shelf, rows, gradient[part])
-        carry.forget(ctx.which)
+        carry.add_gradient(carry.tokens, ctx.which, gradient)
         own = gradient[carry.size :]
-        for shelf, places in carry.own:
+        for shelf, places in carry.tokens.left:
             left = carry.store.take_gradient(ctx.which, shelf)
             if left is not None:
                 own = own.index_put((places,), (own[places] + left).to(own.dtype))
         return own, None, None
+
+
+class _ReadStates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, carry: Carry, which: Tensors, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``[m, ...]``."""
+        ctx.carry, ctx.which, ctx.inputs = carry, which, len(inputs)
+        return torch.cat(carry.read(carry.states, which))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.carry.add_gradient(ctx.carry.states, ctx.which, grad_outputs[0])
+        return (None, None, *[None] * ctx.inputs)
+
+
+class _LeaveStates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, states: torch.Tensor, carry: Carry, which: Tensors) -> torch.Tensor:
+        """Return ``out``."""
+        ctx.carry, ctx.which, ctx.states = carry, which, (states.shape, states.dtype)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), carry, (shape, dtype) = grad_outputs, ctx.carry, ctx.states
+        of_states = gradient.new_zeros(shape, dtype=dtype)
+        for shelf, places in carry.states.left:
+            left = carry.store.take_gradient(ctx.which, shelf)
+            if left is not None:
+                of_states[places] = left.to(dtype)
+        return gradient, of_states, None, None

@@ -18,10 +18,16 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
-from mcore_prefix_tree.mcore.seam.levels import Levels, Padded, PaddedLevels, convolve_paths
-from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
+from mcore_prefix_tree.mcore.seam.levels import (
+    Levels,
+    Padded,
+    PaddedLevels,
+    convolve_paths,
+    leave_states,
+    read_states,
+)
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams, get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.metadata import TreeMetadata
 
 MAKES_ALL_INPUTS = hasattr(GatedDeltaNet, "_compute_gates")
 compat.check(layer_names.DELTA_NET + layer_names.DELTA_NET_INPUTS[MAKES_ALL_INPUTS])
@@ -79,18 +85,19 @@ class TreeDeltaNetMixin:
                 hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
             )
         check_batch_size(hidden_states.shape[1])
-        assert tree.tree_metadata is not None
         is_torch = tree.deterministic_attention or self.config.deterministic_mode
-        return self._follow(hidden_states, tree.tree_metadata, is_torch=is_torch)
+        return self._follow(hidden_states, tree, is_torch=is_torch)
 
-    def _follow(self, hidden_states: torch.Tensor, metadata: TreeMetadata, *, is_torch: bool) -> Any:
+    def _follow(self, hidden_states: torch.Tensor, tree: TreePackedSeqParams, *, is_torch: bool) -> Any:
+        metadata = tree.tree_metadata
+        assert metadata is not None
         levels = metadata.derived("levels", Levels.of)
         size: int = metadata.padded_size
         stock: Any = self
         projected, _ = stock.in_proj(hidden_states)
         sizes = self.feat_dim_split
         qkv, gates = projected.squeeze(1).split([sizes[0], sum(sizes[1:])], dim=-1)
-        qkv = self._convolve(qkv, metadata, is_torch=is_torch)
+        qkv = self._convolve(qkv, tree, is_torch=is_torch)
         gate, beta, alpha = gates.index_select(0, levels.order).unsqueeze(0).split(sizes[1:], dim=-1)
         gate = gate.reshape(1, size, -1, self.value_head_dim)
         decays = stock.A_log, stock.dt_bias
@@ -102,7 +109,7 @@ class TreeDeltaNetMixin:
                 qkv, gate, 1, size, beta, alpha
             )
             decay, beta = stock._compute_g_and_beta(*decays, alpha, beta)
-        mixed = self._over_levels((query, key, value, decay, beta), metadata, is_torch=is_torch)
+        mixed = self._over_levels((query, key, value, decay, beta), tree, is_torch=is_torch)
 
         def gated_norm(mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             normed: torch.Tensor = stock._gated_norm_and_a2a(mixed, gate, None, 1, size)
@@ -115,7 +122,7 @@ class TreeDeltaNetMixin:
         recomputed.discard_output_and_register_recompute(out)
         return out, bias
 
-    def _convolve(self, qkv: torch.Tensor, metadata: TreeMetadata, *, is_torch: bool) -> torch.Tensor:
+    def _convolve(self, qkv: torch.Tensor, tree: TreePackedSeqParams, *, is_torch: bool) -> torch.Tensor:
         """Return the convolution of flat tokens ``[P, channels]`` along their paths, ``[1, P, channels]`` by level."""
         width, weight, bias = self.conv_kernel_dim, self.conv1d.weight, self.conv1d.bias
 
@@ -127,29 +134,34 @@ class TreeDeltaNetMixin:
                 mixed, _ = gdn.causal_conv1d(x=row, weight=weight.squeeze(1), bias=bias, activation=self.activation)
             return cast(torch.Tensor, mixed)
 
-        return convolve_paths(qkv, metadata, width, convolve)
+        return convolve_paths(qkv, tree, self, width, convolve)
 
-    def _over_levels(self, given: tuple[torch.Tensor, ...], metadata: TreeMetadata, *, is_torch: bool) -> torch.Tensor:
+    def _over_levels(
+        self, given: tuple[torch.Tensor, ...], tree: TreePackedSeqParams, *, is_torch: bool
+    ) -> torch.Tensor:
         """Return the rule's output ``[1, P, H, V]`` of queries, keys, values, decays and betas ``[1, P, H, ...]``."""
+        metadata = tree.tree_metadata
+        assert metadata is not None
         levels = metadata.derived("levels", Levels.of).levels
         batches: list[tuple[Padded, ...] | None] = [None] * len(levels)
         if is_torch or self.gated_delta_rule is gdn.torch_chunk_gated_delta_rule:
             batches = list(metadata.derived("padded levels", PaddedLevels.of).levels)
         out: list[torch.Tensor] = []
-        states: torch.Tensor | None = None
+        states = read_states(tree, self, *given)
         for level, padded in zip(levels, batches, strict=True):
             part = [one[:, level.start : level.end] for one in given]
-            initial = None if states is None else states[level.parent]
+            initial = states[-1][level.parent] if states else None
             if padded is None:
                 sequences = {"cu_seqlens": level.cu_lens, "chunk_indices": level.chunks}
-                mixed, states = _rule(
+                mixed, last = _rule(
                     self.gated_delta_rule, part, initial, output_final_state=level.kept > 0, **sequences
                 )
             else:
-                mixed, states = _padded_rule(part, initial, padded)
+                mixed, last = _padded_rule(part, initial, padded)
             out.append(mixed)
-            states = None if states is None else states[: level.kept]
-        return torch.cat(out, dim=1)
+            if level.kept:
+                states.append(last[: level.kept])
+        return leave_states(tree, self, torch.cat(out, dim=1), states)
 
 
 def _rule(rule: Any, given: list[torch.Tensor], initial: torch.Tensor | None, **settings: Any) -> Any:

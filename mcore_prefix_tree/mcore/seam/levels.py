@@ -1,11 +1,14 @@
 """Order of a tree's tokens for recurrent layers: a state goes from the end of a segment into all of its children.
 
-Legend: P tokens of a micro-batch with padding, G segments that have tokens, W width of a convolution.
+A chunk of a tree above the budget is given the states at the ends of its parents, and keeps those that other chunks
+are given.
+
+Legend: P tokens of a micro-batch with padding, G segments that have tokens, W width of a convolution, m given states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan.model_shape import CHUNK
 from mcore_prefix_tree.utils.upload import upload
@@ -24,14 +28,15 @@ Int64Array = npt.NDArray[np.int64]
 class Level:
     """n segments with equally many branch points above them: one batch of sequences.
 
-    Those with children come first, and the long before the short.
+    Those whose last state is kept come first, and the long before the short.
 
     Attributes:
         start: place of its first token in :attr:`Levels.order`.
         end: place after its last token.
         cu_lens: int64 ``[n + 1]``, borders of the segments, from 0.
-        parent: int64 ``[n]``, each segment's parent among the kept states of the level above; of no use to roots.
-        kept: number of segments with children, whose last state is kept.
+        parent: int64 ``[n]``, each segment's first state among the kept ones of the level above; a root's among the m
+            given ones and one of zeros, of no use if none is given.
+        kept: number of segments whose last state is kept, for children or for other micro-batches.
         chunks: int64 ``[c, 2]``, the segment and the place in it of each chunk of 64 tokens. FLA's rule would compute
             them from ``cu_lens``, and wait for the device.
         lens: int64 NumPy ``[n]``, tokens of each segment.
@@ -50,13 +55,21 @@ class Level:
 class Levels:
     """The tokens level by level. All padding is one more root.
 
+    The states of a layer are the m given ones and one of zeros for the other roots, if any is given, and then those
+    that each level keeps.
+
     Attributes:
         levels: from the roots down.
         order: int64 ``[P]``, flat index of each token.
         inverse: int64 ``[P]``, place of each flat token in ``order``.
         host_order: the same as a NumPy array.
         first: int64 NumPy ``[G]``, place in ``order`` of each segment's first token, ascending.
-        above: int64 NumPy ``[P]``, place in ``order`` of each token's predecessor on its path; P if it has none.
+        above: int64 NumPy ``[P]``, place in ``order`` of each token's predecessor on its path; P if it has none, and
+            P + 1 + i if it follows given state i.
+        state: int64 NumPy ``[G]``, the state that each segment begins with; of no use to roots if none is given.
+        left: int64 ``[n]``, the states that other micro-batches read.
+        left_at: int64 NumPy ``[n]``, place in ``order`` of the last token before each of them.
+        given: m.
     """
 
     levels: tuple[Level, ...]
@@ -65,34 +78,47 @@ class Levels:
     host_order: Int64Array
     first: Int64Array
     above: Int64Array
+    state: Int64Array
+    left: torch.Tensor
+    left_at: Int64Array
+    given: int
 
     @classmethod
     def of(cls, metadata: TreeMetadata) -> Levels:
         """Return the plan of a micro-batch, on the device of its tensors."""
         starts, ends, parent = _segments_with_tokens(metadata)
-        size, device = metadata.padded_size, metadata.subtree_end.device
+        size, device, handover = metadata.padded_size, metadata.subtree_end.device, metadata.handover
         level = np.zeros(len(parent), dtype=np.int64)
         for segment, above in enumerate(parent.tolist()):
             level[segment] = level[above] + 1 if above >= 0 else 0
-        has_children = np.zeros(len(parent), dtype=bool)
-        has_children[parent[parent >= 0]] = True
+        given = np.full(len(parent), handover.num_given)
+        given[np.searchsorted(starts, handover.heads)] = handover.given
+        left = np.searchsorted(ends, handover.ends + 1)
+        is_kept = np.zeros(len(parent), dtype=bool)
+        is_kept[parent[parent >= 0]] = is_kept[left] = True
         lens = ends - starts
-        by_level = np.lexsort((-lens, ~has_children, level))
+        by_level = np.lexsort((-lens, ~is_kept, level))
         lens = lens[by_level]
         first = np.cumsum(lens) - lens
         order = np.repeat(starts[by_level] - first, lens) + np.arange(size)
         inverse = np.empty(size, dtype=np.int64)
         inverse[order] = np.arange(size)
         predecessor = np.concatenate([[size], np.arange(size - 1)])
-        last = inverse[ends[parent] - 1]
-        predecessor[first] = np.where(parent >= 0, last, size)[by_level]
+        before_root = np.where(given < handover.num_given, size + 1 + given, size)
+        predecessor[first] = np.where(parent >= 0, inverse[ends[parent] - 1], before_root)[by_level]
+        state = np.empty(len(parent), dtype=np.int64)
+        state[by_level] = np.cumsum(is_kept[by_level]) - 1 + (handover.num_given + 1) * (handover.num_given > 0)
         return cls(
-            levels=tuple(_levels(by_level, level, lens, parent, has_children, device)),
+            levels=tuple(_levels(by_level, level, lens, parent, given, is_kept, device)),
             order=upload(order, device),
             inverse=upload(inverse, device),
             host_order=order,
             first=first,
             above=predecessor,
+            state=np.where(parent >= 0, state[parent], given)[by_level],
+            left=upload(state[left], device),
+            left_at=inverse[handover.ends],
+            given=handover.num_given,
         )
 
 
@@ -101,21 +127,23 @@ def _segments_with_tokens(metadata: TreeMetadata) -> tuple[Int64Array, Int64Arra
     segments, tokens, size = metadata.segments, metadata.num_tokens, metadata.padded_size
     real = len(segments.parent) - (size - tokens)
     borders = segments.cu_lens[: real + 1].astype(np.int64)
-    renumbered = np.cumsum(np.diff(borders) > 0) - 1
+    filled = np.flatnonzero(np.diff(borders))
+    # A segment ends where others read its state, so it may be several, each the parent of the next.
+    starts = np.union1d(borders[filled], metadata.handover.ends[metadata.handover.ends < tokens - 1] + 1)
+    ends = np.append(starts, tokens)[1:]
+    parent = np.arange(len(starts)) - 1
+    pieces = np.searchsorted(starts, borders)
     # A segment without tokens hands on the state of its parent.
     nearest: list[int] = []
-    parent: list[int] = []
     for segment, above in enumerate(segments.parent[:real].tolist()):
         above = nearest[above] if above >= 0 else -1
         is_empty = borders[segment] == borders[segment + 1]
-        nearest.append(above if is_empty else int(renumbered[segment]))
+        nearest.append(above if is_empty else int(pieces[segment + 1]) - 1)
         if not is_empty:
-            parent.append(above)
-    filled = np.flatnonzero(np.diff(borders))
-    starts, ends = borders[filled], borders[filled + 1]
+            parent[pieces[segment]] = above
     if tokens < size:
-        starts, ends, parent = np.append(starts, tokens), np.append(ends, size), [*parent, -1]
-    return starts, ends, np.array(parent, dtype=np.int64)
+        starts, ends, parent = np.append(starts, tokens), np.append(ends, size), np.append(parent, -1)
+    return starts, ends, parent
 
 
 def _levels(
@@ -123,7 +151,8 @@ def _levels(
     level: Int64Array,
     lens: Int64Array,
     parent: Int64Array,
-    has_children: npt.NDArray[np.bool_],
+    given: Int64Array,
+    is_kept: npt.NDArray[np.bool_],
     device: torch.device,
 ) -> list[Level]:
     """Return the levels of segments that are sorted by level; ``lens`` are in that order, the others are not."""
@@ -131,6 +160,7 @@ def _levels(
     # A segment's place among those of its level.
     place = np.empty(len(level), dtype=np.int64)
     place[by_level] = np.arange(len(level)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    above = np.where(parent >= 0, place[parent], given)
     made, token, segment = [], 0, 0
     for size in sizes.tolist():
         chosen, own = by_level[segment : segment + size], lens[segment : segment + size]
@@ -140,8 +170,8 @@ def _levels(
                 start=token,
                 end=end,
                 cu_lens=upload(np.concatenate([[0], np.cumsum(own)]), device),
-                parent=upload(place[np.maximum(parent[chosen], 0)], device),
-                kept=int(has_children[chosen].sum()),
+                parent=upload(above[chosen], device),
+                kept=int(is_kept[chosen].sum()),
                 chunks=upload(_chunks(own), device),
                 lens=own,
             )
@@ -162,15 +192,18 @@ def _chunks(lens: Int64Array) -> Int64Array:
 class PathRows:
     """One row of tokens in which each segment follows the W - 1 tokens before it on its path.
 
-    A causal convolution of the row is that of every path, at the segments' own tokens.
+    A causal convolution of the row is that of every path, at the segments' own tokens. Behind P flat tokens come zeros,
+    and then the W - 1 tokens before each given state: the last one of each, the one before it, and so on.
 
     Attributes:
-        tokens: int64 ``[P + G * (W - 1)]``, flat index of each token, P for the zeros before a root.
+        tokens: int64 ``[P + G * (W - 1)]``, index of each of the row's tokens, P for the zeros before a root.
         own: int64 ``[P]``, where the row has the tokens of :attr:`Levels.order`.
+        left: int64 ``[n, W - 1]``, indices of the tokens before each state that other micro-batches read.
     """
 
     tokens: torch.Tensor
     own: torch.Tensor
+    left: torch.Tensor
 
     @classmethod
     def of(cls, metadata: TreeMetadata, width: int) -> PathRows:
@@ -179,26 +212,61 @@ class PathRows:
         size, device = metadata.padded_size, metadata.subtree_end.device
         own = np.arange(size)
         own += (width - 1) * np.searchsorted(levels.first, own, side="right")
+        tails = size + 1 + np.arange(levels.given * (width - 1))
+        above = np.concatenate([levels.above, [size], tails[levels.given :], np.full(levels.given, size)])
+        index = np.concatenate([levels.host_order, [size], tails])
         rows = np.empty(size + len(levels.first) * (width - 1), dtype=np.int64)
         rows[own] = np.arange(size)
-        above, at = np.append(levels.above, size), levels.first
+        left = np.empty((len(levels.left_at), width - 1), dtype=np.int64)
+        at, left_at = levels.first, levels.left_at
         for distance in range(1, width):
             at = above[at]
             rows[own[levels.first] - distance] = at
-        return cls(tokens=upload(np.append(levels.host_order, size)[rows], device), own=upload(own, device))
+            left[:, distance - 1] = left_at
+            left_at = above[left_at]
+        return cls(tokens=upload(index[rows], device), own=upload(own, device), left=upload(index[left], device))
 
 
 def convolve_paths(
-    x: torch.Tensor, metadata: TreeMetadata, width: int, convolve: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor,
+    tree: TreePackedSeqParams,
+    layer: object,
+    width: int,
+    convolve: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the causal convolution of flat tokens ``[P, D]`` along their paths, ``[1, P, D]`` by level.
+    """Return the causal convolution of a layer's flat tokens ``[P, D]`` along their paths, ``[1, P, D]`` by level.
 
     ``convolve`` does that of a row ``[1, tokens, D]``.
     """
+    metadata, which = tree.tree_metadata, (layer, "tokens before a state")
+    assert metadata is not None
     rows = metadata.derived(f"rows for a convolution of {width}", lambda tree: PathRows.of(tree, width))
+    table = F.pad(x, (0, 0, 0, 1))
+    if tree.carry is not None and (tails := tree.carry.read_states(which, x)) is not None:
+        table = torch.cat([table, tails.transpose(0, 1).flatten(0, 1)])
     # Gradients of a repeated row: indexing adds them in one order on a GPU, index_select in any.
-    row = F.pad(x, (0, 0, 0, 1))[rows.tokens].unsqueeze(0)
-    return convolve(row).index_select(1, rows.own)
+    convolved = convolve(table[rows.tokens].unsqueeze(0)).index_select(1, rows.own)
+    return tree.carry.leave_states(which, convolved, table[rows.left]) if len(rows.left) and tree.carry else convolved
+
+
+def read_states(tree: TreePackedSeqParams, layer: object, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Return the given states of a layer and one of zeros, ``[m + 1, heads, ..., ...]``; nothing if none is given.
+
+    ``inputs`` are the tensors that the layer makes its states of.
+    """
+    given = None if tree.carry is None else tree.carry.read_states((layer, "state"), *inputs)
+    return [] if given is None else [F.pad(given, (0, 0) * (given.ndim - 1) + (0, 1))]
+
+
+def leave_states(
+    tree: TreePackedSeqParams, layer: object, out: torch.Tensor, states: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Leave those of a layer's states, ``[n, ...]`` each, that other micro-batches read; return its output."""
+    if tree.carry is None or not tree.carry.states.left:
+        return out
+    assert tree.tree_metadata is not None
+    left = tree.tree_metadata.derived("levels", Levels.of).left
+    return tree.carry.leave_states((layer, "state"), out, torch.cat([*states])[left])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -255,11 +323,11 @@ def _padded(places: Int64Array, lens: Int64Array, device: torch.device, unit: in
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Runs:
-    """One run of tokens for each branch point, in batches.
+    """One run of tokens for each of some states, in batches.
 
     Attributes:
         batches: the runs, long before short; places are those in :attr:`Levels.order`.
-        points: for each batch int64 ``[m]``, the branch points of its runs.
+        points: for each batch int64 ``[m]``, the states of its runs.
     """
 
     batches: tuple[Padded, ...]
@@ -268,16 +336,17 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BranchPoints:
-    """The K segments with children, level by level, for products that are grouped by branch point.
+    """The K states of a layer, for products that are grouped by state.
 
     Attributes:
         segment: int32 ``[P]``, segment of each token of :attr:`Levels.order`, ascending.
         first: int64 ``[G]``, place of each segment's first token.
-        last: int64 ``[K]``, place of each branch point's last token.
-        own: the tokens of the branch points.
-        row: int64 ``[K]``, where the batches of ``own`` have each branch point.
-        below: the tokens of all children of a branch point.
-        slot: int64, where the batches of ``below`` have each token that is not in a root, in the order of the levels.
+        last: int64 ``[k]``, place of the last token before each of the states that levels keep.
+        own: the tokens of the segments that end with these states.
+        row: int64 ``[k]``, where the batches of ``own`` have each of these states.
+        below: the tokens of all segments that begin with a state.
+        start: place of the first of them.
+        slot: int64, where the batches of ``below`` have each of them, in the order of the levels.
     """
 
     segment: torch.Tensor
@@ -286,6 +355,7 @@ class BranchPoints:
     own: Runs
     row: torch.Tensor
     below: Runs
+    start: int
     slot: torch.Tensor
 
     @classmethod
@@ -298,13 +368,16 @@ class BranchPoints:
         kept = [start + np.arange(level.kept) for start, level in zip(begun[:-1], levels.levels, strict=True)]
         segments = np.concatenate(kept)
         segment = np.repeat(np.arange(len(lens)), lens)
-        roots = levels.levels[0].end
-        # The branch point above a segment is that of its first token's predecessor.
-        point = np.searchsorted(segments, segment[levels.above[first[begun[1] :]]])
-        # Tokens below the roots, by the branch point above them.
-        by_point = roots + np.argsort(np.repeat(point, lens[begun[1] :]), kind="stable")
-        own, row, _ = _runs(np.flatnonzero(np.isin(segment, segments)), lens[segments], device)
-        below, _, slot = _runs(by_point, np.bincount(point, lens[begun[1] :]).astype(np.int64), device)
+        # Tokens by the state that they begin with.
+        skipped = 0 if levels.given else len(levels.levels[0].lens)
+        tokens = np.bincount(levels.state[skipped:], lens[skipped:]).astype(np.int64)
+        start = int(lens[:skipped].sum())
+        by_state = start + np.argsort(np.repeat(levels.state, lens)[start:], kind="stable")
+        own, row, _ = _runs(
+            np.flatnonzero(np.isin(segment, segments)), np.arange(len(segments)), lens[segments], device
+        )
+        begins = np.flatnonzero(tokens)
+        below, _, slot = _runs(by_state, begins, tokens[begins], device)
         return cls(
             segment=upload(segment.astype(np.int32), device),
             first=upload(first, device),
@@ -312,11 +385,14 @@ class BranchPoints:
             own=own,
             row=upload(row, device),
             below=below,
+            start=start,
             slot=upload(slot, device),
         )
 
 
-def _runs(places: Int64Array, lens: Int64Array, device: torch.device) -> tuple[Runs, Int64Array, Int64Array]:
+def _runs(
+    places: Int64Array, points: Int64Array, lens: Int64Array, device: torch.device
+) -> tuple[Runs, Int64Array, Int64Array]:
     """Return the runs of ``places``, where the batches have each run, and each place from the least up."""
     by_length = np.argsort(-lens, kind="stable")
     starts, ordered = np.cumsum(lens) - lens, lens[by_length]
@@ -326,5 +402,5 @@ def _runs(places: Int64Array, lens: Int64Array, device: torch.device) -> tuple[R
     sizes = [tuple(batch.is_token.shape) for batch in batches]
     widths = np.repeat([width for _, width in sizes], [runs for runs, _ in sizes]).astype(np.int64)
     slots = np.repeat(np.cumsum(widths) - widths, ordered) + within
-    points = torch.split(upload(by_length, device), [runs for runs, _ in sizes])
-    return Runs(batches=tuple(batches), points=points), np.argsort(by_length), slots[np.argsort(places)]
+    of_batches = torch.split(upload(points[by_length], device), [runs for runs, _ in sizes])
+    return Runs(batches=tuple(batches), points=of_batches), np.argsort(by_length), slots[np.argsort(places)]

@@ -13,6 +13,7 @@ m runs of L tokens of a batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -20,10 +21,17 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer
 
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
-from mcore_prefix_tree.mcore.seam.levels import BranchPoints, Levels, Padded, convolve_paths
-from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
+from mcore_prefix_tree.mcore.seam.levels import (
+    BranchPoints,
+    Level,
+    Levels,
+    Padded,
+    convolve_paths,
+    leave_states,
+    read_states,
+)
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams, get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
-from mcore_prefix_tree.metadata import TreeMetadata
 
 
 class TreeMambaMixin:
@@ -75,13 +83,13 @@ class TreeMambaMixin:
                 f"layer {self.layer_number} is Mamba, whose kernels add gradients up in any order; set "
                 "deterministic_attention=False and deterministic_mode=False"
             )
-        assert tree.tree_metadata is not None
-        out = self._follow(zxBCdt.squeeze(1), tree.tree_metadata).unsqueeze(1)
+        out = self._follow(zxBCdt.squeeze(1), tree).unsqueeze(1)
         return self.norm(out) if self.rmsnorm else out
 
-    def _follow(self, projected: torch.Tensor, metadata: TreeMetadata) -> torch.Tensor:
+    def _follow(self, projected: torch.Tensor, tree: TreePackedSeqParams) -> torch.Tensor:
         """Return ``[P, H * p]`` of flat tokens' z, x, B, C and dt."""
-        levels = metadata.derived("levels", Levels.of)
+        assert tree.tree_metadata is not None
+        levels = tree.tree_metadata.derived("levels", Levels.of)
         channels, heads = self.cp.d_inner_local_tpcp, self.cp.nheads_local_tpcp
         entries = self.cp.ngroups_local_tpcp * self.d_state
         z, x_b_c, dt = projected.split([channels, channels + 2 * entries, heads], dim=-1)
@@ -92,7 +100,7 @@ class TreeMambaMixin:
             mixed = mamba_mixer.causal_conv1d_fn(by_channel, weight, bias, activation=self.activation)
             return cast(torch.Tensor, mixed.transpose(1, 2))
 
-        mixed = convolve_paths(x_b_c, metadata, weight.shape[1], convolve)[0]
+        mixed = convolve_paths(x_b_c, tree, self, weight.shape[1], convolve)[0]
         x, b, c = (
             part.unflatten(-1, (-1, size))
             for part, size in zip(
@@ -104,14 +112,16 @@ class TreeMambaMixin:
         # fp32, as in the kernels.
         wide = torch.promote_types(x.dtype, torch.float32)
         steps = F.softplus(dt.index_select(0, levels.order).to(wide) + self.cp.get_dt_bias().float())
-        out = self._scan(x, steps, b, c, metadata)
+        out = self._scan(x, steps, b, c, tree)
         gated = out.index_select(0, levels.inverse).flatten(1) * F.silu(z.to(wide))
         return gated.to(projected.dtype)
 
     def _scan(
-        self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, metadata: TreeMetadata
+        self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, tree: TreePackedSeqParams
     ) -> torch.Tensor:
         """Return outputs ``[P, H, p]`` of inputs ``[P, H, p]``, steps ``[P, H]``, B and C ``[P, g, n]``, by level."""
+        metadata = tree.tree_metadata
+        assert metadata is not None
         points = metadata.derived("branch points", BranchPoints.of)
         decay = -torch.exp(self.cp.get_A_log().float())
         state_dtype = {}
@@ -126,44 +136,52 @@ class TreeMambaMixin:
             seq_idx=points.segment.unsqueeze(0),
             **state_dtype,
         )[0].to(dt.dtype)
-        if not len(points.last):
+        given = read_states(tree, self, x, dt, b, decay)
+        if not given and not len(points.last):
             return out
         # Sums over a long row, of which only differences count: fp64.
         sums = (dt * decay).double().cumsum(0)
         before = F.pad(sums, (0, 0, 1, 0))[points.first]
         decayed = (sums - before[points.segment]).to(dt.dtype)
         levels = metadata.derived("levels", Levels.of).levels
-        states = _states(x, dt, b, decayed, points, [(level.kept, level.parent) for level in levels])
-        below = levels[0].end
-        inherited = _read(c, states, points).view_as(out[below:]) * decayed[below:].exp().unsqueeze(-1)
-        return torch.cat([out[:below], out[below:] + inherited])
+        states = _states(given, x, dt, b, decayed, points, levels)
+        below = points.start
+        if below < len(out):
+            inherited = _read(c, torch.cat(states), points).view_as(out[below:]) * decayed[below:].exp().unsqueeze(-1)
+            out = torch.cat([out[:below], out[below:] + inherited])
+        return leave_states(tree, self, out, states)
 
 
 def _states(
+    given: list[torch.Tensor],
     x: torch.Tensor,
     dt: torch.Tensor,
     b: torch.Tensor,
     decayed: torch.Tensor,
     points: BranchPoints,
-    levels: list[tuple[int, torch.Tensor]],
-) -> torch.Tensor:
-    """Return the last states of branch points, ``[K, g, H * p / g, n]``; ``decayed`` has the sums of a, ``[P, H]``."""
+    levels: Sequence[Level],
+) -> list[torch.Tensor]:
+    """Return the given states, if there are any, and those that each level keeps, ``[k, g, H * p / g, n]``.
+
+    ``decayed`` has the sums of a, ``[P, H]``.
+    """
     whole = decayed.index_select(0, points.last)
-    own = []
+    (_, heads, size), (_, groups, entries) = x.shape, b.shape
+    own = [dt.new_empty(0, groups, heads // groups * size, entries)]
     for batch, point in zip(points.own.batches, points.own.points, strict=True):
         left = whole.index_select(0, point).unsqueeze(1) - _rows(decayed, batch)
         weight = (left.exp() * _rows(dt, batch)).masked_fill(~batch.is_token.unsqueeze(-1), 0)
         written = _rows(x, batch) * weight.unsqueeze(-1)
         keys = _rows(b, batch).to(written.dtype)
-        own.append(torch.einsum("mlgq,mlgn->mgqn", written.flatten(2).unflatten(2, (keys.shape[2], -1)), keys))
+        own.append(torch.einsum("mlgq,mlgn->mgqn", written.flatten(2).unflatten(2, (groups, -1)), keys))
     made = torch.cat(own).index_select(0, points.row)
-    kept = [count for count, _ in levels]
-    factors = whole.exp().view(len(whole), made.shape[1], -1, 1)
-    factors = factors.repeat_interleave(made.shape[2] // factors.shape[2], 2)
-    states: list[torch.Tensor] = []
-    for state, factor, (count, parent) in zip(made.split(kept), factors.split(kept), levels, strict=True):
-        states.append(state + factor * states[-1][parent[:count]] if states else state)
-    return torch.cat(states)
+    factors = whole.exp().view(-1, groups, heads // groups, 1).repeat_interleave(size, 2)
+    kept = [level.kept for level in levels]
+    states = list(given)
+    for state, factor, level in zip(made.split(kept), factors.split(kept), levels, strict=True):
+        before = states[-1][level.parent[: level.kept]] if states else None
+        states.append(state if before is None else state + factor * before)
+    return states
 
 
 def _rows(x: torch.Tensor, batch: Padded) -> torch.Tensor:
@@ -173,7 +191,7 @@ def _rows(x: torch.Tensor, batch: Padded) -> torch.Tensor:
 
 
 def _read(c: torch.Tensor, states: torch.Tensor, points: BranchPoints) -> torch.Tensor:
-    """Return the product of C with the state of the branch point above, of each token that is in no root."""
+    """Return the product of C with the state that its segment begins with, of each token that begins with one."""
     out = []
     for batch, point in zip(points.below.batches, points.below.points, strict=True):
         queries = _rows(c, batch).to(states.dtype)
