@@ -28,19 +28,14 @@ from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.flat import starts_of_chains
 from mcore_prefix_tree.plan.model_shape import (
     NO_FLOPS,
-    PATTERN_PARTS,
     RECURRENT,
-    SPARSE,
     Experts,
     Flops,
     LatentAttention,
     SparseAttention,
     count_unused,
-    depth_letters,
-    layer_letters,
-    layers_with_experts,
-    layers_with_states,
     layers_with_window,
+    list_layers,
     trained_depths,
 )
 
@@ -273,28 +268,15 @@ class ModelWork:
             attention = latent.weights(hidden_size, num_attention_heads)
             attention_kept = 2 * num_attention_heads * (query + value)
         matrices = 3 if swiglu else 2
-        # Each depth has a layer like the last, or those of the pattern, and a projection of two rows.
-        depths = trained_depths(settings)
-        if pattern is None:
-            stacks = [num_layers, depths]
-            kind = "sparse attention" if settings.get("experimental_attention_variant") == SPARSE else "attention"
-            states = layers_with_states(num_layers, settings)
-            mixers: list[str] = ["delta net" if has_state else kind for has_state in states + states[-1:] * depths]
-            has_experts = [] if experts is None else layers_with_experts(num_layers, experts.moe_layer_freq)
-            sparse = sum(has_experts + has_experts[-1:] * depths)
-            dense = len(mixers) - sparse
-        else:
-            letters = [layer_letters(pattern), *depth_letters(pattern)[:depths]]
-            stacks = [len(one) for one in letters]
-            mixers = [PATTERN_PARTS[letter] for letter in "".join(letters)]
-            sparse, dense = mixers.count("experts"), mixers.count("mlp")
-        num_layers = len(mixers)  # Megatron does not compare its own with a pattern
+        layers = list_layers(num_layers, settings, pattern)
+        mixers, dense, sparse = layers.mixers, layers.mlps, layers.expert_layers
         attends, chooses = [one == "attention" for one in mixers], [one == "sparse attention" for one in mixers]
         weights = sum(attends + chooses) * attention + dense * matrices * hidden_size * ffn_hidden_size
-        weights += depths * 2 * hidden_size**2
+        depths = trained_depths(settings)
+        weights += depths * 2 * hidden_size**2  # a projection of two rows
         # Entries that a token leaves for the backward pass; see ``mcore/megatron_lm/activation_memory.py``.
         kept = sum(attends + chooses) * attention_kept + dense * matrices * ffn_hidden_size
-        kept += 2 * hidden_size * (2 * num_layers if pattern is None else num_layers)
+        kept += 2 * hidden_size * len(mixers) * (2 if pattern is None else 1)
         places = states_size = 0
         for name, kind_of_state in RECURRENT.items():
             if count := mixers.count(name):
@@ -307,7 +289,7 @@ class ModelWork:
             assert experts is not None, "Megatron asks for their number"
             weights += sparse * experts.weights(hidden_size, ffn_hidden_size, matrices)
             kept += sparse * experts.kept(hidden_size, ffn_hidden_size, matrices)
-        has_window = [one for size in stacks for one in layers_with_window(size, settings)]  # depths count from 1, too
+        has_window = [one for size in layers.stacks for one in layers_with_window(size, settings)]  # each counts from 1
         windowed = sum(map(and_, attends, has_window))
         of_indexer: dict[str, Any] = {}
         if any(chooses):

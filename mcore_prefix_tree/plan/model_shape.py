@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -268,7 +268,7 @@ class Mamba:
 
 
 # Layers that keep a state, by their part of a hybrid model.
-RECURRENT: dict[str, type[DeltaNet] | type[Mamba]] = {"delta net": DeltaNet, "mamba": Mamba}
+RECURRENT: dict[Part, type[DeltaNet] | type[Mamba]] = {"delta net": DeltaNet, "mamba": Mamba}
 # Values of a GPT's experimental_attention_variant; megatron-core 0.20 makes the second of the first.
 DELTA_NETS = ("gated_delta_net", "gdn")
 
@@ -293,6 +293,36 @@ def layers_with_experts(num_layers: int, moe_layer_freq: int | Sequence[int]) ->
 def trained_depths(settings: Mapping[str, Any]) -> int:
     """Return the number of depths of multi-token prediction that have a loss; upstream's factor is 0.1 by default."""
     return (settings.get("mtp_num_layers") or 0) if settings.get("mtp_loss_scaling_factor", 0.1) else 0
+
+
+class Layers(NamedTuple):
+    """The layers of a model, and those of its depths of multi-token prediction behind them.
+
+    Attributes:
+        mixers: kind of each layer of a pattern; of a GPT, what each layer has beside an MLP or experts.
+        stacks: number of layers of each run that Megatron numbers from 1: the model's, and those of its depths.
+        mlps, expert_layers: number of MLPs, and of layers of experts.
+    """
+
+    mixers: list[Part]
+    stacks: list[int]
+    mlps: int
+    expert_layers: int
+
+
+def list_layers(num_layers: int, settings: Mapping[str, Any], pattern: str | None) -> Layers:
+    """Return the layers of a GPT, each of whose depths has a layer like the last, or of a hybrid model's pattern."""
+    depths = trained_depths(settings)
+    if pattern is not None:
+        letters = [layer_letters(pattern), *depth_letters(pattern)[:depths]]
+        mixers = [PATTERN_PARTS[letter] for letter in "".join(letters)]
+        return Layers(mixers, [len(one) for one in letters], mixers.count("mlp"), mixers.count("experts"))
+    attention: Part = "sparse attention" if settings.get("experimental_attention_variant") == SPARSE else "attention"
+    mixers = ["delta net" if has_state else attention for has_state in layers_with_states(num_layers, settings)]
+    experts = Experts.from_settings(settings)
+    has_experts = [False] * num_layers if experts is None else layers_with_experts(num_layers, experts.moe_layer_freq)
+    count = sum(has_experts + has_experts[-1:] * depths)
+    return Layers(mixers + mixers[-1:] * depths, [num_layers, depths], num_layers + depths - count, count)
 
 
 def layers_with_window(num_layers: int, settings: Mapping[str, Any]) -> list[bool]:
