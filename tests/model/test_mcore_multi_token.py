@@ -106,6 +106,16 @@ def assert_equal_gradients(tree: GPTModel, expected: dict[str, Any], limit: floa
         assert worst(found[name], wanted) < limit, f"{name}: {worst(found[name], wanted):.2e}"
 
 
+def assert_trains_as_apart(
+    stock: Any, tree: Any, samples: list[Sample], *, depths: int, limit: float = 1e-12, **settings: Any
+) -> None:
+    """Compare all gradients with those of the stock model on each sample; ``settings`` are of the folded run."""
+    with kept_double():
+        expected = run_separately(stock, samples)["grads"]
+        supervised(tree, folded(samples, depths, **settings), WeightedSum()).backward()
+    assert_equal_gradients(tree, expected, limit)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_tracker():
     MTPLossLoggingHelper.tracker.clear()
@@ -118,10 +128,7 @@ def test_depths_are_those_of_separate_samples(name):
     settings, model_settings = VARIANTS[name]
     stock, tree = mtp_twins(tiny_config(**settings), **model_settings)
     samples = branching_samples()
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, settings["mtp_num_layers"]), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, 1e-12)
+    assert_trains_as_apart(stock, tree, samples, depths=settings["mtp_num_layers"])
 
 
 # name: (pattern, fields of the config, arguments of HybridModel)
@@ -156,10 +163,7 @@ def hybrid_mtp_twins(pattern: str, settings: dict[str, Any], model: dict[str, An
 def test_depths_of_hybrid_models(name):
     stock, tree = hybrid_mtp_twins(*HYBRIDS[name])
     samples = branching_samples()
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, tree.mtp_num_depths), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, 1e-12)
+    assert_trains_as_apart(stock, tree, samples, depths=tree.mtp_num_depths)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -167,19 +171,13 @@ def test_random_forests_in_a_hybrid_model(seed):
     stock, tree = hybrid_mtp_twins("*-/*-/*-", {}, {"max_sequence_length": 512})
     samples = deep_samples(seed)
     random.Random(seed).shuffle(samples)
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, 2), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, 1e-12)
+    assert_trains_as_apart(stock, tree, samples, depths=2)
 
 
 def test_experts_in_the_depths_of_a_hybrid_model():
     stock, tree = hybrid_mtp_twins("*E/*E/*E", MOE, {})
     samples = branching_samples()
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, 2), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, FP32_INSIDE)
+    assert_trains_as_apart(stock, tree, samples, depths=2, limit=FP32_INSIDE)
 
 
 def test_hybrid_model_without_a_tree_is_upstreams():
@@ -226,30 +224,21 @@ def test_random_forests(seed):
     stock, tree = mtp_twins(tiny_config(mtp_num_layers=2), max_sequence_length=512)
     samples = deep_samples(seed)
     random.Random(seed).shuffle(samples)
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, 2), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, 1e-12)
+    assert_trains_as_apart(stock, tree, samples, depths=2)
 
 
 @pytest.mark.parametrize("backend", supporting(attention_case(tiny_config(), device=torch.device("cpu"))))
 def test_every_backend(backend):
     stock, tree = mtp_twins(tiny_config(mtp_num_layers=2))
     samples = branching_samples()
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, 2, backend=backend), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, 1e-12)
+    assert_trains_as_apart(stock, tree, samples, depths=2, backend=backend)
 
 
 def test_layers_of_experts_route_as_in_separate_samples():
     config = tiny_config(mtp_num_layers=2, **MOE)
     stock, tree = mtp_twins(config)
     samples = branching_samples()
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, 2), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, FP32_INSIDE)
+    assert_trains_as_apart(stock, tree, samples, depths=2, limit=FP32_INSIDE)
 
 
 @pytest.mark.parametrize("name", ["windows in two layers", "learnable sinks"])
@@ -257,10 +246,7 @@ def test_windows_and_sinks(name):
     """A depth's window follows the depth's number, as upstream's does."""
     stock, tree = mtp_twins(tiny_config(mtp_num_layers=2, **WINDOWS_AND_SINKS[name]))
     samples = branching_samples()
-    with kept_double():
-        expected = run_separately(stock, samples)["grads"]
-        supervised(tree, folded(samples, 2, backend="reference"), WeightedSum()).backward()
-    assert_equal_gradients(tree, expected, 1e-12)
+    assert_trains_as_apart(stock, tree, samples, depths=2, backend="reference")
 
 
 def test_depths_move_to_the_device():
