@@ -102,8 +102,7 @@ class Distillation(TokenObjective):
 
     @property
     def sums_edges(self) -> bool:
-        """Return whether each answer of the teacher is in the samples; its model runs on whole ones."""
-        return self.teacher == "top_k"
+        return True
 
     @property
     def grouped_by(self) -> Unit | None:

@@ -261,12 +261,14 @@ BALANCED = MOE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_co
         ({}, "kto", None),
         ({}, "reward_model", None),
         ({}, "distill", None),
-        ({}, "distill from a model", "the objective reads more of whole samples than scores of tokens"),
+        ({}, "distill from a model", None),
+        ({}, "xtoken", "the objective reads more of whole samples than scores of tokens"),
     ],
 )
 def test_what_needs_whole_samples_is_named(changes: dict[str, Any], objective: str | None, says: str | None) -> None:
     name, _, asked = (objective or "").partition(" from ")
-    named = make_objective(name, {"teacher": "full"} if asked else {}) if objective else None
+    options = {"projection": "w.safetensors"} if name == "xtoken" else {"teacher": "full"} if asked else {}
+    named = make_objective(name, options) if objective else None
     reason = why_not_carried(vars(tiny_config(**changes)), None, named)
     assert reason == says or (says is not None and reason is not None and says in reason)
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.commands import run_command
+from harness.commands import run_command, write_rows
+from harness.in_double import kept_double
 from harness.marks import quick
 from harness.train_jobs import (
     BATCH,
@@ -37,6 +38,7 @@ from omegaconf import OmegaConf
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.models.build_gpt import transformer_config
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.objectives import make_objective
 from mcore_prefix_tree.settings import Recipe, RecipeError, load_recipe
 
@@ -222,6 +224,13 @@ def recipe_of_teacher(folder: Path, job: Path, **model: Any) -> Path:
     return path
 
 
+needs_states = pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
+STATES = (
+    "{mamba_state_dim: 8, mamba_head_dim: 8, mamba_num_groups: 2, mamba_num_heads: 4, linear_key_head_dim: 8, "
+    "linear_value_head_dim: 8, linear_num_key_heads: 2, linear_num_value_heads: 2}"
+)
+
+
 def from_model(teacher: Path, divergence: str = "reverse_kl") -> list[str]:
     options = options_of(divergence, teacher="full")
     return [*FLOAT64, *overrides_of(options), f"objective.teacher_recipe={teacher}"]
@@ -247,6 +256,19 @@ def test_every_step_from_a_second_model_is_the_stock_models_step(tmp_path: Path,
 
     notes = check_divergence_steps(load_recipe(job, from_model(teacher, divergence)), divergence, loss_of)
     assert f"the teacher's weights are {tmp_path / 'teacher' / 'iter_0000002'}" in notes.messages
+
+
+@pytest.mark.parametrize("pattern", [None, pytest.param("MG*", marks=needs_states)])
+def test_a_second_model_reads_trees_in_chunks(tmp_path: Path, pattern: str | None) -> None:
+    """Of attention, and of recurrent layers, whose states it hands on by itself."""
+    job, held_out = write_job(tmp_path), write_rows(tmp_path / "held_out.jsonl", rows(seed=1))
+    model = {} if pattern is None else {"hybrid_layer_pattern": f"'{pattern}'", "transformer": STATES}
+    settings = [*from_model(recipe_of_teacher(tmp_path, job, **model)), "train_iters=2", f"validation.path={held_out}"]
+    with kept_double():
+        whole, cut = (train(job, *settings, f"batch.max_tokens={size}") for size in (4096, 8))
+    assert cut.losses == pytest.approx(whole.losses, rel=1e-11)
+    assert [one.loss for one in cut.evaluations] == pytest.approx([one.loss for one in whole.evaluations], rel=1e-11)
+    assert all(step.carried_tokens for step in cut.reports)
 
 
 def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:

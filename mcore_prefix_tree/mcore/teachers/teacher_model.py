@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.attention import Case
+from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.mcore.engine.folding import plan_attention
 from mcore_prefix_tree.mcore.engine.pipeline import forward_only
 from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
@@ -165,51 +166,66 @@ class TeacherModel(StepHook):
         return [replace(batch, hook_data=hidden) for batch, hidden in zip(batches, found, strict=True)]
 
     def hidden(self, batches: Sequence[MicroBatch]) -> list[TeacherHidden]:
-        """Return the inputs of its logits at each micro-batch's predictors; empty before the last stage."""
-        asked, own = self._asked(batches)
+        """Return the inputs of its logits at each micro-batch's predictors; empty before the last stage.
+
+        Parts of trees run from the first to the last, once each: a first pass is the student's, and predicts nothing.
+        """
+        order = [place for place, batch in enumerate(batches) if not batch.forward_only]
+        carries = [batches[place].packed_seq_params.carry for place in order]
+        if any(carry is not None and not carry.keeps for carry in carries):
+            order = order[::-1]  # as a step trains them, the last part comes first
+        asked, own = self._asked([batches[place] for place in order])
         one_stage = self.ranks is not None and self.ranks.on_last_stage
         found = forward_only(self.chunks, asked, Hidden(), Hidden().read, one_stage=one_stage) if self.chunks else []
         if not found:
             return []
+        hidden = dict(zip(order, found[own], strict=False))
         made = []
-        for batch, hidden in zip(batches, found[own], strict=True):
+        for place, batch in enumerate(batches):
             weight, head = output_weight_and_head(self._model, batch.edges, batch.temperature)
             if self.columns is not None:
                 parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
                 group = parallel_state.get_tensor_model_parallel_group() if parallel else None
                 start = parallel_state.get_tensor_model_parallel_rank() * len(self.columns)
                 weight, head = self.columns, replace(head, vocab_start=start, group=group)
+            of_batch = hidden.get(place, weight.new_empty(0, weight.shape[1]))
             # Megatron converts the output of a bfloat16 model to fp32; these are numbers that bfloat16 has.
-            made.append(TeacherHidden(hidden=hidden.to(weight.dtype), weight=weight.detach(), head=head))
+            made.append(TeacherHidden(hidden=of_batch.to(weight.dtype), weight=weight.detach(), head=head))
         return made
 
     def _asked(self, batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], slice]:
         """Return the micro-batches that the teacher reads, and the slice of them that is this rank's."""
         ours = [self._on_backend(batch) for batch in batches]
+        # Schedules of virtual stages run a multiple of the stages.
+        stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self.chunks) > 1 else 1
+        ours += [self._nothing() for _ in range(-len(ours) % stages)]
         if self.ranks is None or not self.chunks:
-            return ours, slice(None)
-        layouts, number = self.ranks.together([batch.layout for batch in ours])
-        start = sum(map(len, layouts[:number]))
-        deterministic = all(batch.packed_seq_params.deterministic_attention for batch in ours)
+            return ours, slice(len(batches))
+        together, number = self.ranks.together([(batch.layout, batch.packed_seq_params) for batch in ours])
+        start = sum(map(len, together[:number]))
         asked = []
-        for replica, of_replica in enumerate(layouts):
+        for replica, of_replica in enumerate(together):
             if replica == number:
                 asked += ours
                 continue
             others = [
-                MicroBatch.from_layout(
-                    replace(layout, routes=None),
-                    attention_backend=self.attention_backend,
-                    deterministic_attention=deterministic,
-                    needed=layout.loss_weight != 0,
+                replace(
+                    MicroBatch.from_layout(replace(layout, routes=None), needed=layout.edge_weight != 0),
+                    packed_seq_params=params,
                 )
-                for layout in of_replica
+                for layout, params in of_replica
             ]
             asked += self.prepare(others)
-        return asked, slice(start, start + len(ours))
+        return asked, slice(start, start + len(batches))
+
+    def _nothing(self) -> MicroBatch:
+        """Return a micro-batch of padding, as few tokens as tensor-parallel ranks can share."""
+        layout = fold([], padded_size=parallel_state.get_tensor_model_parallel_world_size())
+        return MicroBatch.from_layout(layout, attention_backend=self.attention_backend)
 
     def _on_backend(self, batch: MicroBatch) -> MicroBatch:
         batch = batch.without_routes()  # they are of the student's experts
-        return replace(
-            batch, packed_seq_params=replace(batch.packed_seq_params, attention_backend=self.attention_backend)
-        )
+        params = batch.packed_seq_params
+        carry = None if params.carry is None else params.carry.for_scoring()
+        params = replace(params, attention_backend=self.attention_backend, carry=carry)
+        return replace(batch, packed_seq_params=params)
