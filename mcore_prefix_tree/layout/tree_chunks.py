@@ -182,9 +182,10 @@ def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
     places = np.full(layout.padded_size + 1, -1)
     places[tokens] = index
     predictor = places[layout.predictor[tokens]]  # that of -1 is -1
-    # A node ends before another child of its last token's, and behind a token with two.
-    branches = np.flatnonzero(predictor != index - 1)
-    starts = np.unique(np.concatenate([index[:1], branches, predictor[branches] + 1]))
+    # A node ends before another child of its last token's, behind a token with two, and where samples end.
+    branches, of_whole = np.flatnonzero(predictor != index - 1), np.searchsorted(layout.cu_node_lens, tokens, "right")
+    others = np.flatnonzero(of_whole[1:] != of_whole[:-1]) + 1
+    starts = np.unique(np.concatenate([index[:1], branches, predictor[branches] + 1, others]))
     starts = starts[starts < len(tokens)]
     borders = np.append(starts, len(tokens)).astype(np.int32)
     parent, ends = np.searchsorted(starts, predictor[starts], side="right") - 1, borders[1:].copy()
@@ -209,6 +210,12 @@ def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
         temperature=None if layout.temperature is None else layout.temperature[tokens],
         routes=None if layout.routes is None else layout.routes[tokens],
     )
+
+
+def find_paths(layout: FlatLayout, first: Int64Array, last: Int64Array) -> npt.NDArray[np.bool_]:
+    """Return which nodes, with the first tokens int64 ``[N]``, are on the paths to tokens int64 ``[S]``: ``[S, N]``."""
+    on_path: npt.NDArray[np.bool_] = (first <= last[:, None]) & (last[:, None] < layout.subtree_end[first])
+    return on_path
 
 
 def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array, Int64Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import FP32_INSIDE, FP64, MOE, SAMPLES, check, folded, oracle
+from harness.folded_runs import BALANCED, FP32_INSIDE, FP64, MOE, SAMPLES, check, folded, oracle
 from harness.layouts import LAYOUTS
 
 from mcore_prefix_tree.plan import plan_step
@@ -37,3 +37,21 @@ def test_layouts_train_as_separate_samples(name: str, way: str, settings: tuple[
     job = Job(max_tokens=BUDGET, over_budget="carry", way=way, config=settings)
     expected = oracle(Job(config=MOE if settings == MOE else ()))
     check(folded(size, layout, job), expected, FP32_INSIDE if settings == MOE else FP64)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("ep2", ()),
+        pytest.param("pp2", (), marks=pytest.mark.ci),
+        pytest.param("tp2-sp", FULL, marks=pytest.mark.ci),
+        pytest.param("pp2-vpp2", FULL, marks=pytest.mark.slow),
+        pytest.param("pp2", FULL, marks=pytest.mark.slow),
+        pytest.param("dp2", (), marks=pytest.mark.slow),
+    ],
+)
+def test_experts_are_balanced_as_of_separate_samples(name: str, recompute: tuple[tuple[str, object], ...]) -> None:
+    """The second of two steps, with the biases that the first has updated, and the losses of experts."""
+    size, layout = LAYOUTS[name]
+    job = Job(max_tokens=BUDGET, over_budget="carry", config=BALANCED + recompute, steps=1)
+    check(folded(size, layout, job), oracle(Job(config=BALANCED, steps=1)), FP32_INSIDE)
