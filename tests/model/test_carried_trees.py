@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.folded_jobs import counting_exactly
 from harness.in_double import kept_double
+from harness.kept_sets import with_sets
 from harness.oracles import worst
 from harness.seam_models import RECOMPUTE, VOCAB, hybrid_twins, tiny_config, twins
 from harness.seam_runs import (
@@ -148,6 +149,15 @@ def test_random_cuts_of_random_trees(seed: int) -> None:
     assert_equal(train(tree, carried(samples, places)), expected, FP64)
 
 
+def test_sampling_masks_are_cut() -> None:
+    samples, rng = with_sets(deep_samples(2), VOCAB), random.Random(2)
+    stock, tree = twins(tiny_config())
+    expected = unfolded(stock, samples)
+    places = range(1, fold(samples).physical_tokens)
+    for cuts in (places, *(rng.sample(places, rng.randint(2, 9)) for _ in range(4))):
+        assert_equal(train(tree, carried(samples, cuts, multiple=rng.randint(1, 4))), expected, FP64)
+
+
 SIGNALS = ("gspo", "dpo", "kto", "grpo")
 MASKED = {"off_policy_mask": 0.01, "kl_coef": 0.1, "kl_importance": "sequence", "entropy_coef": 0.01}
 
@@ -220,9 +230,11 @@ def unfolded_whole(model: torch.nn.Module, objective: Any, samples: Sequence[Sam
 
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
-def test_losses_of_whole_samples(name: str, seed: int) -> None:
+@pytest.mark.parametrize("masked", [False, True], ids=["", "sampling masks"])
+def test_losses_of_whole_samples(name: str, seed: int, masked: bool) -> None:
     """Cut in chunks of one token, and anywhere."""
     samples, rng = signalled(seed), random.Random(seed)
+    samples = with_sets(samples, VOCAB) if masked else samples
     stock, tree = twins(tiny_config(calculate_per_token_loss=True))
     objective = make_objective(name, MASKED if name == "grpo" else {})
     expected = unfolded_whole(stock, objective, samples)

@@ -39,6 +39,18 @@ def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 
+def with_masks(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows whose tokens were drawn from other sets of ids for every sample, or from the whole vocabulary."""
+    rng, made = np.random.default_rng(0), []
+    for row in content:
+        kinds = [None if kind == 0 else 2 * kind for kind in rng.integers(0, 3, len(row["tokens"])).tolist()]
+        pairs = zip(row["tokens"], kinds, strict=True)
+        sets = [None if size is None else sorted({token, *rng.choice(64, size).tolist()}) for token, size in pairs]
+        made.append(row | {"sampling_mask": [None, *sets[1:]]})
+    return made
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "sampling masks"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -49,9 +61,12 @@ def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
         ("kto", {}),
     ],
 )
-def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, Any], masked: bool) -> None:
     path, settings = objective_job(tmp_path, name, options)
-    budget = narrow([json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()])
+    content = [json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()]
+    budget = narrow(content)
+    if masked:
+        write_rows(path.parent / "data.jsonl", with_masks(content))
     held_out = f"validation.path={path.parent / 'data.jsonl'}"
     wide, cut = (train(path, *settings, *FLOAT64, "train_iters=2", held_out, size) for size in (WIDE, budget))
     assert close(cut.losses, wide.losses)
@@ -106,11 +121,15 @@ def with_answers(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("distill", {"normalise": "sample"}), ("critic", {"returns": "given", "clip_eps": None})],
+    ("name", "options", "masked"),
+    [
+        ("distill", {"normalise": "sample"}, False),
+        ("critic", {"returns": "given", "clip_eps": None}, False),
+        ("critic", {"returns": "given", "clip_eps": None}, True),
+    ],
 )
-def test_teachers_answers_and_returns_are_cut(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    job = write_job(tmp_path, with_answers(rows()))
+def test_teachers_answers_and_returns_are_cut(tmp_path: Path, name: str, options: dict[str, Any], masked: bool) -> None:
+    job = write_job(tmp_path, with_masks(with_answers(rows())) if masked else with_answers(rows()))
     settings = [*FLOAT64, f"objective.name={name}", f"objective.options={json.dumps(options)}", "train_iters=2"]
     wide, cut = (train(job, *settings, budget) for budget in (WIDE, narrow(rows())))
     assert close(cut.losses, wide.losses)
@@ -123,10 +142,19 @@ def test_verify_passes(tmp_path: Path) -> None:
     assert report.passed, report.checks
 
 
-@pytest.mark.parametrize("options", [{"entropy": True}, {"all_tokens": True}])
-def test_scores_do_not_see_the_budget(tmp_path: Path, options: dict[str, bool]) -> None:
-    job = write_job(tmp_path)
-    saving = ["checkpoint.save=" + str(tmp_path / "runs"), "train_iters=2", *FLOAT64]
+@pytest.mark.parametrize(
+    ("name", "options", "columns"),
+    [
+        ("sft", {"entropy": True}, ["old_logprobs", "entropy"]),
+        ("sft", {"all_tokens": True}, ["old_logprobs", "entropy"]),
+        ("critic", {"all_tokens": True}, ["values"]),
+    ],
+)
+def test_scores_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, bool], columns: list[str]) -> None:
+    content = with_answers(rows())
+    job = write_job(tmp_path, content if options == {"entropy": True} else with_masks(content))
+    saving = ["checkpoint.save=" + str(tmp_path / "runs"), "train_iters=2", *FLOAT64, f"objective.name={name}"]
+    saving += ['objective.options={"returns": "given", "clip_eps": null}'] if name == "critic" else []
     train(load_recipe(job, saving))
     found = []
     for budget in (WIDE, narrow(rows())):
@@ -135,9 +163,8 @@ def test_scores_do_not_see_the_budget(tmp_path: Path, options: dict[str, bool]) 
         found.append([json.loads(line) for line in output.read_text().splitlines()])
     for wide, cut in zip(*found, strict=True):
         assert wide.keys() == cut.keys()
-        assert close(cut["old_logprobs"], wide["old_logprobs"])
-        if "entropy" in wide:
-            assert close(cut["entropy"], wide["entropy"])
+        for column in columns:
+            assert close(cut[column], wide[column])
 
 
 def test_calibration_times_samples_that_fit(tmp_path: Path) -> None:
