@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,15 +114,16 @@ def whole_layouts(layouts: Sequence[FlatLayout]) -> list[FlatLayout]:
 
 
 def join_scores(
-    layouts: Sequence[FlatLayout], values: Sequence[npt.NDArray[np.floating]], *, of_edges: bool = True
-) -> npt.NDArray[np.floating]:
+    layouts: Sequence[FlatLayout], values: Sequence[npt.NDArray[Any]], *, of_edges: bool = True
+) -> npt.NDArray[Any]:
     """Return the values of a tree from those of its chunks, ``[P + X + M]``; without ``of_edges`` of tokens, ``[P]``.
 
-    The result is ``[P + M]``, or ``[P]``, of the whole layout; 0 where no chunk has a value.
+    The result is ``[P + M]``, or ``[P]``, of the whole layout; 0 where no chunk has a value. Values can be arrays.
     """
     chunks = [layout for layout in layouts if isinstance(layout, ChunkLayout)]
     whole_layout = chunks[0].whole
-    joined = np.zeros(whole_layout.num_places if of_edges else whole_layout.padded_size, dtype=values[0].dtype)
+    size = whole_layout.num_places if of_edges else whole_layout.padded_size
+    joined = np.zeros((size, *values[0].shape[1:]), dtype=values[0].dtype)
     for chunk, own in zip(chunks, values, strict=True):
         here, whole = chunk.scored_places if of_edges else chunk.token_places
         joined[whole] = own[here]

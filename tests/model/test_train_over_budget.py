@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from harness.commands import run_command, write_rows
 from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.settings import load_recipe
 
@@ -136,35 +138,46 @@ def test_teachers_answers_and_returns_are_cut(tmp_path: Path, name: str, options
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 
-def test_verify_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_experts", [False, True], ids=["", "balanced experts, sampling masks"])
+def test_verify_passes(tmp_path: Path, has_experts: bool) -> None:
     options = [*FLOAT64, narrow(rows()), "train_iters=2", "verify.enabled=true"]
-    (report,) = train(load_recipe(write_job(tmp_path), options)).verifications
+    options += [f"model.transformer.{key}={value}" for key, value in EXPERTS.items()] if has_experts else []
+    job = write_job(tmp_path, with_masks(rows()) if has_experts else rows())
+    (report,) = train(load_recipe(job, options)).verifications
     assert report.passed, report.checks
 
 
 @pytest.mark.parametrize(
     ("name", "options", "columns"),
     [
-        ("sft", {"entropy": True}, ["old_logprobs", "entropy"]),
-        ("sft", {"all_tokens": True}, ["old_logprobs", "entropy"]),
+        ("sft", {"entropy": True}, ["old_logprobs"]),
+        ("sft", {"all_tokens": True}, ["old_logprobs"]),
+        ("sft", {"teacher_top_k": 3}, ["teacher.token_ids", "teacher.logprobs"]),
+        ("sft", {"record_routes": True}, ["old_logprobs", "routes.ids"]),
         ("critic", {"all_tokens": True}, ["values"]),
     ],
 )
 def test_scores_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, bool], columns: list[str]) -> None:
     content = with_answers(rows())
-    job = write_job(tmp_path, content if options == {"entropy": True} else with_masks(content))
+    job = write_job(tmp_path, with_masks(content) if "all_tokens" in options else content)
     saving = ["checkpoint.save=" + str(tmp_path / "runs"), "train_iters=2", *FLOAT64, f"objective.name={name}"]
     saving += ['objective.options={"returns": "given", "clip_eps": null}'] if name == "critic" else []
+    if "record_routes" in options:
+        saving += [f"model.transformer.{key}={value}" for key, value in EXPERTS.items()]
     train(load_recipe(job, saving))
-    found = []
+    found, signals = [], []
     for budget in (WIDE, narrow(rows())):
         output = tmp_path / f"{budget}.jsonl"
         run_score(load_recipe(job, [*saving, budget]), output, **options)
         found.append([json.loads(line) for line in output.read_text().splitlines()])
+        signals.append([sample.signals for sample in read_samples(output)])
     for wide, cut in zip(*found, strict=True):
         assert wide.keys() == cut.keys()
+        if "entropy" in wide:
+            assert close(cut["entropy"], wide["entropy"])
+    for one, other in zip(*signals, strict=True):
         for column in columns:
-            assert close(cut[column], wide[column])
+            assert close(attrgetter(column)(other), attrgetter(column)(one))
 
 
 def test_calibration_times_samples_that_fit(tmp_path: Path) -> None:

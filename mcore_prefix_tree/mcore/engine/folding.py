@@ -123,10 +123,6 @@ class Folding:
         with self._explained():
             return fewest_micro_batches(samples, **self._limits, together=together)
 
-    def repeating(self, why: str) -> Folding:
-        """Return the folding for a use that needs whole samples; ``why`` completes a message about a long one."""
-        return replace(self, over_budget="repeat", why_repeat=why)
-
     def physical_tokens(self, samples: Sequence[Sample]) -> int:
         """Count the unique tokens of a micro-batch of these samples, before padding."""
         _, shared = sort_samples(samples, self.sharing)
