@@ -72,7 +72,8 @@ class TreeMetadata:
         host_position_ids, host_subtree_end: NumPy arrays of the same two, so that plans are made without asking the
             device.
         max_path_len: length of the longest path; the rotary table has to reach it.
-        sample_node: int32 NumPy ``[S]``, the node in which each sample ends; None if only the nodes are known.
+        sample_node: int32 NumPy ``[S]``, the node in which each sample ends; in a part of a tree its last one, or -1.
+            None if only the nodes are known.
         routes: integer tensor ``[P, layers, top-k]``, the experts of each token, -1 where the model routes; None if no
             sample has routes.
         unread: leading tokens of which nobody reads the attention's output: a back-end may leave it undefined.

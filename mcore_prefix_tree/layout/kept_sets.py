@@ -34,12 +34,13 @@ class KeptSets:
         token_ids: int32 ``[K]``, the ids of one distribution after the other, ascending within each.
         offsets: int64 ``[D + 1]``, distribution d keeps ``token_ids[offsets[d]:offsets[d + 1]]``.
         distribution: int64 ``[M]``, the distribution of each kept edge, ascending.
-        token: int64 ``[M]``, flat index of the token that was drawn.
+        token: int64 ``[M]``, flat index of the token that was drawn, or in a chunk the place of the token's score.
         loss_weight: float64 ``[M]``, the loss masks of all samples with this edge, summed.
         whole_weight: float64 ``[P]``, the loss masks of all samples through a token that drew it from the whole
             vocabulary, summed.
         has_whole: bool ``[P]``, whether there is such a sample.
-        place: int32 ``[L]``, place of each logical token's score: its flat index, or P + m for kept edge m.
+        place: int32 ``[L]``, place of each logical token's score: its flat index, or P + m for kept edge m. Empty in a
+            chunk of a layout.
     """
 
     predictor: Int64Array
@@ -55,6 +56,26 @@ class KeptSets:
     def __len__(self) -> int:
         """Return M."""
         return len(self.token)
+
+    def edges_of(self, start: int, end: int) -> Int64Array:
+        """Return the kept edges that the tokens ``start:end`` predict, int64 ``[n]``."""
+        return np.arange(*np.searchsorted(self.predictor[self.distribution], (start, end)))
+
+    def cut(self, start: int, end: int, scored: Int64Array) -> KeptSets:
+        """Return the sets of a chunk ``start:end``; ``scored``, int64 ``[n]``, has the token of each score, or -1."""
+        first, last = np.searchsorted(self.predictor, (start, end)).tolist()
+        edges, offsets, places = self.edges_of(start, end), self.offsets[first : last + 1], np.flatnonzero(scored >= 0)
+        return KeptSets(
+            predictor=self.predictor[first:last] - start,
+            token_ids=self.token_ids[offsets[0] : offsets[-1]],
+            offsets=offsets - offsets[0],
+            distribution=self.distribution[edges] - first,
+            token=places[np.searchsorted(scored[places], self.token[edges])],
+            loss_weight=self.loss_weight[edges],
+            whole_weight=np.where(scored >= 0, self.whole_weight[scored], 0.0),
+            has_whole=(scored >= 0) & self.has_whole[scored],
+            place=np.empty(0, dtype=np.int32),
+        )
 
 
 def find_kept_sets(samples: Sequence[Sample], layout: FlatLayout) -> KeptSets:

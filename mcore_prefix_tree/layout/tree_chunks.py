@@ -4,7 +4,8 @@ What a chunk ``start:end`` reads of the tokens before it is its *stack*: ``{j < 
 path to token ``start``. With ``[stack; own tokens]`` as keys, the rule of :class:`FlatLayout` still decides who sees
 whom. The *carried* tokens are those of all stacks: with a token its ancestors, so they are a layout by themselves.
 
-Legend: T tokens of a chunk, P its padded size, X tokens of later chunks that a token here predicts, N nodes.
+Legend: T tokens of a chunk, P its padded size, X tokens of later chunks that a token here predicts, M kept edges, N
+nodes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,7 @@ class ChunkLayout(FlatLayout):
 
     Arrays of tokens and nodes are cut and shifted; those of samples are the whole layout's. A token is scored with its
     predictor: the score of the x-th token of a later chunk stands at place P + x, and a token that an earlier chunk
-    predicts has no place here.
+    predicts has no place here. Kept edges have theirs behind, at P + X + m.
 
     Attributes:
         whole: the layout of all chunks.
@@ -40,8 +42,8 @@ class ChunkLayout(FlatLayout):
 
     @property
     def num_places(self) -> int:
-        """P + X, the number of scores."""
-        return self.padded_size + len(self.later)
+        """P + X + M, the number of scores."""
+        return self.padded_size + len(self.later) + (0 if self.kept is None else len(self.kept))
 
     @property
     def edge_predictor(self) -> Int32Array:
@@ -54,11 +56,13 @@ class ChunkLayout(FlatLayout):
 
     @property
     def edge_weight(self) -> npt.NDArray[np.float64]:
+        if self.kept is not None:
+            return super().edge_weight
         return np.append(self.loss_weight, self.whole.loss_weight[self.later])
 
     @property
     def has_edge(self) -> npt.NDArray[np.bool_]:
-        return self.edge_predictor >= 0
+        return self.edge_predictor >= 0 if self.kept is None else super().has_edge
 
     @property
     def counts_samples(self) -> bool:
@@ -69,7 +73,17 @@ class ChunkLayout(FlatLayout):
         """The places of the scores here, and those of the same tokens in ``whole``, int64 ``[n]`` each."""
         scored = np.flatnonzero(self.predictor >= 0)
         later = self.padded_size + np.arange(len(self.later))
-        return np.append(scored, later), np.append(self.start + scored, self.later)
+        own, whole = self.kept_places
+        return np.concatenate([scored, later, own]), np.concatenate([self.start + scored, self.later, whole])
+
+    @property
+    def kept_places(self) -> tuple[Int64Array, Int64Array]:
+        """The places of the scores of kept edges here and in ``whole``, int64 ``[M]`` each."""
+        if self.kept is None or self.whole.kept is None:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        behind = self.padded_size + len(self.later)
+        edges = self.whole.kept.edges_of(self.start, self.start + self.physical_tokens)
+        return np.arange(behind, behind + len(edges)), self.whole.padded_size + edges
 
     @property
     def token_places(self) -> tuple[Int64Array, Int64Array]:
@@ -87,9 +101,9 @@ class ChunkLayout(FlatLayout):
     @cached_property
     def places(self) -> Int32Array:
         """Place of each logical token's score, int32 ``[L]``; -1 for tokens that other chunks score."""
-        place, (here, whole) = np.full(self.whole.padded_size, -1, dtype=np.int32), self.scored_places
+        place, (here, whole) = np.full(self.whole.num_places, -1, dtype=np.int32), self.scored_places
         place[whole] = here
-        of_samples: Int32Array = place[self.whole.sample_map]
+        of_samples: Int32Array = place[self.whole.places]
         return of_samples
 
 
@@ -100,14 +114,16 @@ def whole_layouts(layouts: Sequence[FlatLayout]) -> list[FlatLayout]:
 
 
 def join_scores(
-    layouts: Sequence[FlatLayout], values: Sequence[npt.NDArray[np.floating]], *, of_edges: bool = True
-) -> npt.NDArray[np.floating]:
-    """Return the values of a tree from those of its chunks, ``[P + X]`` each; without ``of_edges`` of tokens, ``[P]``.
+    layouts: Sequence[FlatLayout], values: Sequence[npt.NDArray[Any]], *, of_edges: bool = True
+) -> npt.NDArray[Any]:
+    """Return the values of a tree from those of its chunks, ``[P + X + M]``; without ``of_edges`` of tokens, ``[P]``.
 
-    The result is ``[P]`` of the whole layout; 0 where no chunk has a value.
+    The result is ``[P + M]``, or ``[P]``, of the whole layout; 0 where no chunk has a value. Values can be arrays.
     """
     chunks = [layout for layout in layouts if isinstance(layout, ChunkLayout)]
-    joined = np.zeros(chunks[0].whole.padded_size, dtype=values[0].dtype)
+    whole_layout = chunks[0].whole
+    size = whole_layout.num_places if of_edges else whole_layout.padded_size
+    joined = np.zeros((size, *values[0].shape[1:]), dtype=values[0].dtype)
     for chunk, own in zip(chunks, values, strict=True):
         here, whole = chunk.scored_places if of_edges else chunk.token_places
         joined[whole] = own[here]
@@ -115,17 +131,18 @@ def join_scores(
 
 
 def cut(whole: FlatLayout, start: int, end: int, *, padded_size: int, num_supervised: int = 0) -> ChunkLayout:
-    """Return the chunk ``start:end`` of a layout without sampling masks; its ``num_supervised`` is the caller's."""
-    assert whole.kept is None, "a plan does not cut samples with sampling masks"
+    """Return the chunk ``start:end`` of a layout; its ``num_supervised`` is the caller's."""
     own, padding = slice(start, end), padded_size - (end - start)
     nodes = _nodes(whole, start, end)
     predictor = whole.predictor[own] - np.int32(start)
     predictor[predictor < 0] = -1
     behind = whole.predictor[end : whole.physical_tokens]
+    later = end + np.flatnonzero((behind >= start) & (behind < end))
     parent, routes = whole.node_parent[nodes] - np.int32(nodes.start), None
     if whole.routes is not None:
         routes = np.full((padded_size, *whole.routes.shape[1:]), -1, dtype=whole.routes.dtype)
         routes[: end - start] = whole.routes[own]
+    scored = np.pad(np.where(predictor < 0, -1, np.arange(start, end)), (0, padding), constant_values=-1)
     depth = whole.node_depth[nodes].copy()
     if len(depth):
         depth[0] += start - whole.cu_node_lens[nodes.start]
@@ -152,7 +169,8 @@ def cut(whole: FlatLayout, start: int, end: int, *, padded_size: int, num_superv
         routes=routes,
         whole=whole,
         start=start,
-        later=end + np.flatnonzero((behind >= start) & (behind < end)),
+        later=later,
+        kept=None if whole.kept is None else whole.kept.cut(start, end, np.append(scored, later)),
     )
 
 
@@ -189,9 +207,10 @@ def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
     places = np.full(layout.padded_size + 1, -1)
     places[tokens] = index
     predictor = places[layout.predictor[tokens]]  # that of -1 is -1
-    # A node ends before another child of its last token's, and behind a token with two.
-    branches = np.flatnonzero(predictor != index - 1)
-    starts = np.unique(np.concatenate([index[:1], branches, predictor[branches] + 1]))
+    # A node ends before another child of its last token's, behind a token with two, and where samples end.
+    branches, of_whole = np.flatnonzero(predictor != index - 1), np.searchsorted(layout.cu_node_lens, tokens, "right")
+    others = np.flatnonzero(of_whole[1:] != of_whole[:-1]) + 1
+    starts = np.unique(np.concatenate([index[:1], branches, predictor[branches] + 1, others]))
     starts = starts[starts < len(tokens)]
     borders = np.append(starts, len(tokens)).astype(np.int32)
     parent, ends = np.searchsorted(starts, predictor[starts], side="right") - 1, borders[1:].copy()
@@ -213,9 +232,16 @@ def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
         sample_order=none,
         sample_shared=none,
         num_supervised=0,
+        kept=None,
         temperature=None if layout.temperature is None else layout.temperature[tokens],
         routes=None if layout.routes is None else layout.routes[tokens],
     )
+
+
+def find_paths(layout: FlatLayout, first: Int64Array, last: Int64Array) -> npt.NDArray[np.bool_]:
+    """Return which nodes, with the first tokens int64 ``[N]``, are on the paths to tokens int64 ``[S]``: ``[S, N]``."""
+    on_path: npt.NDArray[np.bool_] = (first <= last[:, None]) & (last[:, None] < layout.subtree_end[first])
+    return on_path
 
 
 def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array, Int64Array]:

@@ -91,7 +91,7 @@ class KeptRows:
         row_of_id = np.repeat(np.arange(len(some)), sizes)
         ids = kept.token_ids[np.arange(offsets[-1]) + (kept.offsets[some] - offsets[:-1])[row_of_id]].astype(np.int64)
         # Ascending, because ids ascend within a row.
-        drawn = row_of_edge << 32 | layout.input_ids[kept.token[edges]].astype(np.int64)
+        drawn = row_of_edge << 32 | layout.edge_token_id[kept.token[edges]].astype(np.int64)
         column, chunks = _cut(ids, offsets, device)
         return cls(
             predictor=upload(kept.predictor[some], device),
@@ -101,7 +101,7 @@ class KeptRows:
             offsets=upload(offsets, device),
             row_of_edge=upload(row_of_edge, device),
             target=upload(np.searchsorted(row_of_id << 32 | ids, drawn), device),
-            place=upload(layout.padded_size + edges, device),
+            place=upload(len(layout.edge_predictor) + edges, device),
             chunks=chunks,
             largest_id=int(ids.max()),
         )

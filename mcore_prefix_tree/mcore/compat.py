@@ -86,7 +86,7 @@ SEAM = (
         f"{_EXPERTS}.router:TopKRouter",
         keywords="config",
         attributes="enable_expert_bias ga_steps get_aux_loss_coeff global_tokens_per_expert layer_number "
-        "local_tokens_per_expert router_replay topk tp_cp_group tp_dp_cp_group",
+        "local_tokens_per_expert router_replay score_function topk tp_cp_group tp_dp_cp_group",
     ),
     # GivenRoutes, which stands in for it.
     Uses(
@@ -94,6 +94,7 @@ SEAM = (
         "scores topk num_groups group_topk default_compute_topk",
     ),
     Uses(f"{_EXPERTS}.moe_utils:MoEAuxLossAutoScaler"),
+    Uses(f"{_EXPERTS}.moe_utils:compute_routing_scores_for_aux_loss", "logits topk score_function", "fused"),
     Uses("megatron.core.tensor_parallel:checkpoint"),
     # The forward step, and the parts of a model that it calls.
     Uses("megatron.core.models.gpt:GPTModel.forward", keywords=_FORWARD),

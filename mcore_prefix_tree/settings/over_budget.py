@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan.model_shape import SPARSE, layer_parts, trained_depths
 from mcore_prefix_tree.settings.sections import RecipeError
@@ -57,12 +55,6 @@ def why_not_carried(
         return "the model's sparse attention chooses among all keys of a path"
     if objective is not None and trained_depths(settings):
         return "multi-token prediction reads tokens before a chunk"
-    if settings.get("num_moe_experts") is not None:
-        balances = np.any(settings.get("moe_aux_loss_coeff", 0)) and (
-            settings.get("moe_router_load_balancing_type") != "none"
-        )
-        if balances or settings.get("moe_z_loss_coeff") or settings.get("moe_router_enable_expert_bias"):
-            return "the model's routers balance experts by whole samples"
     if objective is not None and not (objective.sums_edges or runs_ahead):
         return "the objective's loss needs a pass before the step, for which Megatron-LM's pipelines have no place"
     return None

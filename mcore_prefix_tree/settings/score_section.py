@@ -36,11 +36,6 @@ class ScoreConfig:
     teacher_top_k: PositiveInt | None = None
     record_routes: bool = False
 
-    @property
-    def needs_whole_samples(self) -> bool:
-        """Return whether columns are written that trees cut into chunks do not give."""
-        return self.record_routes or self.teacher_top_k is not None
-
     def column(self, objective: type[Objective]) -> str:
         """Return the column for the scores of a model that an objective trains."""
         return objective.scored_as if self.teacher_top_k is None else TEACHER

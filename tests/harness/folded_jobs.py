@@ -87,7 +87,6 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
     from mcore_prefix_tree.mcore.engine.folding import Folding
     from mcore_prefix_tree.mcore.engine.forward_step import forward_step
-    from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
     from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 
     config = tiny_gpt_config(layout=layout, dtype=job.dtype, **dict(job.config))
@@ -103,7 +102,9 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
         micro_batch_multiple=layout.pp if layout.vpp else 1,
         over_budget=job.over_budget,  # type: ignore[arg-type]
     )
-    if plan.carrying is not None:
+    if plan.carrying is None:
+        batches = [_micro_batch([samples[i] for i in indices], layout, job) for indices in plan.micro_batches[rank]]
+    else:
         folding = Folding(
             max_tokens=job.max_tokens,
             dp_size=1,
@@ -114,27 +115,6 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
             only_supervised=job.way != "logits",
         )
         batches = fold_carrying(samples, plan.micro_batches[rank], plan.carrying[rank], folding)
-        with in_precision_of(job):
-            reported = trainer.backward(
-                functools.partial(forward_step, readout=supervised(job.way)), batches, seq_length=1
-            )
-        return step_loss(reported), local_parts(trainer.chunks, lambda p: p.main_grad), len(batches)
-    layouts = [
-        fold(
-            [samples[i] for i in indices],
-            pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1,
-            depths=config.mtp_num_layers or 0,
-        )
-        for indices in plan.micro_batches[rank]
-    ]
-    batches = [
-        MicroBatch.from_layout(
-            folded,
-            attention_backend=job.backend,
-            needed=None if job.way == "logits" else folded.loss_weight != 0,
-        )
-        for folded in layouts
-    ]
     step = functools.partial(forward_step, readout=supervised(job.way))
     with in_precision_of(job):
         for _ in range(job.steps):
@@ -143,6 +123,19 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     # A distributed optimizer scatters gradients: compare the weights instead.
     parts = local_parts(trainer.chunks, lambda p: p.data if job.distributed_optimizer else p.main_grad)
     return step_loss(reported), parts, len(batches)
+
+
+def _micro_batch(samples: Sequence[Sample], layout: Any, job: Job) -> Any:
+    """Whole samples."""
+    from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+
+    folded = fold(
+        samples,
+        pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1,
+        depths=dict(job.config).get("mtp_num_layers", 0),
+    )
+    needed = None if job.way == "logits" else folded.loss_weight != 0
+    return MicroBatch.from_layout(folded, attention_backend=job.backend, needed=needed)
 
 
 def supervised(way: str) -> Any:

@@ -26,6 +26,15 @@ MOE = (
     ("moe_router_topk", 2),
     ("moe_router_load_balancing_type", "none"),
 )
+BALANCED = (
+    *MOE[:-1],
+    ("moe_router_load_balancing_type", "seq_aux_loss"),
+    ("moe_aux_loss_coeff", 0.05),
+    ("moe_z_loss_coeff", 0.01),
+    ("moe_router_enable_expert_bias", True),
+    ("moe_router_score_function", "sigmoid"),
+    ("moe_router_bias_update_rate", 0.1),
+)
 LATENT = (
     ("multi_latent_attention", True),
     ("num_query_groups", 4),

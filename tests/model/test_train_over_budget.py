@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from harness.in_double import kept_double
 from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
+from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.settings import load_recipe
@@ -25,9 +27,9 @@ def narrow(content: list[dict[str, Any]]) -> str:
     return f"batch.max_tokens={max(len(row['tokens']) for row in content) // 2}"
 
 
-def close(actual: Any, expected: Any) -> bool:
+def close(actual: Any, expected: Any, limit: float = 1e-11) -> bool:
     pair = (np.asarray(values, dtype=float) for values in (actual, expected))
-    return bool(np.allclose(*pair, rtol=1e-11, equal_nan=True))
+    return bool(np.allclose(*pair, rtol=limit, equal_nan=True))
 
 
 def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
@@ -41,6 +43,18 @@ def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 
+def with_masks(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows whose tokens were drawn from other sets of ids for every sample, or from the whole vocabulary."""
+    rng, made = np.random.default_rng(0), []
+    for row in content:
+        kinds = [None if kind == 0 else 2 * kind for kind in rng.integers(0, 3, len(row["tokens"])).tolist()]
+        pairs = zip(row["tokens"], kinds, strict=True)
+        sets = [None if size is None else sorted({token, *rng.choice(64, size).tolist()}) for token, size in pairs]
+        made.append(row | {"sampling_mask": [None, *sets[1:]]})
+    return made
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "sampling masks"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -51,9 +65,12 @@ def test_training_and_evaluation_do_not_see_the_budget(tmp_path: Path) -> None:
         ("kto", {}),
     ],
 )
-def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, Any], masked: bool) -> None:
     path, settings = objective_job(tmp_path, name, options)
-    budget = narrow([json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()])
+    content = [json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()]
+    budget = narrow(content)
+    if masked:
+        write_rows(path.parent / "data.jsonl", with_masks(content))
     held_out = f"validation.path={path.parent / 'data.jsonl'}"
     wide, cut = (train(path, *settings, *FLOAT64, "train_iters=2", held_out, size) for size in (WIDE, budget))
     assert close(cut.losses, wide.losses)
@@ -79,6 +96,37 @@ def test_recurrent_layers_do_not_see_the_budget(tmp_path: Path) -> None:
     assert all(step.carried_bytes > 0 for step in cut.reports if step.carried_tokens)
 
 
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_dtype": "fp64",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.01,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.1,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def test_balanced_experts_do_not_see_the_budget(tmp_path: Path) -> None:
+    """Biases change the routes of the next step; a resumed run goes through the same steps, to the bit."""
+    job = write_job(tmp_path)
+    options = [*FLOAT64, "train_iters=4", *(f"model.transformer.{key}={value}" for key, value in EXPERTS.items())]
+    wide, cut = (train(job, *options, size) for size in (WIDE, narrow(rows())))
+    assert close(cut.losses, wide.losses, 1e-6)
+    assert sum(step.carried_tokens for step in cut.reports) > 0
+    fixed = train(job, *options, WIDE, "model.transformer.moe_router_bias_update_rate=0")
+    assert not close(fixed.losses, wide.losses, 1e-3)
+    saved = [*options, narrow(rows()), f"checkpoint.save={tmp_path / 'runs'}", "checkpoint.save_interval=1"]
+    train(job, *saved, stop_after=2)  # before it is saved
+    assert train(job, *saved, resume=True).losses == cut.losses[1:]
+
+
 def with_answers(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows with a teacher's tokens, other ones for every sample, and with returns."""
     rng, made = np.random.default_rng(0), []
@@ -92,38 +140,61 @@ def with_answers(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("distill", {"normalise": "sample"}), ("critic", {"returns": "given", "clip_eps": None})],
+    ("name", "options", "masked"),
+    [
+        ("distill", {"normalise": "sample"}, False),
+        ("critic", {"returns": "given", "clip_eps": None}, False),
+        ("critic", {"returns": "given", "clip_eps": None}, True),
+    ],
 )
-def test_teachers_answers_and_returns_are_cut(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    job = write_job(tmp_path, with_answers(rows()))
+def test_teachers_answers_and_returns_are_cut(tmp_path: Path, name: str, options: dict[str, Any], masked: bool) -> None:
+    job = write_job(tmp_path, with_masks(with_answers(rows())) if masked else with_answers(rows()))
     settings = [*FLOAT64, f"objective.name={name}", f"objective.options={json.dumps(options)}", "train_iters=2"]
     wide, cut = (train(job, *settings, budget) for budget in (WIDE, narrow(rows())))
     assert close(cut.losses, wide.losses)
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 
-def test_verify_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_experts", [False, True], ids=["", "balanced experts, sampling masks"])
+def test_verify_passes(tmp_path: Path, has_experts: bool) -> None:
     options = [*FLOAT64, narrow(rows()), "train_iters=2", "verify.enabled=true"]
-    (report,) = train(load_recipe(write_job(tmp_path), options)).verifications
+    options += [f"model.transformer.{key}={value}" for key, value in EXPERTS.items()] if has_experts else []
+    job = write_job(tmp_path, with_masks(rows()) if has_experts else rows())
+    (report,) = train(load_recipe(job, options)).verifications
     assert report.passed, report.checks
 
 
-@pytest.mark.parametrize("options", [{"entropy": True}, {"all_tokens": True}])
-def test_scores_do_not_see_the_budget(tmp_path: Path, options: dict[str, bool]) -> None:
-    job = write_job(tmp_path)
-    saving = ["checkpoint.save=" + str(tmp_path / "runs"), "train_iters=2", *FLOAT64]
+@pytest.mark.parametrize(
+    ("name", "options", "columns"),
+    [
+        ("sft", {"entropy": True}, ["old_logprobs"]),
+        ("sft", {"all_tokens": True}, ["old_logprobs"]),
+        ("sft", {"teacher_top_k": 3}, ["teacher.token_ids", "teacher.logprobs"]),
+        ("sft", {"record_routes": True}, ["old_logprobs", "routes.ids"]),
+        ("critic", {"all_tokens": True}, ["values"]),
+    ],
+)
+def test_scores_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[str, bool], columns: list[str]) -> None:
+    content = with_answers(rows())
+    job = write_job(tmp_path, with_masks(content) if "all_tokens" in options else content)
+    saving = ["checkpoint.save=" + str(tmp_path / "runs"), "train_iters=2", *FLOAT64, f"objective.name={name}"]
+    saving += ['objective.options={"returns": "given", "clip_eps": null}'] if name == "critic" else []
+    if "record_routes" in options:
+        saving += [f"model.transformer.{key}={value}" for key, value in EXPERTS.items()]
     train(load_recipe(job, saving))
-    found = []
+    found, signals = [], []
     for budget in (WIDE, narrow(rows())):
         output = tmp_path / f"{budget}.jsonl"
         run_score(load_recipe(job, [*saving, budget]), output, **options)
         found.append([json.loads(line) for line in output.read_text().splitlines()])
+        signals.append([sample.signals for sample in read_samples(output)])
     for wide, cut in zip(*found, strict=True):
         assert wide.keys() == cut.keys()
-        assert close(cut["old_logprobs"], wide["old_logprobs"])
         if "entropy" in wide:
             assert close(cut["entropy"], wide["entropy"])
+    for one, other in zip(*signals, strict=True):
+        for column in columns:
+            assert close(attrgetter(column)(other), attrgetter(column)(one))
 
 
 def test_calibration_times_samples_that_fit(tmp_path: Path) -> None:

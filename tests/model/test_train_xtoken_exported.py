@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
 from harness.commands import run_command, write_rows
@@ -165,6 +166,22 @@ def empty(folder: Path, tmp_path: Path) -> Path:
     recipe = tmp_path / "teacher.yaml"
     recipe.write_text((folder / "teacher.yaml").read_text().replace(str(folder / "teacher_runs"), str(tmp_path / "no")))
     return recipe
+
+
+def test_rows_do_not_see_the_teachers_budget(folder, lines, tmp_path):
+    expected = list(read_samples(lines))
+    longest = max(len(sample.signals.teacher.tokens) for sample in expected)
+    recipe, output = tmp_path / "teacher.yaml", tmp_path / "cut.jsonl"
+    recipe.write_text((folder / "teacher.yaml").read_text().replace("max_tokens: 60", f"max_tokens: {longest // 2}"))
+    given = [*settings(folder, "alm"), f"objective.teacher_recipe={recipe}", "--top-k", "20"]
+    done = run_export(folder, output, *given)
+    assert done.exit_code == 0, done.output
+    for sample, other in zip(read_samples(output), expected, strict=True):
+        rows, wanted = sample.signals.teacher, other.signals.teacher
+        assert (rows.tokens == wanted.tokens).all()
+        assert (rows.token_ids == wanted.token_ids).all()
+        for name in ("logprobs", "realised"):
+            np.testing.assert_allclose(getattr(rows, name), getattr(wanted, name), rtol=1e-11)
 
 
 def test_exported_lines_hold_the_teachers_tokens(folder, lines):

@@ -6,11 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+from harness.kept_sets import with_sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.kept_sets import KeptSets
 from mcore_prefix_tree.layout.tree_chunks import (
     count_supervised,
     cut,
@@ -19,6 +21,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
     find_key_nodes,
     find_last_readers,
     find_stack,
+    join_scores,
     keep_tokens,
     whole_layouts,
 )
@@ -164,6 +167,42 @@ def test_every_edge_is_scored_in_one_chunk(samples: list[Sample], data: st.DataO
     np.testing.assert_array_equal(scored, layout.predictor >= 0)
     np.testing.assert_array_equal(weight, layout.loss_weight)
     np.testing.assert_array_equal(times, layout.predictor[layout.sample_map] >= 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(forests, st.data())
+def test_sets_are_cut_with_their_predictors(samples: list[Sample], data: st.DataObject) -> None:
+    layout = fold(with_sets(samples, 9))
+    assert layout.kept is not None
+    cuts = data.draw(st.sets(st.integers(1, max(1, layout.physical_tokens - 1)), max_size=4))
+    borders = [0, *sorted(cuts - {layout.physical_tokens}), layout.physical_tokens]
+    times, places = np.zeros(layout.num_places, dtype=np.int64), np.full(layout.logical_tokens, -1)
+    chunks = [cut(layout, start, end, padded_size=end - start + 2) for start, end in itertools.pairwise(borders)]
+    for chunk in chunks:
+        here, whole = chunk.scored_places
+        times[whole] += chunk.has_edge[here]
+        mine = np.flatnonzero(chunk.places >= 0)
+        places[mine] = whole[np.searchsorted(here, chunk.places[mine])]
+        assert len(chunk.edge_weight) == len(chunk.has_edge) == chunk.num_places
+        assert chunk.kept is not None
+        assert len(chunk.kept) == (whole >= layout.padded_size).sum()
+        for edge, (at, place) in enumerate(zip(*chunk.kept_places, strict=True)):
+            assert at == len(chunk.edge_token_id) + edge
+            assert kept_edge(chunk.kept, edge, chunk.start, chunk.edge_token_id) == kept_edge(
+                layout.kept, place - layout.padded_size, 0, layout.input_ids
+            )
+    np.testing.assert_array_equal(times, layout.has_edge)
+    np.testing.assert_array_equal(join_scores(chunks, [one.edge_weight for one in chunks]), layout.edge_weight)
+    scored = layout.predictor[layout.sample_map] >= 0
+    np.testing.assert_array_equal(places[scored], layout.places[scored])
+    assert (places[~scored] == -1).all()
+
+
+def kept_edge(kept: KeptSets, edge: int, start: int, token_ids: np.ndarray) -> tuple[int, int, list[int]]:
+    """Return predictor, token and set of a kept edge."""
+    row = kept.distribution[edge]
+    ids = kept.token_ids[kept.offsets[row] : kept.offsets[row + 1]].tolist()
+    return int(kept.predictor[row]) + start, int(token_ids[kept.token[edge]]), ids
 
 
 @settings(max_examples=100, deadline=None)

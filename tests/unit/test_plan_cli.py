@@ -470,9 +470,9 @@ def test_plan_counts_the_scoring_pass(rows, tmp_path):
 
 
 def test_plan_sees_why_a_model_is_not_carried(rows, tmp_path):
-    recipe, experts = tmp_path / "recipe.yaml", "num_moe_experts: 4, moe_aux_loss_coeff: 0.1"
-    for way, says in (("auto", "batch.max_tokens is 8"), ("carry", "the model's routers balance experts by whole")):
-        model = RECIPE.replace("vocab_size: 64", f"vocab_size: 64, transformer: {{{experts}}}")
+    recipe = tmp_path / "recipe.yaml"
+    for way, says in (("auto", "batch.max_tokens is 8"), ("carry", "multi-token prediction reads tokens before a")):
+        model = RECIPE.replace("vocab_size: 64", "vocab_size: 64, transformer: {mtp_num_layers: 1}")
         recipe.write_text(model.replace("max_tokens: 64", f"max_tokens: 64, over_budget: {way}"))
         refused = plan(rows, "--max-tokens", "8", "--model", str(recipe))
         assert refused.exit_code == 2

@@ -38,9 +38,16 @@ def data(tmp_path: Path) -> str:
     return f"--prefix-tree-data-path {path} --prefix-tree-valid-data-path {path} --prefix-tree"
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_the_loop_does_not_see_the_budget(data: str, stages: int) -> None:
-    layout = f"--pipeline-model-parallel-size {stages}"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
+)
+
+
+@pytest.mark.parametrize(("stages", "experts"), [(1, ""), (2, ""), (2, EXPERTS)])
+def test_the_loop_does_not_see_the_budget(data: str, stages: int, experts: str) -> None:
+    layout = f"--pipeline-model-parallel-size {stages} {experts}"
     wide, cut = (
         megatron(ENTRY, CPU, MODEL, TRAIN, data, layout, f"--prefix-tree-max-tokens {size}", ranks=stages)
         for size in ("1000", "45 --prefix-tree-over-budget carry")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, MAMBA, MOE, SAMPLES, check, folded, oracle
+from harness.folded_runs import BALANCED, DELTA_NET, FP32_INSIDE, FP64, MAMBA, MOE, SAMPLES, check, folded, oracle
 from harness.layouts import LAYOUTS
 
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
@@ -59,3 +59,21 @@ def test_layouts_train_recurrent_layers(name: str, pattern: str, settings: tuple
     job = Job(pattern=pattern, way="weighted sum", config=sizes + settings, double=True)
     expected = oracle(Job(pattern=pattern, config=sizes, double=True))
     check(folded(size, layout, replace(job, max_tokens=BUDGET, over_budget="carry")), expected, FP64)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("ep2", ()),
+        pytest.param("pp2", (), marks=pytest.mark.ci),
+        pytest.param("tp2-sp", FULL, marks=pytest.mark.ci),
+        pytest.param("pp2-vpp2", FULL, marks=pytest.mark.slow),
+        pytest.param("pp2", FULL, marks=pytest.mark.slow),
+        pytest.param("dp2", (), marks=pytest.mark.slow),
+    ],
+)
+def test_experts_are_balanced_as_of_separate_samples(name: str, recompute: tuple[tuple[str, object], ...]) -> None:
+    """The second of two steps, with the biases that the first has updated, and the losses of experts."""
+    size, layout = LAYOUTS[name]
+    job = Job(max_tokens=BUDGET, over_budget="carry", config=BALANCED + recompute, steps=1)
+    check(folded(size, layout, job), oracle(Job(config=BALANCED, steps=1)), FP32_INSIDE)

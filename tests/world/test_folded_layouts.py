@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 import torch
 from harness.folded_jobs import VOCAB, Job, packed_gradients, unfolded_gradients
-from harness.folded_runs import FP32, FP32_INSIDE, FP64, LATENT, LONGEST, MOE, SAMPLES, check, folded, oracle
+from harness.folded_runs import BALANCED, FP32, FP32_INSIDE, FP64, LATENT, LONGEST, MOE, SAMPLES, check, folded, oracle
 from harness.layouts import in_layouts
 from harness.weights import assemble
 from harness.worlds import Layout, world
@@ -16,15 +16,6 @@ from megatron.core.transformer import multi_latent_attention
 
 from mcore_prefix_tree import fold
 
-BALANCED = (
-    *MOE[:-1],
-    ("moe_router_load_balancing_type", "seq_aux_loss"),
-    ("moe_aux_loss_coeff", 0.05),
-    ("moe_z_loss_coeff", 0.01),
-    ("moe_router_enable_expert_bias", True),
-    ("moe_router_score_function", "sigmoid"),
-    ("moe_router_bias_update_rate", 0.1),
-)
 # Its loss compares samples: the stock model has those of a micro-batch in one row.
 GLOBAL = Job(
     config=(

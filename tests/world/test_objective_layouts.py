@@ -185,7 +185,7 @@ def test_every_layout(size: int, layout: Layout, job: Job) -> None:
 
 OFF_POLICY = (("tis_cap", 1.1), ("tis_level", "sequence"), ("off_policy_mask", 0.01))
 ON_POLICY = (("on_policy", True), ("kl_coef", 0.05), ("kl_importance", "sequence"), ("entropy_coef", 0.01))
-# Losses of trees that are cut into chunks, which run a pass before the step.
+# Losses of whole samples, of a running teacher, and of sampling masks, of trees that are cut into chunks.
 CUT = {
     "gspo": GSPO,
     "dpo": replace(DPO, fused_head=False),
@@ -195,11 +195,14 @@ CUT = {
     "an entropy and a divergence of sequences": Job(name="grpo", options=ON_POLICY),
     "ipo": replace(IPO, config=FULL),
     "a divergence from a model": TAUGHT,
+    "sampling masks": replace(GSPO, masked=True),
+    "sampling masks of pairs": replace(DPO, masked=True, fused_head=False),
+    "sampling masks of values": replace(CRITIC, masked=True),
 }
-CUT_QUICK = {"dp2": {"dpo"}, "tp2-sp": {"kto"}, "pp2": {"gspo"}}
+CUT_QUICK = {"dp2": {"dpo"}, "tp2-sp": {"kto"}, "pp2": {"gspo", "sampling masks"}}
 CUT_IN_CI = {
-    "dp2": {"reward_model", "a divergence from a model"},
-    "tp2-sp": {"an entropy and a divergence of sequences"},
+    "dp2": {"reward_model", "sampling masks of values", "a divergence from a model"},
+    "tp2-sp": {"sampling masks of pairs", "an entropy and a divergence of sequences"},
     "pp2": set(),
     "pp2-vpp2": {"dpo", "a divergence from a model"},
     "tp2-pp2": set(),

@@ -19,11 +19,12 @@ from mcore_prefix_tree.layout.tree_chunks import (
     find_handed_on,
     find_key_nodes,
     find_last_readers,
+    find_paths,
     find_stack,
     keep_tokens,
 )
 from mcore_prefix_tree.mcore.engine.folding import Folding, plan_attention
-from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore, Passage
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore, Passage, SampleCounts
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.metadata import Handover, TreeMetadata
 from mcore_prefix_tree.plan import Carrying, ForestPlan, TreePart
@@ -32,6 +33,7 @@ from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing, Trie, sort_samples, trie_from_order
 from mcore_prefix_tree.utils.upload import upload
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -148,6 +150,11 @@ class _Tree:
         return row
 
     @cached_property
+    def last(self) -> Int64Array:
+        """int64 ``[S]``, the last token of each sample."""
+        return self.layout.sample_map[self.layout.cu_sample_lens[1:] - 1].astype(np.int64)
+
+    @cached_property
     def by_index(self) -> Int64Array:
         """int64 ``[X]``, the order of the carried tokens in ``layout``."""
         return np.argsort(self.carried)
@@ -215,8 +222,9 @@ class _Tree:
             store=self.store,
             keeps=keeps,
         )
-        # Its nodes are a part of the tree, and its samples are not in it as a whole.
-        metadata = replace(params.tree_metadata, sample_node=None, handover=handover)
+        sample_node, counts = self._samples(layout, places)
+        metadata = replace(params.tree_metadata, sample_node=sample_node, handover=handover)
+        carry = replace(carry, counts=counts if self.trains else None)
         batch = replace(batch, packed_seq_params=replace(params, tree_metadata=metadata, carry=carry))
         plan_attention(batch, self.folding.attention_backend, self.folding.attention_cases)
         return batch
@@ -235,6 +243,21 @@ class _Tree:
         return Handover(heads=heads, given=given, num_given=len(read), ends=ends), Passage(
             _by_shelf(self.shelf[from_stack], self.state_row[from_stack]),
             _by_shelf(self.shelf[left], np.searchsorted(ends, at)),
+        )
+
+    def _samples(self, layout: ChunkLayout, carried: Int64Array) -> tuple[Int32Array, SampleCounts]:
+        """Return the last node of each sample in a part, int32 ``[S]``, and its counts; ``carried`` are places."""
+        first, is_chunk = layout.start + layout.cu_node_lens[:-1].astype(np.int64), layout.whole is self.layout
+        is_counted = np.ones(layout.padded_size, dtype=np.float32)
+        is_counted[carried] = not is_chunk
+        on_path = find_paths(self.layout, first if is_chunk else self.carried[first], self.last)
+        counted = np.add.reduceat(is_counted, layout.cu_node_lens[:-1])
+        last = on_path.shape[1] - 1 - on_path[:, ::-1].argmax(axis=1)
+        return np.where(on_path.any(axis=1), last, -1).astype(np.int32), SampleCounts(
+            part=(is_chunk, layout.start),
+            is_counted=upload(is_counted, "cpu"),
+            samples=upload(np.flatnonzero(on_path @ counted), "cpu"),
+            lengths=upload(np.diff(self.layout.cu_sample_lens).astype(np.float32), "cpu"),
         )
 
 

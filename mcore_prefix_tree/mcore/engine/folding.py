@@ -84,48 +84,44 @@ class Folding:
         if self.config is not None:
             for sample in samples:
                 check_sample_routes(self.config, sample)
-        with self._explained(samples):
+        with self._explained():
             return plan_step(
                 samples,
-                **self._limits(samples),
+                **self._limits,
                 together=together,
                 micro_batches=micro_batches,
                 bubble=self.bubble,
                 trains=trains,
             )
 
-    def _limits(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Return the settings that decide how many micro-batches samples take; those with sampling masks stay whole."""
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """Return the settings that decide how many micro-batches samples take."""
         return {
             "max_tokens": self.max_tokens,
             "dp_size": self.dp_size,
             "micro_batch_multiple": self.micro_batch_multiple,
             "cost_model": self.cost_model,
             "sharing": self.sharing,
-            "over_budget": "repeat" if _are_masked(samples) else self.over_budget,
+            "over_budget": self.over_budget,
             "attends_stacks": self.attention_backend not in SKIP_UNREAD,
             "scores_first": self.scores_first,
         }
 
     @contextmanager
-    def _explained(self, samples: Sequence[Sample]) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         """Add to a BudgetError why keys and values are not carried."""
         try:
             yield
         except BudgetError as error:
-            why = "field 'sampling_mask' needs whole samples" if _are_masked(samples) else self.why_repeat
-            if not why:
+            if not self.why_repeat:
                 raise
-            raise BudgetError(f"{error} (batch.over_budget=carry is not possible: {why})") from None
+            raise BudgetError(f"{error} (batch.over_budget=carry is not possible: {self.why_repeat})") from None
 
     def fewest_micro_batches(self, samples: Sequence[Sample], *, together: Sequence[Hashable] | None = None) -> int:
         """Return the number of micro-batches each rank needs for a step; for arguments and errors see :meth:`plan`."""
-        with self._explained(samples):
-            return fewest_micro_batches(samples, **self._limits(samples), together=together)
-
-    def repeating(self, why: str) -> Folding:
-        """Return the folding for a use that needs whole samples; ``why`` completes a message about a long one."""
-        return replace(self, over_budget="repeat", why_repeat=why)
+        with self._explained():
+            return fewest_micro_batches(samples, **self._limits, together=together)
 
     def physical_tokens(self, samples: Sequence[Sample]) -> int:
         """Count the unique tokens of a micro-batch of these samples, before padding."""
@@ -160,10 +156,6 @@ class Folding:
             head_chunk_rows=self.head_chunk_rows,
         )
         return replace(batch, routes_fit=self.config is not None)
-
-
-def _are_masked(samples: Sequence[Sample]) -> bool:
-    return any(sample.signals.sampling_mask is not None for sample in samples)
 
 
 def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:

@@ -6,6 +6,7 @@ Legend: P tokens of a micro-batch, L of them on this rank, n tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mcore_prefix_tree.layout.tree_chunks import join_scores
 from mcore_prefix_tree.mcore.engine.scoring import S, Scorer, ScoringStep, on_main_rank_only
 from mcore_prefix_tree.mcore.seam.experts import recording
 from mcore_prefix_tree.settings import RecipeError
@@ -33,10 +35,13 @@ def score_and_record(
         scores = step.score(chunks, readout)
         own: dict[int, dict[int, Any]] = {index: {} for indices in step.sample_index for index in indices}
         for router in routers:
-            for batch, indices, experts in zip(step.micro_batches, step.sample_index, router.recorded, strict=True):
-                of_tokens = _whole(experts, batch.layout.padded_size).cpu().numpy().astype(np.int16)
+            experts = [
+                _whole(of_batch, batch.layout.padded_size).cpu().numpy().astype(np.int16)
+                for batch, of_batch in zip(step.micro_batches, router.recorded, strict=True)
+            ]
+            for layout, of_tokens, indices in step.joined(experts, partial(join_scores, of_edges=False)):
                 for place, index in enumerate(indices):
-                    own[index][router.layer_number - 1] = of_tokens[batch.layout.sample_tokens(place)]
+                    own[index][router.layer_number - 1] = of_tokens[layout.sample_tokens(place)]
     # Tensor-parallel ranks have the same experts; a pipeline stage has those of its layers.
     parts = on_main_rank_only(own if parallel_state.get_tensor_model_parallel_rank() == 0 else {})
     if parts is None:

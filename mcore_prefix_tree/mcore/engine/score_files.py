@@ -111,8 +111,6 @@ def write_scores(
         SampleError, OSError: see :func:`rows_file`.
     """
     main = next(iter(readouts))
-    if options.needs_whole_samples:
-        folding = folding.repeating("top tokens and experts are written of whole samples")
     with rows_file(output) if is_main_rank() else nullcontext() as writer:
         for samples in batches(order, per_step):
             step = ScoringStep.plan(samples, folding, all_tokens=options.all_tokens, for_main_rank=True)

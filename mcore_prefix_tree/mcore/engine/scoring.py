@@ -7,7 +7,7 @@ on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
@@ -45,6 +45,9 @@ class Scorer(Readout[Any], Protocol[S_co]):
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> Any:
         """Read a micro-batch's output, ``[1, P, ...]``, onto the host."""
+
+    def joined(self, layouts: Sequence[FlatLayout], flats: Sequence[Any]) -> Any:
+        """Return :meth:`flat` of a tree, ``[P, ...]``, from those of its chunks."""
 
     def sample_scores(self, flat: Any, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> S_co:
         """Return a sample's scores from :meth:`flat`; ``tokens`` int32 ``[n]`` are places, ``scored`` bool ``[n]``."""
@@ -103,7 +106,7 @@ class ScoringStep:
             refuse_routes(self.samples, "a critic or reward model")
         own: dict[int, S] = {}
         found = forward_only(chunks, self.micro_batches, readout, readout.flat)
-        for layout, flat, indices in self._joined(found, readout):
+        for layout, flat, indices in self.joined(found, readout.joined):
             for place, index in enumerate(indices):
                 tokens = layout.sample_tokens(place)
                 scored = layout.predictor[tokens] >= 0
@@ -123,14 +126,16 @@ class ScoringStep:
         together: dict[int, S] = {index: one for part in of_all for index, one in part.items()}
         return [together[index] for index in range(len(self.samples))]
 
-    def _joined(self, flats: Sequence[Any], readout: Any) -> Iterator[tuple[FlatLayout, Any, tuple[int, ...]]]:
-        """Yield layout, output and samples of each micro-batch, or of all chunks of a tree together."""
+    def joined(
+        self, flats: Sequence[Any], join: Callable[[Sequence[FlatLayout], Sequence[Any]], Any]
+    ) -> Iterator[tuple[FlatLayout, Any, tuple[int, ...]]]:
+        """Yield layout, output and samples of each micro-batch; of the chunks of a tree once, their outputs joined."""
         found = zip((batch.layout for batch in self.micro_batches), flats, self.sample_index, strict=False)
         for _, group in groupby(found, key=lambda one: id(getattr(one[0], "whole", one[0]))):
             parts = list(group)
             layout, flat, indices = parts[0]
             if isinstance(layout, ChunkLayout):
-                flat = readout.joined([one for one, _, _ in parts], [one for _, one, _ in parts])
+                flat = join([one for one, _, _ in parts], [one for _, one, _ in parts])
                 layout = layout.whole
             yield layout, flat, indices
 

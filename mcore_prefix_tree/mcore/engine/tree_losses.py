@@ -5,7 +5,7 @@ gradient of L at the weights is that of ``sum over tokens of (d L / d s) s`` wit
 pass runs all chunks forward, from the first to the last, autograd differentiates L once at the scores, and each chunk
 of the step trains its part of the sum. Value, metrics and bad samples are those of L, reported with the first chunk.
 
-Legend: P padded tokens of a chunk, X tokens of later chunks that it predicts.
+Legend: P padded tokens of a chunk, X tokens of later chunks that it predicts, M kept edges.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 
 from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
@@ -35,7 +36,7 @@ class ScoringRows(LossRows):
     """Rows of a micro-batch in a scoring pass, whose report has the scores in place of metrics."""
 
     def loss_of(self, objective: TokenObjective, scores: torch.Tensor, entropy: torch.Tensor | None) -> LossOutput:
-        """Return the scores, and the entropies if there are any, ``[P + X]`` each."""
+        """Return the scores, and the entropies if there are any, ``[P + X + M]`` each."""
         found = {SCORES: scores} | ({} if entropy is None else {ENTROPY: entropy})
         return LossOutput(loss=scores.sum(), metrics=found)
 
@@ -45,7 +46,7 @@ class LinearRows(LossRows):
     """A chunk's part of its tree's loss, linear in its scores.
 
     Attributes:
-        slopes: derivatives of the tree's loss at the chunk's scores, and at its entropies, ``[P + X]`` each.
+        slopes: derivatives of the tree's loss at the chunk's scores, and at its entropies, ``[P + X + M]`` each.
         output: the output that the chunk reports: the tree's, or zeros.
     """
 
@@ -103,11 +104,11 @@ class TreeLosses(StepHook):
         return made
 
     def _parts(self, chunks: Sequence[tuple[MicroBatch, Mapping[str, torch.Tensor]]]) -> list[LinearRows]:
-        """Return the parts of a tree's loss from its chunks and their scores, ``[P + X]`` each."""
+        """Return the parts of a tree's loss from its chunks and their scores, ``[P + X + M]`` each."""
         _, like = chunks[0]
         (whole,) = (batch.rows for batch, _ in chunks if batch.layout.counts_samples)
         assert whole is not None, "the objective makes them"
-        size, device = _layout(chunks[0][0]).whole.padded_size, like[SCORES].device
+        size, device = _layout(chunks[0][0]).whole.num_places, like[SCORES].device
         places = [self._places(_layout(batch), device) for batch, _ in chunks]
         leaves = {name: values.new_zeros(size) for name, values in like.items()}
         for of_chunk, (_, values) in zip(places, chunks, strict=True):
@@ -133,8 +134,9 @@ class TreeLosses(StepHook):
 
     def _places(self, layout: ChunkLayout, device: torch.device) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the places of each kind of scores in a chunk and in its tree, int64 ``[n]``."""
-        of_scores = layout.token_places if self.objective.output == "values" else layout.scored_places
-        both = {SCORES: of_scores, ENTROPY: layout.token_places}
+        here, there = zip(layout.token_places, layout.kept_places, strict=True)
+        of_tokens = np.concatenate(here), np.concatenate(there)
+        both = {SCORES: of_tokens if self.objective.output == "values" else layout.scored_places, ENTROPY: of_tokens}
         return {name: (upload(here, device), upload(there, device)) for name, (here, there) in both.items()}
 
 

@@ -28,6 +28,7 @@ from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.bind_objective import load_named_tokenizer, make_pairing, make_settings
+from mcore_prefix_tree.settings.over_budget import choose_cutting
 from mcore_prefix_tree.settings.score_section import TEACHER
 from mcore_prefix_tree.settings.teachers import check_asked_teachers, teacher_recipes
 from mcore_prefix_tree.trie import Sharing
@@ -83,7 +84,7 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
             device=joined.device,
             say=logger.info,
         )
-        folding = _folding(joined, model, recipe.batch.sharing).repeating("rows of a teacher are of whole samples")
+        folding = _folding(joined, model, recipe.batch.sharing)
         readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=tokens))
         names = FieldNames(given=recipe.data.fields)
         report = ScoreReport(
@@ -133,7 +134,9 @@ def _check_exportable(objective: ObjectiveConfig) -> CrossTokenizer:
 
 def _folding(joined: Session, model: TeacherModel, sharing: Sharing) -> Folding:
     recipe = joined.recipe
+    cutting = choose_cutting(recipe.batch.over_budget, vars(joined.config), recipe.model.hybrid_layer_pattern, None)
     return Folding(
+        **cutting._asdict(),
         max_tokens=recipe.batch.max_tokens,
         dp_size=parallel_state.get_data_parallel_world_size(),
         cost_model=None,

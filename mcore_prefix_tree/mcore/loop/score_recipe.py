@@ -80,7 +80,7 @@ def run_score(
         objective = make_bound_objective(recipe)
         # The objective's fields are not checked: it may need these very scores.
         grouping = None if recipe.batch.groups_per_step is None else objective
-        cut = not options.needs_whole_samples and cuts_samples(joined, None)
+        cut = cuts_samples(joined, None)
         data = read_data(
             joined,
             grouping,

@@ -143,6 +143,11 @@ class TopLogprobs(VocabularyReadout[tuple[torch.Tensor, torch.Tensor]]):
         logprobs[batch.edges.host_row] = values
         return Teacher(token_ids=ids, logprobs=logprobs)
 
+    def joined(self, layouts: Sequence[FlatLayout], flats: Sequence[Teacher]) -> Teacher:
+        """Return :meth:`flat` of a tree, ``[P, k]`` each, from those of its chunks."""
+        ids = join_scores(layouts, [flat.token_ids for flat in flats], of_edges=False)
+        return Teacher(token_ids=ids, logprobs=join_scores(layouts, [flat.logprobs for flat in flats], of_edges=False))
+
     def sample_scores(self, flat: Teacher, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]) -> TopTokens:
         before = np.concatenate([tokens[:1], tokens[:-1]])  # nothing comes before the first, and it is not scored
         teacher = Teacher(
@@ -171,6 +176,11 @@ class ExportedRows(Readout[Any]):
         """Read both onto the host, ``[P, k]`` and ``[P]``."""
         (ids, top), (logprob, _) = self.read(output, batch)
         return self.top.on_host(ids, top, batch), (logprob.cpu().numpy(), None)
+
+    def joined(self, layouts: Sequence[FlatLayout], flats: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Return :meth:`flat` of a tree, ``[P, k]`` and ``[P]``, from those of its chunks."""
+        top, realised = zip(*flats, strict=True)
+        return self.top.joined(layouts, top), self.realised.joined(layouts, realised)
 
     def sample_scores(
         self, flat: tuple[Any, Any], tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]

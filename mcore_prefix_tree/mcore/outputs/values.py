@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.layout import FlatLayout
-from mcore_prefix_tree.layout.tree_chunks import join_scores
+from mcore_prefix_tree.layout.tree_chunks import ChunkLayout, join_scores, whole_layouts
 from mcore_prefix_tree.mcore.outputs.readout import FloatArray, Readout, SampleScores, T_co
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
@@ -64,14 +64,14 @@ class Values(_OfScalarHead[torch.Tensor]):
         return output.flatten()
 
     def flat(self, output: torch.Tensor, batch: MicroBatch) -> FloatArray:
-        """Read the values of the output ``[1, P, 1]`` onto the host, ``[P + M]``: a kept edge's is its token's."""
+        """Read the values of the output ``[1, P, 1]`` onto the host, ``[P + M]``, or ``[P]`` of a chunk."""
         values: FloatArray = self.read(output, batch).cpu().numpy()
-        kept = batch.layout.kept
-        return values if kept is None else np.append(values, values[kept.token])
+        return values if isinstance(batch.layout, ChunkLayout) else _with_kept(values, batch.layout)
 
     def joined(self, layouts: Sequence[FlatLayout], flats: Sequence[FloatArray]) -> FloatArray:
-        """Return :meth:`flat` of a tree, ``[P]``, from those of its chunks."""
-        return join_scores(layouts, flats, of_edges=False)
+        """Return :meth:`flat` of a tree from those of its chunks."""
+        (whole,) = whole_layouts(layouts)
+        return _with_kept(join_scores(layouts, flats, of_edges=False), whole)
 
     def sample_scores(
         self, flat: FloatArray, tokens: npt.NDArray[np.int32], scored: npt.NDArray[np.bool_]
@@ -80,6 +80,11 @@ class Values(_OfScalarHead[torch.Tensor]):
         before = np.concatenate([own[:1], own[:-1]])  # nothing comes before the first, and it is not scored
         values = np.where(scored, before, own.dtype.type("nan"))
         return SampleValues(scored=scored, values=values, last=float(own[-1]))
+
+
+def _with_kept(values: FloatArray, layout: FlatLayout) -> FloatArray:
+    """Return values ``[P + M]`` for those of tokens, ``[P]``: a kept edge's is its token's."""
+    return values if layout.kept is None else np.append(values, values[layout.kept.token])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,8 @@ class ValueLoss(_OfScalarHead[LossOutput]):
         """Return the loss of the stage's output ``[1, P, 1]``; the value of a kept edge is its predictor's."""
         values, kept = output.flatten(), batch.layout.kept
         if kept is not None:
-            values = torch.cat([values, values[upload(batch.layout.predictor[kept.token], values.device).long()]])
+            predictor = upload(kept.predictor[kept.distribution], values.device)
+            later = values.new_zeros(len(batch.layout.edge_predictor) - len(values))
+            values = torch.cat([values, later, values[predictor]])
         assert batch.rows is not None, "the objective makes them"
         return batch.rows.loss_of(self.objective, values, None)

@@ -6,12 +6,16 @@ their descendants have left: these ran before, because Megatron's schedules run 
 and backwards in the same. Recomputation runs the same functions again, before the backward that forgets what nobody
 else reads.
 
-Legend: P tokens of a micro-batch, S tokens of its stack, K key heads, D head_dim, m states that it reads.
+Losses that balance experts read how many tokens of a sample chose each expert. When a chunk runs, all tokens of its
+samples have run: those before it in the first pass, those after it in later chunks.
+
+Legend: P tokens of a micro-batch, S tokens of its stack, K key heads, D head_dim, m states that it reads; N samples of
+the tree, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,11 +29,15 @@ Tensors = tuple[object, str]
 
 
 class CarryStore:
-    """Keys, values and states of a tree's carried tokens, by shelf: those of a chunk that one micro-batch keeps."""
+    """Keys, values and states of a tree's carried tokens, by shelf: those of a chunk that one micro-batch keeps.
+
+    Also the experts that its tokens chose, counted by router, micro-batch and sample.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Tensors, int], torch.Tensor] = {}
         self._gradients: dict[tuple[Tensors, int], torch.Tensor] = {}
+        self._counts: dict[object, dict[Hashable, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -39,6 +47,13 @@ class CarryStore:
     def keep(self, which: Tensors, shelf: int, values: torch.Tensor) -> None:
         """Keep ``values`` ``[n, ...]`` of a shelf, for example keys ``[n, K, D]``."""
         self._kept[which, shelf] = values
+
+    def add_counts(self, router: object, counts: SampleCounts, routed: torch.Tensor) -> torch.Tensor:
+        """Keep a micro-batch's counts ``[N, E]``, once however often it runs; return those of all, ``[N, E]``."""
+        kept = self._counts.setdefault(router, {})
+        kept[counts.part] = counts.samples, routed[counts.samples]
+        samples, of_parts = zip(*kept.values(), strict=True)
+        return torch.zeros_like(routed).index_add_(0, torch.cat(samples), torch.cat(of_parts))
 
     def read(self, which: Tensors, shelf: int) -> torch.Tensor:
         """Return the values of a shelf, ``[n, ...]``."""
@@ -87,6 +102,23 @@ class Passage(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SampleCounts:
+    """The tokens of a micro-batch that count for the samples of its tree.
+
+    Attributes:
+        part: name of the micro-batch in its tree.
+        is_counted: fp32 ``[P]``, 0 for a chunk's carried tokens, which the first pass has counted.
+        samples: int64 ``[n]``, the samples of the tokens that are.
+        lengths: fp32 ``[N]``, tokens of each sample.
+    """
+
+    part: Hashable
+    is_counted: torch.Tensor
+    samples: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Carry:
     """Keys, values and states that a micro-batch of one chunk reads from others, and those that it leaves to them.
 
@@ -99,6 +131,7 @@ class Carry:
         last_scored: shelves that nobody reads after it if the chunks run from the first to the last.
         store: the store of the tree.
         keeps: whether it runs forward only and fills the store: in a first pass, or where nothing trains.
+        counts: its tokens that count for the samples of the tree; None where nothing trains.
     """
 
     keys: TreeMetadata
@@ -108,6 +141,7 @@ class Carry:
     last_scored: tuple[int, ...]
     store: CarryStore
     keeps: bool
+    counts: SampleCounts | None = None
 
     @property
     def size(self) -> int:
@@ -116,16 +150,12 @@ class Carry:
 
     def for_scoring(self) -> Carry:
         """Return what a chunk reads and leaves when all chunks run forward only, from the first to the last."""
-        return replace(self, last=self.last_scored, keeps=True)
+        return replace(self, last=self.last_scored, keeps=True, counts=None)
 
     def on(self, device: torch.device | str) -> Carry:
         """Return a copy on the device, with the same store."""
-        return replace(
-            self,
-            keys=self.keys.with_plans_on(device),
-            tokens=moved(self.tokens, device),
-            states=moved(self.states, device),
-        )
+        on_device = {name: moved(getattr(self, name), device) for name in ("tokens", "states", "counts")}
+        return replace(self, keys=self.keys.with_plans_on(device), **on_device)
 
     def with_stack(self, which: Tensors, values: torch.Tensor) -> torch.Tensor:
         """Return ``[S + P, K, D]``: keys, or values, of the stack, then a micro-batch's own ``[P, K, D]``."""

@@ -1,7 +1,8 @@
 """Experts under a tree: a router that balances by samples and takes their routes, and the layer that shows it the tree.
 
 Every term of a stock router's balancing is a sum over tokens. A folded micro-batch has a token of m samples once, so
-its terms are weighed by m, and sums over a sample are sums over the nodes of its path.
+its terms are weighed by m, and sums over a sample are sums over the nodes of its path. Of a tree in chunks, losses and
+counts of tokens are sums over its chunks; what a sample's loss reads of other chunks is in their store.
 
 Legend: P tokens of a micro-batch, L of them on this rank, N nodes, S samples, E experts.
 """
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.routes import GivenRoutes, row_of_layer
@@ -32,14 +34,14 @@ from mcore_prefix_tree.utils.upload import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Multiplicity:
-    """Counts of the samples through each token of a micro-batch.
+    """Counts of the samples through each token of a micro-batch, which may be a part of a tree.
 
     Attributes:
         of_token: fp32 ``[P]``, number of samples through each token; 0 for padding.
         node: int64 ``[P]``, the node of each token; N for padding.
         paths: fp32 ``[S, N + 1]``, 1 where a node is on the path of a sample.
-        lengths: fp32 ``[S]``, tokens of each sample, at least 1.
-        logical_tokens: tokens of all samples.
+        lengths: fp32 ``[S]``, tokens of each sample here, at least 1.
+        logical_tokens: tokens of all samples here.
     """
 
     of_token: torch.Tensor
@@ -56,10 +58,10 @@ class Multiplicity:
         samples, nodes, device = len(metadata.sample_node), metadata.num_nodes, metadata.subtree_end.device
         paths = np.zeros((samples, nodes + 1), dtype=np.float32)
         rows, node = np.arange(samples), metadata.sample_node.astype(np.int64)
-        while len(rows):
+        while (inside := node >= 0).any():
+            rows, node = rows[inside], node[inside]
             paths[rows, node] = 1
-            parent = metadata.node_parent[node]
-            rows, node = rows[parent >= 0], parent[parent >= 0].astype(np.int64)
+            node = metadata.node_parent[node].astype(np.int64)
         lens = np.diff(metadata.cu_node_lens, append=metadata.padded_size)
         node_of_token = np.repeat(np.arange(nodes + 1), lens)
         lengths = paths[:, :nodes] @ lens[:nodes].astype(np.float32)
@@ -79,6 +81,7 @@ class TreeRouterMixin:
     """
 
     tree: TreeMetadata | None = None
+    carry: Carry | None = None  # of a part of a tree
     given_routes: torch.Tensor | None = None  # as a tree's, of a batch without one
     recorded: list[torch.Tensor] | None = None  # int64 [L, top-k] of each forward, while experts are recorded
     by_sample: bool = False  # whether losses that compare samples are left out
@@ -91,6 +94,7 @@ class TreeRouterMixin:
     tp_cp_group: Any
     tp_dp_cp_group: Any
     calculate_per_token_loss: bool
+    score_function: str
     enable_expert_bias: bool
     local_tokens_per_expert: torch.Tensor
     global_tokens_per_expert: torch.Tensor
@@ -115,6 +119,8 @@ class TreeRouterMixin:
         probs, routing_map = (
             stock(logits, *args, **kwargs) if routes is None else self._routed(routes, stock, logits, *args, **kwargs)
         )
+        if self.carry is not None and self.carry.keeps:
+            self._count_ahead(logits.flatten(0, 1))
         if self.recorded is not None:
             self.recorded.append(torch.topk(routing_map.int(), self.topk, dim=1).indices)
         return probs, routing_map
@@ -153,20 +159,39 @@ class TreeRouterMixin:
         if coeff == 0:
             return probs
         counts = self._counts
-        node, paths = self._local(counts.node, scores), counts.paths
-
-        def per_sample(values: torch.Tensor) -> torch.Tensor:
-            of_nodes = values.new_zeros((paths.shape[1], values.shape[1])).index_add(0, node, values)
-            return paths.to(values.dtype) @ of_nodes
-
-        group = self.tp_cp_group
-        routed = per_sample(routing_map.to(torch.float32))
-        if group.size() > 1:
-            torch.distributed.all_reduce(routed, group=group)
-        of_samples = (per_sample(scores) * routed).sum(1) / counts.lengths
+        others = None if self.carry is None else self.carry.counts
+        lengths = counts.lengths if others is None else others.lengths
+        of_samples = (self._sum_by_sample(scores) * self._count_by_sample(routing_map)).sum(1) / lengths
         experts_per_choice = self.config.num_moe_experts / self.topk
-        total = max(counts.logical_tokens, 1)
-        return self._attach(probs, coeff, coeff * experts_per_choice * of_samples.sum() / total, name, group)
+        loss = coeff * experts_per_choice * of_samples.sum() / max(counts.logical_tokens, 1)
+        return self._attach(probs, coeff, loss, name, self.tp_cp_group)
+
+    def _sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up values of tokens, ``[L, E]``, to ``[S, E]``."""
+        node, paths = self._local(self._counts.node, values), self._counts.paths
+        of_nodes = values.new_zeros((paths.shape[1], values.shape[1])).index_add(0, node, values)
+        return paths.to(values.dtype) @ of_nodes
+
+    def _count_by_sample(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Return how often the tokens of each sample, also those of other chunks, chose each expert: ``[S, E]``."""
+        values, carry = routing_map.to(torch.float32), self.carry
+        if carry is not None and carry.counts is not None:
+            values = values * self._local(carry.counts.is_counted, values)[:, None]
+        routed = self._sum_by_sample(values)
+        if self.tp_cp_group.size() > 1:
+            torch.distributed.all_reduce(routed, group=self.tp_cp_group)
+        if carry is None or carry.counts is None:
+            return routed
+        return carry.store.add_counts(self, carry.counts, routed)
+
+    def _count_ahead(self, logits: torch.Tensor) -> None:
+        """Count the experts of a first pass, by logits ``[L, E]``; upstream computes its losses only to train."""
+        assert self.carry is not None
+        balances = any(self.get_aux_loss_coeff(kind) for kind in ("aux_loss", "seq_aux_loss"))
+        if balances and self.carry.counts is not None:
+            fused = self.config.moe_router_fusion
+            routed, _ = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function, fused=fused)
+            self._count_by_sample(routed)
 
     def _apply_global_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
         """Balance the samples of a step: a micro-batch's scores against the mean counts of those so far, on all ranks.
@@ -298,6 +323,7 @@ class TreeExpertsMixin:
     """Experts whose router sees the tree, also if the module is recomputed by itself."""
 
     tree: TreeMetadata | None = None
+    carry: Carry | None = None
     router: Any
     training: bool
     moe_layer_recompute: bool
@@ -311,14 +337,14 @@ class TreeExpertsMixin:
         return self._with_tree(super().forward_with_separate_inputs, inputs, **kwargs)  # type: ignore[misc]
 
     def _with_tree(self, stock: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        tree, again = self.tree, self.moe_layer_recompute
+        tree, carry, again = self.tree, self.carry, self.moe_layer_recompute
 
         def with_tree(*inputs: torch.Tensor) -> Any:
-            self.router.tree, self.moe_layer_recompute = tree, False
+            self.router.tree, self.router.carry, self.moe_layer_recompute = tree, carry, False
             try:
                 return stock(*inputs, *args, **kwargs)
             finally:
-                self.router.tree, self.moe_layer_recompute = None, again
+                self.router.tree, self.router.carry, self.moe_layer_recompute = None, None, again
 
         if tree is None:
             return stock(*inputs, *args, **kwargs)
@@ -340,11 +366,11 @@ class TreeExpertLayerMixin:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base class's forward."""
         tree = get_tree_params(kwargs.get("packed_seq_params"))
-        self.mlp.tree = None if tree is None else tree.tree_metadata
+        self.mlp.tree, self.mlp.carry = (None, None) if tree is None else (tree.tree_metadata, tree.carry)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.mlp.tree = None
+            self.mlp.tree = self.mlp.carry = None
 
 
 def has_experts(mlp: Any) -> bool:
