@@ -76,8 +76,15 @@ GLM = (
 
 
 @needs_bridge
-@pytest.mark.ci
-def test_depth_of_a_folder_trains_as_in_a_recipe(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, "", id="one", marks=pytest.mark.ci),
+        pytest.param(2, TP2, id="tp2-sp", marks=pytest.mark.slow),
+        pytest.param(2, PP2, id="pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_depth_of_a_folder_trains_as_in_a_recipe(ranks: int, layout: str, tmp_path: Path) -> None:
     """A stand-in computes TransformerEngine's layers, which the folder needs, in other processes."""
     from bridge_models import auto_bridge
 
@@ -90,7 +97,7 @@ def test_depth_of_a_folder_trains_as_in_a_recipe(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     data = f"--prefix-tree-hf {tmp_path / 'source'} --prefix-tree-data-path {tmp_path / 'data.jsonl'}"
     settings = (CPU, JOB, "--micro-batch-size 8 --prefix-tree-attention-backend reference", data, GLM)
-    run = trained(ENGINE, *settings, fork=False)
+    run = trained(ENGINE, *settings, layout, ranks=ranks, fork=False)
     assert f"the weights start from {tmp_path / 'source'}" in run.output
     assert [run.losses[step] for step in range(1, STEPS + 1)] == pytest.approx([one["loss"] for one in steps], rel=1e-5)
     last = run.iterations[STEPS]
