@@ -3,10 +3,11 @@
 
     OMP_NUM_THREADS=1 benchmarks/over_budget.py      # writes benchmarks/results/over_budget.json; takes minutes
 
-Times are processor time of a training step on one process; the ways take turns. Three batches: the shipped rollouts,
-rollouts of one prompt that fork at three depths, and long ones that share only a prompt. The second part trains single
-samples of growing length under one budget, each in a process of its own, and reports the process's peak memory beyond
-that of a sample that fits the budget, next to the estimate of keys, values and their gradients.
+Times are processor time of a training step on one process; the ways take turns. Four batches: the shipped rollouts,
+rollouts of one prompt that fork at four depths, rollouts that share only a prompt, and in a model of one small layer
+forking rollouts of 65,536 tokens. The part "memory" trains single samples of growing length under one budget, each in
+a separate process, and reports the process's peak memory beyond that of a sample that fits the budget, next to the
+estimate of keys, values and their gradients.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ RESULT = ROOT / "benchmarks/results/over_budget.json"
 WAYS = ("repeat", "carry", "auto")
 QUIET = ["compare=false", "verify.enabled=false", "checkpoint.save=null", "log.metrics=null"]
 BUDGET = 4096
+LONG = 65_536
+SMALL = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=1", "model.num_query_groups=null"]
+SMALL += ["model.ffn_hidden_size=64"]
+PARTS = ("shipped", "forks", "prompted", "long", "memory")
 
 
 class Steps:
@@ -169,10 +174,11 @@ def grow(lengths: list[int]) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print tables, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="Parts to measure.")
+    parser.add_argument("--steps", type=int, default=3, help="Steps of a run, of which the first is not timed.")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--length", type=int, default=512, help="Tokens of a made rollout.")
-    parser.add_argument("--lengths", default="4096,8192,16384,32768", help="Samples of the second part.")
+    parser.add_argument("--length", type=int, default=512, help="Tokens of a rollout of forks and prompted.")
+    parser.add_argument("--lengths", default="4096,8192,16384,32768,65536,131072", help="Samples of the part memory.")
     parser.add_argument("--one", type=int, help="Train one sample of this length, and print its memory.")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -182,18 +188,20 @@ def main() -> None:
     figures: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         length = options.length
-        batches = {
+        batches: dict[str, tuple[list[str], list[int]]] = {
             "shipped": ([], [1024, 2048, 4096]),
             "forks": (made(Path(folder), "forks", list(forks(length))), [length // 2, length, 2 * length]),
             "prompted": (made(Path(folder), "prompted", prompted(length)), [length // 2, length, 2 * length]),
+            "long": ([*made(Path(folder), "long", list(forks(LONG))), *SMALL], [LONG // 2, LONG, 2 * LONG]),
         }
         for name, (settings, budgets) in batches.items():
-            figures[name] = [
-                row for budget in budgets for row in measure(settings, budget, options.steps, options.rounds)
-            ]
-            show(name, figures[name])
-            options.output.write_text(json.dumps(figures, indent=1) + "\n")
-    if options.lengths:
+            if name in options.parts:
+                figures[name] = [
+                    row for budget in budgets for row in measure(settings, budget, options.steps, options.rounds)
+                ]
+                show(name, figures[name])
+                options.output.write_text(json.dumps(figures, indent=1) + "\n")
+    if "memory" in options.parts:
         figures["memory"] = grow([int(length) for length in options.lengths.split(",")])
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
 
