@@ -60,7 +60,6 @@ _NAMES = {
     "transformer_impl": "transformer_engine",
     "moe_token_dispatcher_type": "allgather",
     "experimental_attention_variant": None,
-    "dsa_kernel_backend": "none",
     "position_embedding_type": "learned_absolute",
     "non_persistent_ckpt_type": None,
     "ckpt_format": "torch_dist",

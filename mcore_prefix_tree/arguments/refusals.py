@@ -76,15 +76,6 @@ TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _UNSUPPORTED_VALUES: tuple[tuple[str, str, str], ...] = (
     ("transformer_impl", "inference_optimized", "use local or transformer_engine"),
     ("non_persistent_ckpt_type", "local", "which samples it was trained on cannot be read of it; use global"),
-    # Since core_v0.19.
-    *(
-        (
-            "dsa_kernel_backend",
-            name,
-            "its kernels take one range of keys for a query, and a path has several; remove it",
-        )
-        for name in ("tilelang", "cudnn")
-    ),
     ("position_embedding_type", "mrope", "its positions are three-dimensional; use rope"),
 )
 

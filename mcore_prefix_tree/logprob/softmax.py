@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.utils.triton_here import has_triton, interprets
+from mcore_prefix_tree.utils.triton_here import kernels_run_on
 
 # Below it exp is 0 in every dtype: logits of -inf are taken for it where 0 * inf would be NaN.
 _EXP_IS_ZERO = -1000.0
@@ -71,12 +71,8 @@ class RowSums:
 
 
 def kernels_take(logits: torch.Tensor) -> bool:
-    """Return whether kernels compute the softmax of these logits ``[B, Vl]``: on NVIDIA GPUs, or interpreted."""
-    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16) or logits.stride(1) != 1 or not has_triton():
-        return False
-    if not logits.is_cuda:
-        return logits.device.type == "cpu" and interprets()
-    return torch.version.hip is None and torch.cuda.get_device_capability(logits.device) >= (8, 0)
+    """Return whether kernels compute the softmax of these logits ``[B, Vl]``."""
+    return kernels_run_on(logits) and logits.stride(1) == 1
 
 
 def softmax_sums_(block: torch.Tensor, *, shifted: torch.Tensor | None = None) -> RowSums:

@@ -60,10 +60,15 @@ SPARSE_ATTENTION = (
     Uses(f"{_SPARSE}.dsa_indexer_loss:normalize_indexer_target", "target"),
     Uses(f"{_SPARSE}.dsa_masking:masked_log_softmax", "logits valid_mask"),
     Uses(f"{_SPARSE}.dsa_masking:masked_softmax", "logits valid_mask"),
+    Uses(f"{_SPARSE}.dsa_kernels:use_fused_dsa_kernels", "config"),
+    Uses(
+        f"{_SPARSE}.dsa_kernels:run_fused_absorbed_sparse_attention",
+        "config query key topk_indices softmax_scale v_channels",
+    ),
     Uses(f"{_SPARSE}.absorbed_mla:AbsorbedMLASelfAttention", "config submodules layer_number"),
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
-        keywords="dsa_indexer_loss_coeff dsa_indexer_scoring_relu dsa_indexer_use_sparse_loss dsa_kernel_backend",
+        keywords="dsa_indexer_loss_coeff dsa_indexer_scoring_relu dsa_indexer_use_sparse_loss",
     ),
 )
 

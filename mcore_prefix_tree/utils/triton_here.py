@@ -30,6 +30,15 @@ def interprets() -> bool:
     return _KNOWN["interpreter"]
 
 
+def kernels_run_on(tensor: torch.Tensor) -> bool:
+    """Return whether our kernels compute with a tensor ``[...]``: in 32 or 16 bits on an NVIDIA GPU, or interpreted."""
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not has_triton():
+        return False
+    if not tensor.is_cuda:
+        return tensor.device.type == "cpu" and interprets()
+    return torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+
+
 def launch_kernel(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **constants: Any) -> None:
     """Run a kernel on the device of a tensor ``[...]``, in its current stream, not on the current device."""
     with torch.cuda.device_of(like):

@@ -16,6 +16,7 @@ from gpu_check_parts.using import gpu_case, packages_of, sources_of, unchecked
 from mcore_prefix_tree.attention import Case, parity, triton_tree
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
+from mcore_prefix_tree.attention.chosen_keys import choose_keys, path_mask, score_by_kernel
 from mcore_prefix_tree.attention.parity import Attention, error_limit, worst_rows
 
 # heads, key heads, head_dim, value_dim
@@ -30,6 +31,13 @@ KINDS = (
     (PLAIN, None, True),
     (PLAIN, WINDOW, False),
 )
+# Heads of an indexer, their size, and whether products below 0 count as 0: DeepSeek-V3.2's and GLM-5's.
+INDEXERS = ((64, 128, True), (32, 128, False))
+TOPK = 100
+INDEX_LIMIT = 1e-5
+# Queries with two scores that differ by rounding where the choice ends.
+ROWS_NEAR_TIES = 0.01
+CHOSEN_KEYS = "mcore_prefix_tree/attention/chosen_keys"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +98,44 @@ def run(context: Context) -> None:
                 refused.add((name, refusal))
                 continue
             context.measure(key, used, partial(_compared, attention, case))
+    for heads, dim, relu in INDEXERS:
+        key = context.key(f"indexer, {heads} heads of {dim}{', ReLU' if relu else ''}", "triton")
+        used = context.used("torch", "triton", sources=(CHOSEN_KEYS,))
+        if not context.is_done(key, used):
+            context.measure(key, used, partial(_chosen, heads, dim, relu=relu))
+
+
+def _chosen(heads: int, dim: int, *, relu: bool) -> dict[str, Any] | str:
+    """Compare an indexer's scores, and the keys that they choose, with those of torch in fp64."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    metadata = parity._forest(device)
+    size, generator = metadata.padded_size, torch.Generator().manual_seed(0)
+    query, key, weight = (
+        torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+        for shape in ((size, heads, dim), (size, dim), (size, heads))
+    )
+    score = score_by_kernel(query, key, weight, metadata, relu=relu)
+    if score is None:
+        return "the kernel does not run on this GPU"
+    products = torch.einsum("bhe,ne->bhn", query.double(), key.double())
+    every = torch.arange(size, device=device)
+    exact = ((products.relu() if relu else products) * weight.double().unsqueeze(-1)).sum(1)
+    exact.masked_fill_(~path_mask(metadata, slice(0, size), every), -torch.inf)
+    found, seen = score(slice(0, size), every), exact > -torch.inf
+    wrong = [] if torch.equal(found > -torch.inf, seen) else ["other keys are seen than the tree's"]
+    error = (found.double() - exact).masked_fill(~seen, 0).norm(dim=-1) / exact.masked_fill(~seen, 0).norm(dim=-1)
+    worst = float(error.max())
+    chosen, best = (
+        choose_keys(one, metadata, TOPK, 1).sort().values for one in (score, lambda rows, keys: exact[rows, keys])
+    )
+    others = float((chosen != best).any(dim=-1).double().mean())
+    if not worst <= INDEX_LIMIT:  # NaN is not
+        wrong.append(f"scores are off by {worst:.1e} of a row, and {INDEX_LIMIT:.0e} is rounding of fp32")
+    if others > ROWS_NEAR_TIES:
+        wrong.append(f"{others:.1%} of the queries have other keys")
+    shown = f"scores {worst:.0e}, {others:.1%} of the queries have other keys"
+    result: dict[str, Any] = {"errors": {"scores": f"{worst:.3e}", "rows": f"{others:.3e}"}, "shown": shown}
+    return result | ({FAILED: "; ".join(wrong)} if wrong else {})
 
 
 def _compared(attention: Attention, case: Case) -> dict[str, Any]:

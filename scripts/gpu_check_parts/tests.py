@@ -14,6 +14,7 @@ FILES = (
     "tests/gpu/test_attention_backends.py",
     "tests/kernels/test_triton.py",
     "tests/kernels/test_operator.py",
+    "tests/kernels/test_index_scores.py",
     "tests/gpu/test_pretrain_on_gpu.py",
 )
 SMOKE = ["-k", "takes_one_that_runs"]

@@ -212,7 +212,6 @@ REFUSED_SETTINGS: list[dict[str, Any]] = [
     {"multi_latent_attention": True, "tensor_model_parallel_size": 2},
     {"multi_latent_attention": True, "cache_mla_latents": True},
     {"experimental_attention_variant": "unknown"},
-    {"dsa_kernel_backend": "cudnn"},
     {"dsa_indexer_loss_coeff": 0.1, "calculate_per_token_loss": False},
     {"window_size": (128, 1)},
     {"window_size": (-1, 0)},
@@ -245,7 +244,7 @@ REFUSED_EXPERT_SETTINGS: list[dict[str, Any]] = [
 # Fields that older releases of megatron-core lack.
 NEWER = {
     *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
-    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections", "dsa_kernel_backend"),
+    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections"),
 }
 # A setting of MLATransformerConfig only.
 LATENT_ONLY = {"cache_mla_latents"}

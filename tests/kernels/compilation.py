@@ -19,6 +19,7 @@ import torch
 import triton
 
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
+from mcore_prefix_tree.attention.chosen_keys.index_scores import LAUNCH, LAUNCH_FP32, STAGES, index_kernel
 from mcore_prefix_tree.attention.triton_tree.backward import delta_kernel, key_value_kernel, query_kernel
 from mcore_prefix_tree.attention.triton_tree.config import UP_TO, configs_for, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
@@ -87,16 +88,38 @@ def softmax_report(kernel, logits, out, architecture, *, absent=()):
     """Resources and machine code of a kernel of the vocabulary head, for rows that 16 bytes divide."""
     constants = {"COLUMNS": COLUMNS, "EDGES": EDGES, **dict.fromkeys(absent)}
     pointers = {"logits": logits, "out": out, "edge_logit": logits, "first": "i64", "edge_column": "i64"}
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else ("i32" if name in ("stride", "columns", "out_stride") else f"*{pointers.get(name, 'fp32')}")
-        for name in kernel.arg_names
-    }
-    aligned = [(place,) for place, name in enumerate(kernel.arg_names) if name not in constants]
-    compiled = compile_source(kernel, signature, constants, aligned, WARPS, architecture)
+    compiled = compile_aligned(kernel, pointers, ("stride", "columns", "out_stride"), constants, WARPS, architecture)
     found = report_of(kernel, dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage"), compiled)
     return found, dump(compiled.asm["cubin"], "nvdisasm", "-c")
+
+
+def index_report(dtype, dim, architecture, *, heads=64, relu=True):
+    """Resources of the kernel of an indexer's scores."""
+    (rows, keys, warps), name = (LAUNCH_FP32, "fp32") if dtype == torch.float32 else (LAUNCH, "bf16")
+    constants = {"HEADS": heads, "DIM": dim, "WIDTH": triton.next_power_of_2(dim), "RELU": relu, "STAGES": STAGES}
+    constants |= {"BLOCK_M": rows, "BLOCK_N": keys}
+    pointers = {"query": name, "key": name, "weight": name, "end": "i32", "columns": "i64"}
+    scalars = ("first", "queries", "keys")
+    compiled = compile_aligned(index_kernel, pointers, scalars, constants, warps, architecture)
+    code = dump(compiled.asm["cubin"], "nvdisasm", "-c")
+    return report_of(
+        index_kernel,
+        dump(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage"),
+        compiled,
+        matrix_instructions=compiled.asm["ptx"].count(MATRIX_INSTRUCTION[architecture]),
+        warpgroup_products=code.count("HGMMA."),
+        warpgroup_waits=code.count("WARPGROUP.DEPBAR.LE"),
+    )
+
+
+def compile_aligned(kernel, pointers, scalars, constants, warps, architecture):
+    """Return a kernel compiled for aligned arguments; pointers without a type are to fp32."""
+    signature = {
+        name: "constexpr" if name in constants else "i32" if name in scalars else f"*{pointers.get(name, 'fp32')}"
+        for name in kernel.arg_names
+    }
+    special = [(one.num,) for one in kernel.params if one.name not in constants and not one.do_not_specialize]
+    return compile_source(kernel, signature, constants, special, warps, architecture)
 
 
 def report_of(kernel, resources, compiled, **counts):

@@ -11,7 +11,17 @@ import compilation
 import pytest
 import torch
 import triton
-from compilation import HEAD_DIMS, KERNELS, OPTIONS, SHARED_MEMORY, Report, case_of, reports, softmax_report
+from compilation import (
+    HEAD_DIMS,
+    KERNELS,
+    OPTIONS,
+    SHARED_MEMORY,
+    Report,
+    case_of,
+    index_report,
+    reports,
+    softmax_report,
+)
 
 from mcore_prefix_tree.attention.triton_tree import backward, config, forward
 from mcore_prefix_tree.attention.triton_tree.config import UP_TO, Launch
@@ -136,6 +146,35 @@ def test_softmax_of_the_head(architecture):
 def test_every_softmax_of_the_head(architecture):
     for (logits, out), absent in itertools.product(SOFTMAX_DTYPES, SOFTMAX_ABSENT):
         assert_softmax_fits(architecture, logits, out, absent)
+
+
+def assert_index_fits(architecture, **case):
+    """Tensor-core instructions, side by side on Hopper, room, nothing spilled."""
+    found = index_report(torch.bfloat16, architecture=architecture, **case)
+    assert found.matrix_instructions > 0
+    assert not found.serialized, found
+    assert (found.warpgroup_products > 0 and found.warpgroup_waits > 0) == (architecture == 90)
+    assert found.shared <= SHARED_MEMORY[architecture], found
+    assert_keeps_to_registers(found)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_scores_of_an_indexer(architecture):
+    assert_index_fits(architecture, dim=128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", SHARED_MEMORY)
+@pytest.mark.parametrize("case", [{"relu": False, "dim": 128, "heads": 32}, {"dim": 64}, {"dim": 40}], ids=str)
+def test_scores_of_other_indexers(architecture, case):
+    assert_index_fits(architecture, **case)
+
+
+@pytest.mark.slow
+def test_scores_of_an_indexer_in_float32_fit():
+    for dim in (64, 128):
+        found = index_report(torch.float32, dim, 86)
+        assert found.shared <= SHARED_MEMORY[86], found
 
 
 def test_only_the_tritons_of_the_table_may_spill_nothing():

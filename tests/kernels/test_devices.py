@@ -21,6 +21,7 @@ from triton.runtime import driver
 from mcore_prefix_tree.attention import fa4
 from mcore_prefix_tree.attention.cascade.cascade import attention_through
 from mcore_prefix_tree.attention.cascade.kernels import CpuFlash
+from mcore_prefix_tree.attention.chosen_keys import choose_keys, index_scores, score_by_kernel
 from mcore_prefix_tree.attention.triton_tree import attend, backward, forward
 from mcore_prefix_tree.logprob import softmax_kernels
 from mcore_prefix_tree.logprob.softmax import LogitGrads, softmax_backward, softmax_sums
@@ -78,7 +79,7 @@ def machine():
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield fake
-    for kernel in (*KERNELS, *HEAD_KERNELS):
+    for kernel in (*KERNELS, *HEAD_KERNELS, index_scores.index_kernel):
         for device in (0, SECOND):
             kernel.device_caches.pop(device, None)
 
@@ -108,6 +109,16 @@ def test_the_softmax_of_the_head(machine, monkeypatch):
     sums = softmax_sums(logits, with_entropy=True)
     softmax_backward(logits, sums, LogitGrads(row=ones, entropy=ones, edges=None), out=logits)
     assert machine.launches == [(kernel.__name__, SECOND, 100 + SECOND) for kernel in HEAD_KERNELS]
+    assert machine.current == 0
+
+
+def test_the_scores_of_an_indexer(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    metadata = metadata_of([40, 10, 15], [-1, 0, 0], padding=3)
+    query, key, weight = (torch.zeros(metadata.padded_size, *size).bfloat16() for size in ((4, 16), (16,), (4,)))
+    score = score_by_kernel(query, key, weight, metadata, relu=True)
+    choose_keys(score, metadata, 8, 1)
+    assert machine.launches == [("index_kernel", SECOND, 100 + SECOND)]
     assert machine.current == 0
 
 

@@ -20,7 +20,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from mcore_prefix_tree import TreeMetadata
-from mcore_prefix_tree.attention import Case
+from mcore_prefix_tree.attention import Case, chosen_keys
+from mcore_prefix_tree.attention.chosen_keys import index_scores
 from mcore_prefix_tree.attention.triton_tree import attend, backward, forward, kernel_calls
 from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
@@ -113,6 +114,21 @@ def test_a_group_is_split_and_not_split_by_the_same_kernel():
     (grids,) = found["key_value_kernel"].values()
     blocks = [-(-forest.padded_size // 128) for forest in (few, many)]
     assert grids == [(blocks[0] * 8,), (blocks[1],)]
+
+
+def test_one_key_for_the_scores_of_an_indexer():
+    recorder = Recorder(index_scores.index_kernel, 90)
+    with (
+        mock.patch.object(index_scores, "index_kernel", recorder),
+        mock.patch.object(chosen_keys, "kernels_run_on", return_value=True),
+    ):
+        for metadata in forests():
+            size = metadata.padded_size
+            query, key, weight = (torch.zeros(size, *rest, dtype=torch.bfloat16) for rest in ((4, 24), (24,), (4,)))
+            score = chosen_keys.score_by_kernel(query, key, weight, metadata, relu=True)
+            chosen_keys.choose_keys(score, metadata, 50, 1)
+    (grids,) = recorder.keys.values()
+    assert len(set(grids)) > 5
 
 
 def test_specialized_number_is_detected():

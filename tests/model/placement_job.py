@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 import torch
 from harness.seam_models import branching_samples, build, local_spec, tiny_config
+from harness.seam_runs import SPARSE
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -58,6 +59,7 @@ READOUTS = {
 # What the head runs on a GPU: kernels, and products and sums in fp32 unless the logits are the model's.
 KERNELS = {"mcore_prefix_tree.softmax_sums.default", "mcore_prefix_tree.softmax_gradient.default"}
 PRODUCTS = {"aten.mm.dtype_out", "aten.addmm.dtype_out"}
+CHOICE = {"mcore_prefix_tree.index_scores.default", "aten.topk.default"}  # of an indexer's keys
 CUT = ("gspo", "reward_model")  # losses of whole samples, in chunks: with entropies, and of values
 OPTIONS = {"kto": {"reference_point": "zero"}}
 
@@ -140,10 +142,10 @@ def forward_backward(
     objective: Any = None,
     dtype: torch.dtype,
     max_tokens: int | None = None,
+    **changes: Any,
 ) -> None:
-    config = tiny_config(
-        dtype, num_attention_heads=2, num_query_groups=1, hidden_size=128, bf16=dtype is torch.bfloat16
-    )
+    heads = {"num_attention_heads": 2, "num_query_groups": 1}
+    config = tiny_config(dtype, **heads | {"hidden_size": 128, "bf16": dtype is torch.bfloat16} | changes)
     model = build(config, with_prefix_tree(local_spec(config)))
     model = with_scalar_head(model) if objective is not None and objective.has_scalar_head else with_edge_head(model)
     layout = fold(samples)
@@ -170,9 +172,11 @@ def forward_backward(
 
             for one in [batch] if max_tokens is None else in_chunks(samples, objective, max_tokens, run):
                 run(one)[0].backward()
-        missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        # Nothing trains an indexer without a loss.
+        trained = {name: one for name, one in model.named_parameters() if ".indexer." not in name}
+        missing = [name for name, parameter in trained.items() if parameter.grad is None]
         assert not missing, missing
-        assert {parameter.grad.device.type for parameter in model.parameters()} == {DEVICE}
+        assert {parameter.grad.device.type for parameter in trained.values()} == {DEVICE}
 
 
 def on_kernels(readout: Any, samples: list[Sample]) -> None:
@@ -182,6 +186,14 @@ def on_kernels(readout: Any, samples: list[Sample]) -> None:
     wanted = KERNELS if readout is READOUTS["logits"] else KERNELS | PRODUCTS
     assert not wanted - Fake.ran, f"not run: {wanted - Fake.ran}"
     assert readout is READOUTS["logits"] or "aten.exp_.default" not in Fake.ran
+
+
+def on_the_indexers_kernel(samples: list[Sample]) -> None:
+    """Run a model of sparse attention in bfloat16, whose indexer must use its kernel."""
+    Fake.ran.clear()
+    changes = SPARSE | {"num_attention_heads": 4}
+    forward_backward(samples, readout=READOUTS["weighted_sum"], dtype=torch.bfloat16, **changes)
+    assert not CHOICE - Fake.ran, f"not run: {CHOICE - Fake.ran}"
 
 
 def in_chunks(
@@ -285,6 +297,7 @@ def main() -> None:
             )
         for name, readout in READOUTS.items():
             outcomes[f"kernels {name}"] = outcome(on_kernels, readout, samples)
+        outcomes["sparse attention"] = outcome(on_the_indexers_kernel, samples)
         # Checks that the fake device detects the faults that it exists for.
         with Fake():
             here, there = torch.ones(2), torch.ones(2, device=DEVICE)

@@ -39,7 +39,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     unfused_dsa_fn,
 )
 
-from mcore_prefix_tree.mcore.seam import chosen_keys
+from mcore_prefix_tree.attention import chosen_keys
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -201,7 +201,8 @@ def test_choice_and_attention_are_upstreams_with_the_tree_as_mask(topk: int) -> 
     size, scale = metadata.padded_size, 0.3
     blocks = metadata.derived("blocks of chosen keys", chosen_keys._blocks)
     assert len(blocks) > 9
-    assert any(len(keys) < -(-rows.stop // 40) for rows, keys in blocks)  # of another tree or branch
+    seen = [sum(run.stop - run.start for run in keys) for _, keys in blocks]
+    assert any(count < rows.stop for count, (rows, _) in zip(seen, blocks, strict=True))  # of another tree or branch
     mask = torch.zeros(1, size, size).double().masked_fill(~visibility(metadata), -torch.inf)
     generator = torch.Generator().manual_seed(topk)
 
@@ -211,7 +212,7 @@ def test_choice_and_attention_are_upstreams_with_the_tree_as_mask(topk: int) -> 
     index_query, index_key, weights = draw(size, 1, 3, 8), draw(size, 1, 8), draw(size, 1, 3)
     scores, expected = fused_qk_topk_naive(index_query, index_key, weights, topk, mask, use_relu=False)
     longest = max(metadata.host_position_ids) + 1
-    chosen = chosen_keys.choose_keys(lambda rows, keys: scores[0, rows, keys], metadata, topk)
+    chosen = chosen_keys.choose_keys(lambda rows, keys: scores[0, rows, keys], metadata, topk, 3)
     assert chosen.shape == (size, min(topk, longest))
     assert torch.equal(chosen.long(), expected[0, :, : chosen.shape[1]])
 

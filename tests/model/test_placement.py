@@ -10,6 +10,7 @@ from harness.marks import quick
 from harness.torchrun_jobs import run
 from placement_job import BACKENDS, CUT, READOUTS
 
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.objectives import OBJECTIVES
 
 pytestmark = pytest.mark.ci
@@ -58,6 +59,12 @@ def test_attention_stays_on_the_device(outcomes: dict[str, str], backend: str) -
     if backend == "triton":
         pytest.importorskip("triton")
     assert outcomes[f"attention {backend}"] == ""
+
+
+@pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
+def test_sparse_attention_stays_on_the_device(outcomes: dict[str, str]) -> None:
+    pytest.importorskip("triton")
+    assert outcomes["sparse attention"] == ""
 
 
 def test_device_faults_are_detected(outcomes: dict[str, str]) -> None:

@@ -88,11 +88,6 @@ MISTAKES = [
     (GPT, "--dataloader-type cyclic", "prefix-tree training does not support --dataloader-type cyclic: "),
     (
         GPT,
-        "--dsa-kernel-backend cudnn",
-        "prefix-tree training does not support --dsa-kernel-backend cudnn: its kernels take one range of keys for",
-    ),
-    (
-        GPT,
         "--experimental-attention-variant gated_delta_net --transformer-impl local",
         "prefix-tree training does not support --experimental-attention-variant gated_delta_net with --transf",
     ),

@@ -67,10 +67,10 @@ NEWER = [
     (f"{MOE} --moe-combine-bwd-dtype mxfp8", "moe_combine_bwd_dtype='mxfp8'"),
 ]
 # For those who write a TransformerConfig: no argument of Megatron-LM sets the first, or the second to another layer;
-# those of the third need nvidia-kitchen or TransformerEngine; that of the fourth is refused by its argument, and the
-# last only with a mean that this door never takes.
+# those of the third need nvidia-kitchen or TransformerEngine, and the last is refused only with a mean that this door
+# never takes.
 WITHOUT_ARGUMENT = {"fused_single_qkv_rope", "experimental_attention_variant", "use_kitchen or quant_recipe"}
-WITHOUT_ARGUMENT |= {"dsa_kernel_backend", "dsa_indexer_loss_coeff"}
+WITHOUT_ARGUMENT |= {"dsa_indexer_loss_coeff"}
 # The error from its start.
 OTHER = [
     ("--position-embedding-type mrope", "prefix-tree training does not support --position-embedding-type mrope: "),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
     DSAIndexerLossLoggingHelper,
@@ -20,16 +21,21 @@ from megatron.core.transformer.experimental_attention_variant.dsa_indexer_loss i
     indexer_kl_per_row,
     normalize_indexer_target,
 )
+from megatron.core.transformer.experimental_attention_variant.dsa_kernels import (
+    run_fused_absorbed_sparse_attention,
+    use_fused_dsa_kernels,
+)
 from megatron.core.transformer.experimental_attention_variant.dsa_masking import masked_log_softmax, masked_softmax
 
-from mcore_prefix_tree.mcore import compat, layer_names
-from mcore_prefix_tree.mcore.seam.chosen_keys import (
+from mcore_prefix_tree.attention.chosen_keys import (
     attend_to_keys,
     blocks_of_rows,
     choose_keys,
     path_mask,
+    score_by_kernel,
     wide,
 )
+from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size, tree_class
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.latent_attention import PathRotaryEmbedding
@@ -132,8 +138,11 @@ class TreeSparseAttentionMixin:
             out = attend_to_keys(query, memory, chosen, self.softmax_scale, slice(start, memory.shape[-1]))
         else:
             assert up_v_weight is not None, "absorbed latents come with the weight of their values"
-            values = slice(0, up_v_weight.shape[-1])
-            latents = attend_to_keys(query, memory, chosen, self.softmax_scale, values)
+            repeats = tree.deterministic_attention or self.config.deterministic_mode
+            latents = None if repeats else self._attend_by_kernel(query, memory, chosen, up_v_weight.shape[-1])
+            if latents is None:
+                values = slice(0, up_v_weight.shape[-1])
+                latents = attend_to_keys(query, memory, chosen, self.softmax_scale, values)
             out = torch.einsum("phc,hdc->phd", latents, up_v_weight.to(latents.dtype))
         out = out.reshape(len(out), 1, -1)
         return out if loss is None else DSAIndexerLossAutoScaler.apply(out, loss)
@@ -152,13 +161,30 @@ class TreeSparseAttentionMixin:
         query, key, weights = (one.detach() for one in indexed)
         relu = self.config.dsa_indexer_scoring_relu
 
-        def score(queries: slice, keys: slice) -> torch.Tensor:
-            scores: torch.Tensor = _compute_index_scores(query[queries], weights[queries], key[keys], use_relu=relu)
-            return scores[0]
+        def score(rows: slice, columns: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = _compute_index_scores(query[rows], weights[rows], key[columns], use_relu=relu)[0]
+            return scores.masked_fill_(~path_mask(metadata, rows, columns), -torch.inf)
 
-        chosen = choose_keys(score, metadata, self.index_topk)
+        kernel = score_by_kernel(query.squeeze(1), key.squeeze(1), weights.squeeze(1), metadata, relu=relu)
+        chosen = choose_keys(kernel or score, metadata, self.index_topk, query.shape[2] if kernel is None else 1)
         shared[self.layer_number] = chosen
         return chosen
+
+    def _attend_by_kernel(
+        self, query: torch.Tensor, latents: torch.Tensor, chosen: torch.Tensor, values: int
+    ) -> torch.Tensor | None:
+        """Return what upstream's kernel of ``dsa_kernel_backend`` attends to, ``[P, H, values]``; None if it declines.
+
+        It takes keys in any order, with -1 for keys that are absent, and sums gradients in any order.
+        """
+        if not use_fused_dsa_kernels(self.config):
+            return None
+        # TileLang's takes 64 keys at a time.
+        padded = F.pad(chosen, (0, -chosen.shape[1] % 64), value=-1)
+        found = run_fused_absorbed_sparse_attention(
+            self.config, query.unsqueeze(1), latents.unsqueeze(1), padded.unsqueeze(0), self.softmax_scale, values
+        )
+        return None if found is None else found.squeeze(1)
 
     def _indexer_loss(
         self, indexed: Any, query: torch.Tensor, key: torch.Tensor, chosen: torch.Tensor, metadata: TreeMetadata

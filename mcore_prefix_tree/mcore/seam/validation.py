@@ -54,11 +54,6 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "megatron-core 0.19 or later, or None",
         ),
         (
-            getattr(config, "dsa_kernel_backend", "none") != "none",  # since 0.19
-            f"dsa_kernel_backend={getattr(config, 'dsa_kernel_backend', None)!r}: its kernels take one range of keys "
-            "for a query, and a path of a tree has several; set dsa_kernel_backend='none'",
-        ),
-        (
             bool(getattr(config, "dsa_indexer_loss_coeff", None)) and not config.calculate_per_token_loss,
             f"dsa_indexer_loss_coeff={getattr(config, 'dsa_indexer_loss_coeff', None)} with "
             "calculate_per_token_loss=False: the mean over a sample's tokens is not a sum over those of a tree; set "

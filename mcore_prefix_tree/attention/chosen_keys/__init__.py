@@ -9,27 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 from mcore_prefix_tree.attention.tile_blocks import block_plan
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.triton_here import kernels_run_on
 
-# Queries and keys of which one call makes scores, in every head of an indexer.
-_QUERIES, _KEYS = 256, 2048
+# Queries and keys of the blocks that tell which keys a block of queries sees.
+_QUERIES, _KEYS = 256, 256
 # Entries of the largest tensor of a block, for example the keys that its queries gather: 64 MiB of fp32.
 _ENTRIES = 2**24
+# Largest head of an indexer whose scores the kernel makes; DeepSeek-V3.2 and GLM-5 have this size.
+_MAX_INDEX_DIM = 128
+Score = Callable[[slice, torch.Tensor], torch.Tensor]
 
 
 def _blocks(metadata: TreeMetadata) -> list[tuple[slice, list[slice]]]:
-    """Return each block of queries, with the blocks of keys that any of them sees, ascending."""
+    """Return each block of queries, with the runs of keys that any of them sees, ascending."""
     size, tiles = metadata.padded_size, block_plan(metadata, _QUERIES, _KEYS).by_query
     assert tiles.blocks is not None
     found = []
     for row, (first, _, _, last) in enumerate(tiles.bounds.tolist()):
         stop = min(size, (row + 1) * _QUERIES)
-        starts = (_KEYS * block for block in sorted(tiles.blocks[first:last].tolist()))
-        found.append((slice(row * _QUERIES, stop), [slice(start, min(stop, start + _KEYS)) for start in starts]))
+        blocks = np.sort(tiles.blocks[first:last])
+        runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
+        keys = [slice(int(run[0]) * _KEYS, min(stop, (int(run[-1]) + 1) * _KEYS)) for run in runs]
+        found.append((slice(row * _QUERIES, stop), keys))
     return found
 
 
@@ -47,26 +54,45 @@ def path_mask(metadata: TreeMetadata, queries: slice, keys: torch.Tensor) -> tor
     return (keys <= query) & (query < metadata.subtree_end[keys])
 
 
-@torch.no_grad()
-def choose_keys(score: Callable[[slice, slice], torch.Tensor], metadata: TreeMetadata, topk: int) -> torch.Tensor:
-    """Return the ``topk`` best keys of each query's path, int32 ``[P, T]``, best first, -1 after the last.
-
-    ``torch.topk`` compares all keys of a query at once, so memory is O(P * T + B * P).
+def score_by_kernel(
+    query: torch.Tensor, key: torch.Tensor, weight: torch.Tensor, metadata: TreeMetadata, *, relu: bool
+) -> Score | None:
+    """Return a function for :func:`choose_keys` that makes an indexer's scores by a kernel; None where torch has to.
 
     Args:
-        score: makes the scores ``[B, N]`` of a block of queries and a block of keys.
+        query: ``[P, I, E]``, of I heads.
+        key: ``[P, E]``.
+        weight: ``[P, I]``.
+        metadata: the tree.
+        relu: whether products of queries and keys below 0 count as 0.
+    """
+    if not kernels_run_on(query) or key.dtype != query.dtype or query.shape[2] > _MAX_INDEX_DIM:
+        return None
+    from mcore_prefix_tree.attention.chosen_keys.index_scores import index_scores
+
+    inputs = (query.contiguous(), key.contiguous(), weight.contiguous(), metadata.subtree_end)
+    return lambda rows, columns: index_scores(*inputs, columns, rows.start, rows.stop - rows.start, relu)
+
+
+@torch.no_grad()
+def choose_keys(score: Score, metadata: TreeMetadata, topk: int, heads: int) -> torch.Tensor:
+    """Return the ``topk`` best keys of each query's path, int32 ``[P, T]``, best first, -1 after the last.
+
+    ``torch.topk`` compares all keys of a query at once. Memory is O(P * T), and one block's scores.
+
+    Args:
+        score: makes the scores ``[B, N]`` of a block of queries and of keys, int64 ``[N]``; -inf where the query does
+            not see the key.
         metadata: the tree.
         topk: keys to choose. T is it, or the length of the longest path if that is less.
+        heads: scores of a query and a key that ``score`` keeps at a time.
     """
     width = min(topk, int(metadata.host_position_ids.max()) + 1)
     device = metadata.subtree_end.device
     chosen = torch.full((metadata.padded_size, width), -1, dtype=torch.int32, device=device)
-    for queries, blocks in metadata.derived("blocks of chosen keys", _blocks):
-        column = _columns(blocks, metadata)
-        row = torch.cat([score(queries, keys) for keys in blocks], dim=-1)
-        row.masked_fill_(~path_mask(metadata, queries, column), -torch.inf)
-        best, place = row.topk(min(width, len(column)))
-        chosen[queries, : place.shape[1]] = column[place].masked_fill(best == -torch.inf, -1).int()
+    for rows, columns in blocks_of_rows(metadata, heads):
+        best, place = score(rows, columns).topk(min(width, len(columns)))
+        chosen[rows, : place.shape[1]] = columns[place].masked_fill(best == -torch.inf, -1).int()
     return chosen
 
 
