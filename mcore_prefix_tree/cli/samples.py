@@ -271,7 +271,7 @@ class SampleOptions:
         from mcore_prefix_tree.settings.over_budget import choose_cutting
 
         model, asked = self.recipe.model, self.recipe.batch.over_budget
-        return choose_cutting(asked, model.transformer, model.hybrid_layer_pattern, self.objective)[:2]
+        return choose_cutting(asked, model.transformer, self.objective)[:2]
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files; report skipped samples on standard error.

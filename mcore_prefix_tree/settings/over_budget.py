@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan.model_shape import SPARSE, layer_parts, trained_depths
+from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.settings.sections import RecipeError
 from mcore_prefix_tree.utils.choices import OverBudget
 
@@ -22,39 +22,38 @@ class Cutting(NamedTuple):
 def choose_cutting(
     asked: OverBudget,
     settings: Mapping[str, Any],
-    pattern: str | None,
     objective: Objective | None,
     *,
     runs_ahead: bool = True,
 ) -> Cutting:
-    """Return the way to cut, see :func:`why_not_carried`; raises RecipeError if training cannot ``carry``."""
+    """Return the way to cut, see :func:`why_not_carried`; without an objective, samples are only scored.
+
+    Raises RecipeError if training cannot ``carry``.
+    """
     if asked == "repeat":
         return Cutting(why_repeat="batch.over_budget=repeat")
-    why = why_not_carried(settings, pattern, objective, runs_ahead=runs_ahead)
+    if objective is None:
+        return Cutting(asked)
+    why = why_not_carried(settings, objective, runs_ahead=runs_ahead)
     if why is None:
-        return Cutting(asked, scores_first=objective is not None and not objective.sums_edges)
-    if asked == "carry" and objective is not None:
+        return Cutting(asked, scores_first=not objective.sums_edges)
+    if asked == "carry":
         raise RecipeError(f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=repeat")
     return Cutting(why_repeat=why)
 
 
-def why_not_carried(
-    settings: Mapping[str, Any], pattern: str | None, objective: Objective | None, *, runs_ahead: bool = True
-) -> str | None:
-    """Return why the samples of a job are not cut, None if they can be.
+def why_not_carried(settings: Mapping[str, Any], objective: Objective, *, runs_ahead: bool = True) -> str | None:
+    """Return why the samples of training are not cut, None if they can be.
 
     Args:
         settings: fields of the model's ``TransformerConfig``; one that is missing has upstream's default.
-        pattern: layers of a ``HybridModel``.
-        objective: None if samples are only scored.
+        objective: objective of the job.
         runs_ahead: whether the training loop can run a pass before a step.
     """
-    if objective is not None and not (objective.sums_edges or objective.reads_scores):
+    if not (objective.sums_edges or objective.reads_scores):
         return "the objective reads more of whole samples than scores of tokens"
-    if settings.get("experimental_attention_variant") == SPARSE or "sparse attention" in (layer_parts(pattern) or ()):
-        return "the model's sparse attention chooses among all keys of a path"
-    if objective is not None and trained_depths(settings):
+    if trained_depths(settings):
         return "multi-token prediction reads tokens before a chunk"
-    if objective is not None and not (objective.sums_edges or runs_ahead):
+    if not (objective.sums_edges or runs_ahead):
         return "the objective's loss needs a pass before the step, for which Megatron-LM's pipelines have no place"
     return None

@@ -66,9 +66,9 @@ class Case:
             return choose_keys(score, self.metadata, topk, 1)
 
     def score(self, rows, columns):
-        subtree_end = self.metadata.subtree_end
+        (query, key, weight), subtree_end = self.inputs, self.metadata.subtree_end
         with bfloat16() if INTERPRETED else contextlib.nullcontext():
-            return index_scores(*self.inputs, subtree_end, columns, rows.start, rows.stop - rows.start, self.relu)
+            return index_scores(query[rows], key, weight[rows], subtree_end, columns, rows.start, self.relu)
 
 
 @pytest.mark.parametrize(("shape", "relu"), SHAPES, ids=str)
@@ -141,7 +141,8 @@ def test_offsets_beyond_31_bits():
     columns = torch.arange(size - count, size, device=DEVICE)
     for one in inputs:
         one[-count:] = torch.randn(one[-count:].shape, generator=generator).to(DEVICE)
-    found = index_scores(*inputs, ends, columns, size - count, count, False)
+    query, key, weight = inputs
+    found = index_scores(query[-count:], key, weight[-count:], ends, columns, size - count, False)
     near = [one[-count:].contiguous() for one in inputs]
     ends, columns = torch.full_like(ends[:count], count), columns - (size - count)
-    assert torch.equal(found, index_scores(*near, ends, columns, 0, count, False))
+    assert torch.equal(found, index_scores(*near, ends, columns, 0, False))

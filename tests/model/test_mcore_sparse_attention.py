@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from harness.carried_trees import assert_equal, carried, small_tree, train, unfolded
 from harness.in_double import kept_double
 from harness.marks import quick
 from harness.seam_models import RECOMPUTE, deep_samples, hybrid_twins, tiny_config, twins
@@ -119,6 +121,41 @@ def test_layers_that_take_the_keys_of_another(loss: dict[str, Any]) -> None:
     stock, tree = twins(tiny_config(**settings))[0], twins(tiny_config(**settings | RECOMPUTE["layers"]))[1]
     assert [layer.self_attention.core_attention.indexer is None for layer in tree.decoder.layers] == [0, 1, 0, 1]
     assert_folded_is_unfolded(stock, tree, deep_samples(13))
+
+
+# name: (fields of the config, pattern of a HybridModel)
+CUT: dict[str, tuple[dict[str, Any], str | None]] = {
+    "few keys": ({"dsa_indexer_topk": 3}, None),
+    "few keys, loss": ({"dsa_indexer_topk": 3} | SPARSE_LOSS, None),
+    "full recompute": ({"dsa_indexer_topk": 5} | RECOMPUTE["layers"], None),
+    "full recompute, loss": ({"dsa_indexer_topk": 5} | LOSS | RECOMPUTE["layers"], None),
+    "keys of another layer": ({"num_layers": 4, "dsa_indexer_topk_freq": 2, "dsa_indexer_topk": 4}, None),
+    "pattern": ({"dsa_indexer_topk": 4} | LOSS, "D-D"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_trees_in_chunks(name: str) -> None:
+    """The keys of other chunks are scored, chosen and attended to like those of a chunk."""
+    settings, pattern = CUT[name]
+    config = tiny_config(**SPARSE | {"num_layers": len(pattern or "DD")} | settings)
+    stock, tree = twins(config) if pattern is None else hybrid_twins(config, pattern)
+    samples, rng = small_tree(2), random.Random(name)
+    expected, places = unfolded(stock, samples), range(1, fold(samples).physical_tokens)
+    for _ in range(3):
+        cuts = rng.sample(places, rng.randint(2, min(9, len(places))))
+        assert_equal(train(tree, carried(samples, cuts, pass_tokens=rng.randint(1, 9))), expected, 1e-12)
+    assert_equal(train(tree, carried(samples, places)), expected, 1e-12)
+
+
+def test_chunks_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen_keys, "_QUERIES", 32)
+    monkeypatch.setattr(chosen_keys, "_KEYS", 16)
+    stock, tree = twins(tiny_config(**SPARSE | LOSS | {"dsa_indexer_topk": 20, "num_layers": 2}))
+    samples = [one for one in deep_samples(5) if one.tokens[0] == deep_samples(5)[0].tokens[0]]
+    size = fold(samples).physical_tokens
+    batches = carried(samples, [65, 127, 150, size - 5], pass_tokens=100)
+    assert_equal(train(tree, batches), unfolded(stock, samples), 1e-12)
 
 
 def test_the_first_check_does_not_know_the_scale_of_the_loss() -> None:

@@ -6,10 +6,23 @@ from dataclasses import replace
 
 import pytest
 from harness.folded_jobs import Job
-from harness.folded_runs import BALANCED, DELTA_NET, FP32_INSIDE, FP64, MAMBA, MOE, SAMPLES, check, folded, oracle
+from harness.folded_runs import (
+    BALANCED,
+    DELTA_NET,
+    FP32_INSIDE,
+    FP64,
+    LATENT,
+    MAMBA,
+    MOE,
+    SAMPLES,
+    SPARSE,
+    check,
+    folded,
+    oracle,
+)
 from harness.layouts import LAYOUTS
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.plan import plan_step
 
 FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
@@ -59,6 +72,15 @@ def test_layouts_train_recurrent_layers(name: str, pattern: str, settings: tuple
     job = Job(pattern=pattern, way="weighted sum", config=sizes + settings, double=True)
     expected = oracle(Job(pattern=pattern, config=sizes, double=True))
     check(folded(size, layout, replace(job, max_tokens=BUDGET, over_budget="carry")), expected, FP64)
+
+
+@pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
+@pytest.mark.parametrize("name", ["tp2-sp", pytest.param("pp2", marks=pytest.mark.ci)])
+def test_layouts_train_sparse_attention(name: str) -> None:
+    size, layout = LAYOUTS[name]
+    pattern = "D-|D-" if name == "pp2" else "D-D-"
+    job = Job(pattern=pattern, way="weighted sum", config=LATENT + SPARSE, double=True)
+    check(folded(size, layout, replace(job, max_tokens=BUDGET, over_budget="carry")), oracle(job), FP64)
 
 
 @pytest.mark.parametrize(

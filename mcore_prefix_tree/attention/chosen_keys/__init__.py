@@ -1,7 +1,9 @@
 """Attention of each query to the best-scored keys of its path, block by block: no tensor has a row of all pairs.
 
-Legend: P tokens, H heads, K heads of the keys, D size of a key, W of a value, M of both, T keys of a query at most,
-B queries of a block, N keys of a block.
+Queries are all tokens of a tree but its ``unread`` first ones, which a chunk reads of other chunks.
+
+Legend: P queries, S tokens, H heads, K heads of the keys, D size of a key, W of a value, M of both, T keys of a query
+at most, B queries of a block, N keys of a block.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ Score = Callable[[slice, torch.Tensor], torch.Tensor]
 
 def _blocks(metadata: TreeMetadata) -> list[tuple[slice, list[slice]]]:
     """Return each block of queries, with the runs of keys that any of them sees, ascending."""
-    size, tiles = metadata.padded_size, block_plan(metadata, _QUERIES, _KEYS).by_query
+    size, unread, tiles = metadata.padded_size, metadata.unread, block_plan(metadata, _QUERIES, _KEYS).by_query
     assert tiles.blocks is not None
     found = []
     for row, (first, _, _, last) in enumerate(tiles.bounds.tolist()):
-        stop = min(size, (row + 1) * _QUERIES)
+        start, stop = max(unread, row * _QUERIES), min(size, (row + 1) * _QUERIES)
+        if stop <= unread:
+            continue
         blocks = np.sort(tiles.blocks[first:last])
         runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
         keys = [slice(int(run[0]) * _KEYS, min(stop, (int(run[-1]) + 1) * _KEYS)) for run in runs]
-        found.append((slice(row * _QUERIES, stop), keys))
+        found.append((slice(start - unread, stop - unread), keys))
     return found
 
 
@@ -50,7 +54,7 @@ def blocks_of_rows(metadata: TreeMetadata, heads: int) -> Iterator[tuple[slice, 
 
 def path_mask(metadata: TreeMetadata, queries: slice, keys: torch.Tensor) -> torch.Tensor:
     """Return bool ``[B, N]``: whether a query sees a key, ``j <= i < subtree_end[j]``."""
-    query = torch.arange(queries.start, queries.stop, device=keys.device)[:, None]
+    query = metadata.unread + torch.arange(queries.start, queries.stop, device=keys.device)[:, None]
     return (keys <= query) & (query < metadata.subtree_end[keys])
 
 
@@ -61,7 +65,7 @@ def score_by_kernel(
 
     Args:
         query: ``[P, I, E]``, of I heads.
-        key: ``[P, E]``.
+        key: ``[S, E]``.
         weight: ``[P, I]``.
         metadata: the tree.
         relu: whether products of queries and keys below 0 count as 0.
@@ -70,8 +74,9 @@ def score_by_kernel(
         return None
     from mcore_prefix_tree.attention.chosen_keys.index_scores import index_scores
 
-    inputs = (query.contiguous(), key.contiguous(), weight.contiguous(), metadata.subtree_end)
-    return lambda rows, columns: index_scores(*inputs, columns, rows.start, rows.stop - rows.start, relu)
+    query, key, weight = (one.contiguous() for one in (query, key, weight))
+    end, unread = metadata.subtree_end, metadata.unread
+    return lambda rows, columns: index_scores(query[rows], key, weight[rows], end, columns, unread + rows.start, relu)
 
 
 @torch.no_grad()
@@ -89,7 +94,7 @@ def choose_keys(score: Score, metadata: TreeMetadata, topk: int, heads: int) -> 
     """
     width = min(topk, int(metadata.host_position_ids.max()) + 1)
     device = metadata.subtree_end.device
-    chosen = torch.full((metadata.padded_size, width), -1, dtype=torch.int32, device=device)
+    chosen = torch.full((metadata.padded_size - metadata.unread, width), -1, dtype=torch.int32, device=device)
     for rows, columns in blocks_of_rows(metadata, heads):
         best, place = score(rows, columns).topk(min(width, len(columns)))
         chosen[rows, : place.shape[1]] = columns[place].masked_fill(best == -torch.inf, -1).int()
@@ -107,7 +112,7 @@ def attend_to_keys(
 
     Args:
         query: ``[P, H, D]``.
-        memory: ``[P, K, M]``, of which the first D are the keys; each key head has ``H / K`` query heads.
+        memory: ``[S, K, M]``, of which the first D are the keys; each key head has ``H / K`` query heads.
         chosen: int32 ``[P, T]``, at least one key of each query; -1 is none.
         scale: factor of the scores.
         value: the part of M that is the values.

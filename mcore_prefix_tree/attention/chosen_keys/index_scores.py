@@ -3,7 +3,7 @@
 A program holds its keys and takes one head of its queries after another, so that only the sum over heads is written,
 with the tree's mask.
 
-Legend: P tokens, I heads of the indexer, E their size, B queries and N keys of a call.
+Legend: S tokens, I heads of the indexer, E their size, B queries and N keys of a call.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _rows(pointers, inside, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "queries", "keys"])
 def index_kernel(
-    query,  # [P, I, E]
-    key,  # [P, E]
-    weight,  # [P, I]
-    end,  # int32 [P]
+    query,  # [B, I, E]
+    key,  # [S, E]
+    weight,  # [B, I]
+    end,  # int32 [S]
     columns,  # int64 [N]
     out,  # fp32 [B, N], written
-    first,  # the first query
+    first,  # the token of the first query
     queries,  # B
     keys,  # N
     HEADS: tl.constexpr,
@@ -63,7 +63,7 @@ def index_kernel(
     # Most tiles of other branches end here. The mask of pairs is made later: during the products it would spill.
     if (tl.max(column_end, 0) > tl.min(token, 0)) & (tl.min(column, 0) <= tl.max(token, 0)):
         k = _rows(key + column * DIM, is_key, DIM, WIDTH)
-        vector = token.to(tl.int64) * HEADS
+        vector = row.to(tl.int64) * HEADS
         for head in tl.range(0, HEADS, num_stages=STAGES):
             q = _rows(query + (vector + head) * DIM, is_query, DIM, WIDTH)
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -83,22 +83,20 @@ def index_scores(
     subtree_end: torch.Tensor,
     columns: torch.Tensor,
     first: int,
-    queries: int,
     relu: bool,
 ) -> torch.Tensor:
     """Return ``sum over heads of weight * relu(q k)``, fp32 ``[B, N]``, -inf where the query does not see the key.
 
     Args:
-        query: ``[P, I, E]``, in the dtype of the keys: fp32, fp16 or bf16. Sums have fp32. Every tensor is contiguous.
-        key: ``[P, E]``.
-        weight: ``[P, I]`` in any of these dtypes.
-        subtree_end: int32 ``[P]`` of the tree.
+        query: ``[B, I, E]``, in the dtype of the keys: fp32, fp16 or bf16. Sums have fp32. Every tensor is contiguous.
+        key: ``[S, E]``.
+        weight: ``[B, I]`` in any of these dtypes.
+        subtree_end: int32 ``[S]`` of the tree.
         columns: int64 ``[N]``, the keys to score.
-        first: the first of the queries, which follow each other.
-        queries: B, number of queries.
+        first: the token of the first query; the others follow it.
         relu: whether products below 0 count as 0.
     """
-    _, heads, dim = query.shape
+    queries, heads, dim = query.shape
     rows, keys, warps = LAUNCH_FP32 if query.dtype == torch.float32 else LAUNCH
     out = torch.empty(queries, len(columns), dtype=torch.float32, device=query.device)
     launch_kernel(
@@ -112,4 +110,4 @@ def index_scores(
 
 @index_scores.register_fake
 def _(query: torch.Tensor, key: object, weight: object, end: object, columns: torch.Tensor, *rest: int) -> torch.Tensor:
-    return query.new_empty((rest[1], len(columns)), dtype=torch.float32)
+    return query.new_empty((len(query), len(columns)), dtype=torch.float32)

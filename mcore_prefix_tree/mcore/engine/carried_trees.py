@@ -66,7 +66,7 @@ def count_carried_bytes(plan: ForestPlan, folding: Folding, work: ModelWork) -> 
         return 0
     case, config = folding.attention_cases[0], folding.config
     stages, of_gradient = config.pipeline_model_parallel_size, torch.promote_types(case.dtype, torch.float32).itemsize
-    layers = -(-(work.layers + work.window_layers) // stages)
+    layers = -(-(work.layers + work.window_layers + work.sparse_layers) // stages)
     of_token: int = layers * case.kv_heads * (case.head_dim + case.value_dim) * (case.dtype.itemsize + of_gradient)
     of_state: int = 2 * work.state_bytes // (stages * config.tensor_model_parallel_size)
     return max(rank.held_tokens * of_token + rank.held_states * of_state for rank in plan.carrying)

@@ -25,7 +25,7 @@ from mcore_prefix_tree.settings.over_budget import choose_cutting
 class Run:
     """Settings, with the ranks and the model that a door knows; without ``measured``, costs are FLOPs.
 
-    ``pattern`` has the layers of a ``HybridModel``; ``runs_ahead`` is whether its loop can run a pass before a step.
+    ``runs_ahead`` is whether its loop can run a pass before a step.
     """
 
     settings: Recipe
@@ -34,7 +34,6 @@ class Run:
     work: ModelWork
     micro_batch_multiple: int
     measured: tuple[Measured, ...] = ()
-    pattern: str | None = None
     runs_ahead: bool = True
 
     def make_folding(self, objective: Objective | None = None, config: Any = None) -> Folding:
@@ -59,9 +58,7 @@ class Run:
         )
         if objective is None:
             return folding
-        cutting = choose_cutting(
-            settings.batch.over_budget, vars(config), self.pattern, objective, runs_ahead=self.runs_ahead
-        )
+        cutting = choose_cutting(settings.batch.over_budget, vars(config), objective, runs_ahead=self.runs_ahead)
         return replace(folding, **cutting._asdict())
 
     def make_job(

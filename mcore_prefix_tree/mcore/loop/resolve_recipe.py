@@ -47,9 +47,8 @@ class Data:
 
 def cuts_samples(session: Session, objective: Objective | None) -> bool:
     """Return whether samples above ``batch.max_tokens`` are cut; without an objective they are only scored."""
-    recipe = session.recipe
-    pattern = recipe.model.hybrid_layer_pattern
-    return choose_cutting(recipe.batch.over_budget, vars(session.config), pattern, objective).over_budget != "repeat"
+    asked = session.recipe.batch.over_budget
+    return choose_cutting(asked, vars(session.config), objective).over_budget != "repeat"
 
 
 def read_data(
@@ -229,7 +228,6 @@ def resolve(
         work=ModelWork.from_model(model, fused_head=recipe.fused_head, scalar_head=objective.has_scalar_head),
         micro_batch_multiple=recipe.parallel.micro_batch_multiple,
         measured=session.measured,
-        pattern=recipe.model.hybrid_layer_pattern,
     )
     job = run.make_job(
         objective,

@@ -56,7 +56,6 @@ def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
         dp_size=args.data_parallel_size,
         work=count_model_work(args),
         micro_batch_multiple=stages if in_stages else 1,
-        pattern=hybrid_pattern(args),
         runs_ahead=stages == 1,
     )
 

@@ -157,12 +157,15 @@ class Carry:
         on_device = {name: moved(getattr(self, name), device) for name in ("tokens", "states", "counts")}
         return replace(self, keys=self.keys.with_plans_on(device), **on_device)
 
-    def with_stack(self, which: Tensors, values: torch.Tensor) -> torch.Tensor:
-        """Return ``[S + P, K, D]``: keys, or values, of the stack, then a micro-batch's own ``[P, K, D]``."""
+    def with_stack(self, which: Tensors, values: torch.Tensor, *, along: Tensors | None = None) -> torch.Tensor:
+        """Return ``[S + P, K, D]``: keys, or values, of the stack, then a micro-batch's own ``[P, K, D]``.
+
+        ``along`` names others of the same tokens that have no gradient; they are forgotten with these.
+        """
         self._keep(self.tokens, which, values)
         if not self.tokens.read and not self.tokens.left:
             return values
-        out: torch.Tensor = _WithStack.apply(values, self, which)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _WithStack.apply(values, self, which, along)  # type: ignore[no-untyped-call]
         return out
 
     def read_states(self, which: Tensors, *inputs: torch.Tensor) -> torch.Tensor | None:
@@ -208,9 +211,9 @@ class Carry:
 
 class _WithStack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, carry: Carry, which: Tensors) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, carry: Carry, which: Tensors, along: Tensors | None) -> torch.Tensor:
         """Return ``[S + P, K, D]`` for ``values`` ``[P, K, D]``."""
-        ctx.carry, ctx.which = carry, which
+        ctx.carry, ctx.which, ctx.along = carry, which, along
         return torch.cat([*carry.read(carry.tokens, which), values])
 
     @staticmethod
@@ -218,12 +221,16 @@ class _WithStack(torch.autograd.Function):
         (gradient,) = grad_outputs
         carry: Carry = ctx.carry
         carry.add_gradient(carry.tokens, ctx.which, gradient)
+        if ctx.along is not None:
+            carry.forget(ctx.along)
         own = gradient[carry.size :]
         for shelf, places in carry.tokens.left:
+            if ctx.along is not None:
+                carry.store.forget(ctx.along, shelf)
             left = carry.store.take_gradient(ctx.which, shelf)
             if left is not None:
                 own = own.index_put((places,), (own[places] + left).to(own.dtype))
-        return own, None, None
+        return own, None, None, None
 
 
 class _ReadStates(torch.autograd.Function):

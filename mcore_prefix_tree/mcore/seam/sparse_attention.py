@@ -116,30 +116,42 @@ class TreeSparseAttentionMixin:
         if attention_mask is not None:
             raise ValueError("attention_mask must be None with a folded micro-batch: the tree says who sees whom")
         check_batch_size(x.shape[1])
-        metadata = tree.tree_metadata
+        metadata, carry = tree.tree_metadata, tree.carry
         assert metadata is not None
-        assert tree.carry is None, "trees of a model with sparse attention are not cut"
+        seen = metadata if carry is None else carry.keys
         trains = bool(self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff)
         query, memory = (one.reshape(len(one), -1, one.shape[-1]) for one in (query, key))
         indexed = None
         if not self.skip_topk:
             with torch.set_grad_enabled(trains):
-                indexed = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed_seq_params)
-        chosen = self._choose(indexed, packed_seq_params, metadata)
+                index_query, index_key, weights = self.indexer.forward_before_topk(
+                    x.detach(), qr.detach(), packed_seq_params
+                )
+                if carry is not None:
+                    index_key = carry.with_stack((self, "index key"), index_key)
+            indexed = index_query, index_key, weights
+        if carry is not None:
+            along = None if indexed is None or trains else (self, "index key")
+            memory = carry.with_stack((self, "key"), memory, along=along)
+        chosen = self._choose(indexed, packed_seq_params, seen)
         loss = None
         if trains and indexed is not None:
-            loss = self._indexer_loss(indexed, query.detach(), memory.detach(), chosen, metadata)
+            samples = metadata.derived("multiplicity", Multiplicity.of).of_token
+            loss = self._indexer_loss(indexed, query.detach(), memory.detach(), chosen, seen, samples)
             DSAIndexerLossLoggingHelper.save_loss_to_tracker(
                 loss, layer_number=self.layer_number, num_layers=self.config.num_layers
             )
         if value is not None:
             start = memory.shape[-1]
-            memory = torch.cat([memory, value.reshape(len(value), -1, value.shape[-1])], dim=-1)
+            value = value.reshape(len(value), -1, value.shape[-1])
+            value = value if carry is None else carry.with_stack((self, "value"), value)
+            memory = torch.cat([memory, value], dim=-1)
             out = attend_to_keys(query, memory, chosen, self.softmax_scale, slice(start, memory.shape[-1]))
         else:
             assert up_v_weight is not None, "absorbed latents come with the weight of their values"
-            repeats = tree.deterministic_attention or self.config.deterministic_mode
-            latents = None if repeats else self._attend_by_kernel(query, memory, chosen, up_v_weight.shape[-1])
+            # Upstream's kernel has as many keys as queries.
+            is_torch = tree.deterministic_attention or self.config.deterministic_mode or carry is not None
+            latents = None if is_torch else self._attend_by_kernel(query, memory, chosen, up_v_weight.shape[-1])
             if latents is None:
                 values = slice(0, up_v_weight.shape[-1])
                 latents = attend_to_keys(query, memory, chosen, self.softmax_scale, values)
@@ -187,7 +199,13 @@ class TreeSparseAttentionMixin:
         return None if found is None else found.squeeze(1)
 
     def _indexer_loss(
-        self, indexed: Any, query: torch.Tensor, key: torch.Tensor, chosen: torch.Tensor, metadata: TreeMetadata
+        self,
+        indexed: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        chosen: torch.Tensor,
+        metadata: TreeMetadata,
+        samples: torch.Tensor,
     ) -> torch.Tensor:
         """Return the sum over all samples' tokens of the divergence of the indexer's choice from attention.
 
@@ -195,14 +213,14 @@ class TreeSparseAttentionMixin:
         Its gradient is linear in that of the loss, so that each block makes both at once and keeps no scores.
 
         Args:
-            indexed: the indexer's queries ``[P, 1, I, E]``, keys ``[P, 1, E]`` and weights ``[P, 1, I]``.
+            indexed: the indexer's queries ``[P, 1, I, E]``, keys ``[S, 1, E]`` and weights ``[P, 1, I]``.
             query: ``[P, H, D]``.
-            key: ``[P, 1, D]`` or ``[P, H, D]``.
+            key: ``[S, 1, D]`` or ``[S, H, D]``.
             chosen: int32 ``[P, T]``, the keys of each query.
-            metadata: the tree, with its samples.
+            metadata: the tree of the S keys, of which P are queries.
+            samples: fp32 ``[P]``, number of samples through each query.
         """
         index_query, index_key, weights = (wide(one.detach()) for one in indexed)
-        samples = metadata.derived("multiplicity", Multiplicity.of).of_token
         gradients = [torch.zeros_like(one) for one in (index_query, index_key, weights)]
         total = index_query.new_zeros(())
         for rows, columns in blocks_of_rows(metadata, max(query.shape[1], index_query.shape[2])):
