@@ -65,5 +65,9 @@ def why_not_carried(
         if balances or settings.get("moe_z_loss_coeff") or settings.get("moe_router_enable_expert_bias"):
             return "the model's routers balance experts by whole samples"
     if objective is not None and not (objective.sums_edges or runs_ahead):
-        return "the objective's loss needs a pass before the step, for which Megatron-LM's pipelines have no place"
+        return (
+            "the objective's loss needs a pass before the step, which pipeline stages run under "
+            "mcore_prefix_tree.pretrain_gpt with Megatron-LM core_v0.19.0 or later, and virtual ones in groups of as "
+            "many micro-batches as stages"
+        )
     return None

@@ -93,6 +93,12 @@ class Run:
             losses[first + 1] = 2 * losses[first + 1] - losses[first]
         return losses
 
+    def validation_loss(self, iteration: int) -> float:
+        """Return the loss of the evaluation after an iteration."""
+        (line,) = [line for line in self.output.splitlines() if f"validation loss at iteration {iteration} |" in line]
+        assert "fold ratio" not in line
+        return float(line.split("lm loss value:")[1].split("|")[0])
+
 
 def require_checkout(*, trains: bool = True) -> None:
     """Skip the calling module without a checkout.
