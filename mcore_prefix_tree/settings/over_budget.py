@@ -67,7 +67,7 @@ def why_not_carried(
     if objective is not None and not (objective.sums_edges or runs_ahead):
         return (
             "the objective's loss needs a pass before the step, which pipeline stages run under "
-            "mcore_prefix_tree.pretrain_gpt with Megatron-LM core_v0.19.0 or later, and virtual ones in groups of as "
-            "many micro-batches as stages"
+            "mcore_prefix_tree.pretrain_gpt with Megatron-LM core_v0.19.0 or later, and virtual ones without "
+            "--microbatch-group-size-per-virtual-pipeline-stage"
         )
     return None

@@ -100,10 +100,10 @@ def test_groups_that_leave_a_rest_are_refused(tmp_path: Path) -> None:
     write_rollouts(path)
     carrying = "--prefix-tree --micro-batch-size 1 --prefix-tree-max-tokens 24 --prefix-tree-over-budget carry"
     words = (objective_words(path, "dpo"), carrying, layout, "--prefix-tree-dry-run")
-    assert megatron(ENTRY, CPU, MODEL, SIXTEEN, *words).status == 0
-    run = megatron(ENTRY, CPU, MODEL, SIXTEEN, *words, "--microbatch-group-size-per-vp-stage 4")
+    assert megatron(ENTRY, CPU, MODEL, SIXTEEN, *words, ranks=2).status == 0
+    run = megatron(ENTRY, CPU, MODEL, SIXTEEN, *words, "--microbatch-group-size-per-virtual-pipeline-stage 4", ranks=2)
     assert run.status == 2
-    assert "virtual ones in groups of as many micro-batches as stages" in run.output
+    assert "virtual ones without --microbatch-group-size-per-virtual-pipeline-stage" in run.output
 
 
 def test_the_dry_run_names_carried_tokens(data: str) -> None:
