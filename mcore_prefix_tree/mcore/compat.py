@@ -206,7 +206,6 @@ ENGINE = (
     Uses(
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.recv_forward", "tensor_shapes is_first_stage"
     ),
-    Uses("megatron.core.transformer.module:Float16Module", "config module"),
     Uses(f"{_STATE}:get_pipeline_model_parallel_group"),
     Uses(f"{_STATE}:model_parallel_is_initialized"),
     Uses(
@@ -247,6 +246,7 @@ MODELS = (
         "moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm deallocate_pipeline_outputs "
         "masked_softmax_fusion finalize_model_grads_func grad_scale_func",
     ),
+    Uses("megatron.core.transformer.module:Float16Module", "config module"),
     Uses(f"{_STATE}:is_pipeline_first_stage", keywords="ignore_virtual vp_stage"),
     Uses(f"{_STATE}:is_pipeline_last_stage", keywords="ignore_virtual vp_stage"),
     Uses("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),

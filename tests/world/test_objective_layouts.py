@@ -221,12 +221,22 @@ LOOP_IN_CI = {
 )
 def test_trees_in_chunks(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=LONGEST // 2, over_budget="carry"))
-    (whole,) = check(1, Layout(), replace(job, max_tokens=10_000))
+    (whole,) = check(1, Layout(), replace(job, max_tokens=10_000, in_loop=False))
     assert outcomes[0].carried_tokens > 0
     for outcome in outcomes:
         assert outcome.metrics == pytest.approx(whole.metrics, rel=1e-10)
     if size == 2 and layout == Layout():
         assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
+
+
+def test_half_precision_in_the_loop() -> None:
+    """To the bit what the same step is outside it: logits are read in fp32 before the step, too."""
+    half = replace(GSPO, dtype=torch.bfloat16, fused_head=False, max_tokens=LONGEST // 2, over_budget="carry")
+    outside, inside = (
+        folded(2, Layout(pp=2), replace(half, in_loop=in_loop), range(len(SAMPLES))) for in_loop in (False, True)
+    )
+    assert inside[0] == outside[0]
+    assert set(errors(inside[1], outside[1]).values()) == {0.0}
 
 
 @pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")

@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module
 
 Shape = tuple[int, int, int]
 
@@ -60,12 +59,11 @@ class LoopCommunicator(KnownShapes):
 
     def join(self, chunk: Any) -> None:
         """Take a model chunk of this rank, all before the first step; the first brings config and process groups."""
-        config = chunk.config
         if not self._student:
             group = parallel_state.get_pipeline_model_parallel_group()
-            super().__init__(group, config, *(self._shapes(direction) for direction in (0, 1)))
-        # As the loop wraps them itself, later.
-        self._student.append(Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk)
+            super().__init__(group, chunk.config, *(self._shapes(direction) for direction in (0, 1)))
+        # The loop wraps it later; of its wrappers none changes a forward pass whose scores are read in fp32 or better.
+        self._student.append(chunk)
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Begin the step, and receive as upstream does.
