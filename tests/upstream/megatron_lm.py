@@ -111,6 +111,11 @@ def require_checkout(*, trains: bool = True) -> None:
     require_packages("triton", *(["pybind11"] if trains else ()))
 
 
+def runs_ahead() -> bool:
+    """Return whether pipeline stages of the checkout's loop can run a pass before a step: since core_v0.19."""
+    return "p2p_communicator" in (Path(os.environ[VARIABLE]) / "megatron" / "training" / "training.py").read_text()
+
+
 def require_packages(*names: str) -> None:
     """Fail if a package is missing: naming a checkout requests its tests."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]

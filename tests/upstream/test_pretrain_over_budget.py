@@ -17,6 +17,7 @@ from megatron_lm import (
     megatron,
     objective_words,
     require_checkout,
+    runs_ahead,
     trained,
     write_rollouts,
 )
@@ -80,6 +81,11 @@ def test_losses_of_whole_samples_do_not_see_the_budget(tmp_path: Path, name: str
     base, *saved = (tmp_path / folder for folder in ("base", "wide", "cut"))
     trained(ENTRY, CPU, MODEL, trains, words, wide, f"--eval-iters 0 --save {base} --exit-interval 1")
     ranks, parallel = LAYOUTS[layout]
+    if parallel and not runs_ahead():
+        run = megatron(ENTRY, CPU, MODEL, trains, words, carrying, parallel, ranks=ranks)
+        assert run.status == 2
+        assert "with Megatron-LM core_v0.19.0 or later" in run.output
+        return
     expected, actual = (
         trained(ENTRY, CPU, MODEL, evaluates, words, f"--load {base} --save {folder}", way, ranks=size)
         for folder, way, size in zip(saved, (wide, f"{carrying} {parallel}"), (1, ranks), strict=True)
@@ -95,6 +101,7 @@ def test_losses_of_whole_samples_do_not_see_the_budget(tmp_path: Path, name: str
     assert_same_tensors(*reversed(saved), 6)
 
 
+@pytest.mark.skipif(not runs_ahead(), reason="pipeline stages run no pass before a step")
 def test_groups_that_leave_a_rest_are_refused(tmp_path: Path) -> None:
     path, layout = tmp_path / "rollouts.jsonl", LAYOUTS["pp2-vpp2"][1]
     write_rollouts(path)
