@@ -204,6 +204,9 @@ ENGINE = (
     Uses("megatron.core.pipeline_parallel:get_forward_backward_func"),
     Uses("megatron.core.pipeline_parallel.schedules:get_schedule_table"),
     Uses("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator", keywords="pp_group config"),
+    Uses(
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.recv_forward", "tensor_shapes is_first_stage"
+    ),
     Uses(f"{_STATE}:get_pipeline_model_parallel_group"),
     Uses(f"{_STATE}:model_parallel_is_initialized"),
     Uses(

@@ -55,5 +55,9 @@ def why_not_carried(settings: Mapping[str, Any], objective: Objective, *, runs_a
     if trained_depths(settings):
         return "multi-token prediction reads tokens before a chunk"
     if not (objective.sums_edges or runs_ahead):
-        return "the objective's loss needs a pass before the step, for which Megatron-LM's pipelines have no place"
+        return (
+            "the objective's loss needs a pass before the step, which pipeline stages run under "
+            "mcore_prefix_tree.pretrain_gpt with Megatron-LM core_v0.19.0 or later, and virtual ones without "
+            "--microbatch-group-size-per-virtual-pipeline-stage"
+        )
     return None

@@ -168,6 +168,7 @@ class Trainer:
         *,
         lr: float = 1e-2,
         distributed_optimizer: bool = False,
+        overlap_grad_reduce: bool = False,
         **optimizer_changes: Any,
     ) -> Trainer:
         """Wrap bare chunks. Gradients stay in the parameters' dtype, except for bf16, with float32 gradients.
@@ -177,13 +178,16 @@ class Trainer:
             lr: constant learning rate of AdamW.
             distributed_optimizer: shard the optimizer's state over the data-parallel ranks. Megatron's takes no
                 float64 parameters.
+            overlap_grad_reduce: sum gradients over the data-parallel ranks while others are computed.
             **optimizer_changes: fields of ``OptimizerConfig``. Clipping is off by default, because Megatron's asserts
                 that gradients are float32.
         """
         config = chunks[0].config
         half = config.params_dtype is torch.bfloat16
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=half, use_distributed_optimizer=distributed_optimizer
+            grad_reduce_in_fp32=half,
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
         )
         wrapped = [
             DistributedDataParallel(config, ddp_config, Float16Module(config, chunk) if half else chunk)

@@ -338,6 +338,14 @@ def test_what_needs_whole_samples_is_named() -> None:
     assert deep == "multi-token prediction reads tokens before a chunk"
 
 
+def test_loops_without_a_pass_before_a_step_are_named() -> None:
+    assert why_not_carried({}, make_objective("sft"), runs_ahead=False) is None
+    reason = why_not_carried({}, make_objective("dpo"), runs_ahead=False)
+    assert reason is not None
+    assert "needs a pass before the step" in reason
+    assert "Megatron-LM core_v0.19.0 or later" in reason
+
+
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)
 def test_hybrid_models_of_attention() -> None:
     samples = small_tree(7)

@@ -89,6 +89,17 @@ def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytes
     assert arguments["extra_args_provider"].keywords == {"args_defaults": {"vocab_size": 8}}
 
 
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_pass_before_a_step_needs_a_communicator(load: Load, monkeypatch: pytest.MonkeyPatch, takes: bool) -> None:
+    pretrain, seen = recorder(CORE_019 + ", p2p_communicator=None, pg_collection=None" * takes)
+    adapter = load(pretrain)
+    monkeypatch.setattr(adapter, "get_args", lambda: argparse.Namespace(pipeline_model_parallel_size=2))
+    adapter.run_pretrain("datasets", "model", "step", args_defaults={}, steps="steps")
+    added = seen["cfg_container"][1]["extra_args_provider"].keywords
+    assert added == {"args_defaults": {}} | ({"runs_ahead": True} if takes else {})
+    assert (seen.get("p2p_communicator") is not None) == takes
+
+
 def test_help_has_our_arguments_if_pretrain_parses_without_them(
     load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,12 @@ class Run:
             losses[first + 1] = 2 * losses[first + 1] - losses[first]
         return losses
 
+    def validation_loss(self, iteration: int) -> float:
+        """Return the loss of the evaluation after an iteration."""
+        (line,) = [line for line in self.output.splitlines() if f"validation loss at iteration {iteration} |" in line]
+        assert "fold ratio" not in line
+        return float(line.split("lm loss value:")[1].split("|")[0])
+
 
 def require_checkout(*, trains: bool = True) -> None:
     """Skip the calling module without a checkout.
@@ -103,6 +109,11 @@ def require_checkout(*, trains: bool = True) -> None:
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM", allow_module_level=True)
     require_packages("triton", *(["pybind11"] if trains else ()))
+
+
+def runs_ahead() -> bool:
+    """Return whether pipeline stages of the checkout's loop can run a pass before a step: since core_v0.19."""
+    return "p2p_communicator" in (Path(os.environ[VARIABLE]) / "megatron" / "training" / "training.py").read_text()
 
 
 def require_packages(*names: str) -> None:

@@ -36,6 +36,7 @@ from megatron_lm import (
     assert_same_tensors,
     megatron,
     require_checkout,
+    runs_ahead,
     trained,
     under_open_mpi,
 )
@@ -105,9 +106,9 @@ def test_resumed_from_the_stock_run_in_another_layout(
 
 
 def assert_no_exchanges(run: Run) -> None:
-    """Stages ask for no shapes; before core_v0.19, ``pretrain`` takes no communicator that knows them."""
+    """Stages ask for no shapes; before core_v0.19, the loop takes no communicator that knows them."""
     counts = {int(count) for count in re.findall("exchanges: ([0-9]+);", run.output)}
-    if "p2p_communicator" in (Path(os.environ[VARIABLE]) / "megatron" / "training" / "training.py").read_text():
+    if runs_ahead():
         assert counts == {0}
 
 
@@ -169,15 +170,9 @@ def test_layouts_train_and_validate_in_turn(evaluated: tuple[str, Run], layout: 
     for iteration, loss in alone.losses.items():
         assert folded.losses[iteration] == pytest.approx(loss, rel=LOSS)
     for iteration in (2, 4):
-        validation = [validation_loss(run, iteration) for run in (folded, alone)]
+        validation = [run.validation_loss(iteration) for run in (folded, alone)]
         assert validation[0] == pytest.approx(validation[1], rel=LOSS)
     assert_no_exchanges(folded)
-
-
-def validation_loss(run: Run, iteration: int) -> float:
-    (line,) = [line for line in run.output.splitlines() if f"validation loss at iteration {iteration}" in line]
-    assert "fold ratio" not in line
-    return float(line.split("lm loss value:")[1].split("|")[0])
 
 
 def test_bf16_stays_as_close_to_fp32_as_the_stock_run(stock: Stock, tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from megatron_lm import (
     LOSS,
     MODEL,
     VOCAB,
+    assert_same_tensors,
     megatron,
     objective_words,
     require_checkout,
+    runs_ahead,
+    trained,
     write_rollouts,
 )
 from megatron_lm import TRAIN as SIXTEEN
@@ -58,26 +61,63 @@ def test_the_loop_does_not_see_the_budget(data: str, stages: int, experts: str) 
         assert cut.losses[iteration] == pytest.approx(loss, rel=LOSS), iteration
 
 
-@pytest.mark.parametrize("name", ["gspo", pytest.param("dpo", marks=pytest.mark.slow)])
-def test_losses_of_whole_samples_do_not_see_the_budget(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "rollouts.jsonl"
+LAYOUTS = {
+    "single": (1, ""),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2-vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "pp2-dp2": (4, "--pipeline-model-parallel-size 2 --overlap-grad-reduce"),
+}
+CUT = [
+    ("gspo", "pp2"),
+    pytest.param("dpo", "single", marks=pytest.mark.ci),
+    pytest.param("dpo", "pp2-vpp2", marks=pytest.mark.ci),
+    *(pytest.param(name, "tp2-pp2", marks=pytest.mark.slow) for name in ("gspo", "dpo")),
+    pytest.param("dpo", "pp2-dp2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CUT)
+def test_losses_of_whole_samples_do_not_see_the_budget(tmp_path: Path, name: str, layout: str) -> None:
+    """In training and in evaluation, from the weights after a step of one process."""
+    path, trains = tmp_path / "rollouts.jsonl", SIXTEEN.replace("--train-iters 20", "--train-iters 6")
     write_rollouts(path)
-    words, folded = objective_words(path, name), "--prefix-tree --micro-batch-size 1 --prefix-tree-max-tokens"
-    wide, cut, pipeline = (
-        megatron(ENTRY, CPU, MODEL, SIXTEEN, words, f"{folded} {size}", ranks=ranks)
-        for size, ranks in (
-            ("1000", 1),
-            ("24 --prefix-tree-over-budget carry", 1),
-            ("24 --prefix-tree-over-budget carry --pipeline-model-parallel-size 2", 2),
-        )
+    words = f"{objective_words(path, name)} --prefix-tree-valid-data-path {path} --prefix-tree --micro-batch-size 1"
+    evaluates = trains.replace("--eval-interval 1000", "--eval-interval 3") + " --eval-iters 2"
+    wide, carrying = "--prefix-tree-max-tokens 1000", "--prefix-tree-max-tokens 24 --prefix-tree-over-budget carry"
+    base, *saved = (tmp_path / folder for folder in ("base", "wide", "cut"))
+    trained(ENTRY, CPU, MODEL, trains, words, wide, f"--eval-iters 0 --save {base} --exit-interval 1")
+    ranks, parallel = LAYOUTS[layout]
+    if parallel and not runs_ahead():
+        run = megatron(ENTRY, CPU, MODEL, trains, words, carrying, parallel, ranks=ranks)
+        assert run.status == 2
+        assert "with Megatron-LM core_v0.19.0 or later" in run.output
+        return
+    expected, actual = (
+        trained(ENTRY, CPU, MODEL, evaluates, words, f"--load {base} --save {folder}", way, ranks=size)
+        for folder, way, size in zip(saved, (wide, f"{carrying} {parallel}"), (1, ranks), strict=True)
     )
-    assert (wide.status, cut.status) == (0, 0), wide.output[-2000:] + cut.output[-2000:]
-    assert wide.iterations.keys() == cut.iterations.keys()
-    for iteration, figures in wide.iterations.items():
+    assert actual.iterations.keys() == expected.iterations.keys() == set(range(2, 7))
+    for iteration, figures in expected.iterations.items():
         for figure in figures.keys() & {"lm loss", "ratio", "clip_fraction", "accuracy", "margin"}:
-            assert cut.iterations[iteration][figure] == pytest.approx(figures[figure], rel=LOSS, abs=1e-7), iteration
-    assert pipeline.status == 2
-    assert "needs a pass before the step, for which Megatron-LM's pipelines have no place" in pipeline.output
+            found = actual.iterations[iteration][figure]
+            assert found == pytest.approx(figures[figure], rel=LOSS, abs=1e-7), iteration
+    for iteration in (3, 6):
+        losses = [run.validation_loss(iteration) for run in (actual, expected)]
+        assert losses[0] == pytest.approx(losses[1], rel=LOSS, abs=1e-7)
+    assert_same_tensors(*reversed(saved), 6)
+
+
+@pytest.mark.skipif(not runs_ahead(), reason="pipeline stages run no pass before a step")
+def test_groups_that_leave_a_rest_are_refused(tmp_path: Path) -> None:
+    path, layout = tmp_path / "rollouts.jsonl", LAYOUTS["pp2-vpp2"][1]
+    write_rollouts(path)
+    carrying = "--prefix-tree --micro-batch-size 1 --prefix-tree-max-tokens 24 --prefix-tree-over-budget carry"
+    words = (objective_words(path, "dpo"), carrying, layout, "--prefix-tree-dry-run")
+    assert megatron(ENTRY, CPU, MODEL, SIXTEEN, *words, ranks=2).status == 0
+    run = megatron(ENTRY, CPU, MODEL, SIXTEEN, *words, "--microbatch-group-size-per-virtual-pipeline-stage 4", ranks=2)
+    assert run.status == 2
+    assert "virtual ones without --microbatch-group-size-per-virtual-pipeline-stage" in run.output
 
 
 def test_the_dry_run_names_carried_tokens(data: str) -> None:

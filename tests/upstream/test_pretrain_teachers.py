@@ -28,6 +28,7 @@ from megatron_lm import (
     megatron,
     only_checkpoint,
     require_checkout,
+    runs_ahead,
     trained,
     write_rollouts,
 )
@@ -115,6 +116,10 @@ def check(stock_runs: StockRuns, tmp_path: Path, name: str, layout: str, given: 
     stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
+    if name == "dynamic" and PP2 in arguments and not runs_ahead():
+        run = megatron(ENTRY, CPU, STUDENT, TRAIN, FOLDED, given, arguments, ranks=ranks)
+        assert "--prefix-tree-objective-options.scaling=dynamic runs the student once more" in run.output
+        return
     folders = f"--load {base} --save {tmp_path / 'saved'}"
     run = trained(ENTRY, CPU, STUDENT, TRAIN, FOLDED, given, arguments, folders, ranks=ranks)
     assert sorted(run.iterations) == sorted(stock.iterations) == list(range(FIRST + 1, ITERATIONS + 1))
@@ -131,6 +136,7 @@ def check(stock_runs: StockRuns, tmp_path: Path, name: str, layout: str, given: 
         ("p_kl", "tp2"),
         pytest.param("p_kl", "pp2", marks=pytest.mark.ci),
         pytest.param("dynamic", "dp2-shared", marks=pytest.mark.ci),
+        pytest.param("dynamic", "pp2", marks=pytest.mark.ci),
         pytest.param("reverse", "tp2-whole", marks=pytest.mark.slow),
         pytest.param("reverse", "dp2", marks=pytest.mark.slow),
         pytest.param("p_kl", "tp2-sp-pp2", marks=pytest.mark.slow),
@@ -227,12 +233,6 @@ def test_a_teacher_of_the_same_vocabulary_is_its_rows(tmp_path: Path, layout: st
             {},
             "--prefix-tree-teacher none.yaml",
             "none.yaml",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"scaling": "dynamic", "ce_weight": 0},
-            f"{PP2} --global-batch-size 8",
-            "--prefix-tree-objective-options.scaling=dynamic runs the student once more",
             marks=pytest.mark.slow,
         ),
     ],

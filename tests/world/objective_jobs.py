@@ -54,6 +54,7 @@ class Job:
     masked: bool = False
     over_budget: OverBudget = "repeat"
     double: bool = False  # compute in fp64 what upstream takes to fp32
+    in_loop: bool = False  # run as in Megatron-LM's own loop
 
     def on(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """The samples, with the sets that their tokens were drawn from if these are part of the job."""
@@ -132,7 +133,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
         fill(chunks)
     elif job.fused_head:
         chunks = [with_multi_token(with_edge_head(chunk)) for chunk in chunks]
-    trainer, samples = Trainer.of(chunks), job.on(samples)
+    trainer, samples = Trainer.of(chunks, overlap_grad_reduce=job.in_loop), job.on(samples)
     folding = Folding(
         max_tokens=job.max_tokens,
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -159,8 +160,11 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     step, divisor = fold_step(samples, resolved), objective.targets(samples).divisor
     several = (1, 3)  # rows of the head: several chunks even here
     with mock.patch.object(head_chunks, "_CPU", several), in_precision_of(job):
-        batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
-        reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
+        if job.in_loop:
+            reported = step_in_loop(resolved, step.micro_batches, chunks, trainer)
+        else:
+            batches = resolved.hook.before_step(step.micro_batches, resolved.forward(trainer.chunks))
+            reported = trainer.backward(resolved.forward_step, batches, seq_length=1)
     parts: list[Any] = [None] * dist.get_world_size()
     speaks = bool(reported) and parallel_state.get_tensor_model_parallel_rank() == 0
     own = (
@@ -173,12 +177,51 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Ou
     outcome = Outcome(
         loss=sum(loss for loss, _, _ in parts) / divisor,
         metrics=divided(add_means(metrics for _, _, metrics in parts)),
-        micro_batches=len(batches),
+        micro_batches=len(step.micro_batches),
         carried_tokens=step.carried_tokens,
         tokens_here=sum(len(samples[index]) for indices in step.sample_index for index in indices),
         groups_here=frozenset(samples[index].signals.group for indices in step.sample_index for index in indices),
     )
     return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
+
+
+def step_in_loop(job: Any, batches: Sequence[Any], bare: Sequence[Any], trainer: Any) -> list[Any]:
+    """Run a step as Megatron-LM's loop does, whose schedule begins without knowing of work before it."""
+    from types import SimpleNamespace
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.timers import Timers
+
+    from mcore_prefix_tree.mcore.engine.known_shapes import LateGroups, LoopCommunicator
+    from mcore_prefix_tree.mcore.megatron_lm.step_batches import DealtStep
+
+    step, chunks, config = DealtStep(batches, job, chunks=len(bare)), trainer.chunks, trainer.config
+    communicator = LoopCommunicator(SimpleNamespace(begin_step=step.begin, list_sizes=step.list_sizes))
+    for chunk in bare:
+        communicator.join(chunk)
+    config.timers = Timers(log_level=2, log_option="minmax")
+    several = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = several if len(several) > 1 else several[0]
+
+    def forward_step(places: Any, model: Any) -> Any:
+        place = next(places)
+        batch = step.take(place, model)
+        if place == 0:
+            groups = [group for chunk in chunks for group in chunk.bucket_groups]
+            assert not any(group.is_last_microbatch for group in groups), "gradients would be summed too early"
+        return job.forward_step(iter([batch]), model)
+
+    reported: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(range(len(batches))) for _ in chunks],
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+        p2p_communicator=communicator,
+        pg_collection=LateGroups(),
+    )
+    return reported
 
 
 def teacher_of(job: Job, layout: Layout) -> Any:

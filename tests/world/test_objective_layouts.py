@@ -94,7 +94,7 @@ def _expected(job: Job, count: int, rounded: bool) -> tuple[float, Gradients]:
 
 def expected(job: Job, count: int = len(SAMPLES), *, rounded: bool = False) -> tuple[float, Gradients]:
     """Run once for all the ways of cutting the batch."""
-    return _expected(replace(job, max_tokens=0, fused_head=False, over_budget="repeat"), count, rounded)
+    return _expected(replace(job, max_tokens=0, fused_head=False, over_budget="repeat", in_loop=False), count, rounded)
 
 
 def folded(size: int, layout: Layout, job: Job, order: Sequence[int]) -> tuple[list[Outcome], Gradients]:
@@ -208,17 +208,39 @@ CUT_IN_CI = {
     "tp2-pp2": set(),
     "single": set(),
 }
+IN_LOOP = {f"{name} in Megatron-LM's loop": replace(job, in_loop=True) for name, job in CUT.items()}
+LOOP_QUICK = {"pp2": {"gspo in Megatron-LM's loop"}}
+LOOP_IN_CI = {
+    "pp2-vpp2": {"dpo in Megatron-LM's loop"},
+    "tp2-pp2": {"gspo in Megatron-LM's loop"},
+    "pp2-dp2": {"dpo in Megatron-LM's loop"},
+    "pp2": set(),
+    "single": set(),
+}
 
 
-@pytest.mark.parametrize(("size", "layout", "job"), every_way(CUT, quick=CUT_QUICK, ci=CUT_IN_CI))
+@pytest.mark.parametrize(
+    ("size", "layout", "job"),
+    [*every_way(CUT, quick=CUT_QUICK, ci=CUT_IN_CI), *every_way(IN_LOOP, quick=LOOP_QUICK, ci=LOOP_IN_CI)],
+)
 def test_trees_in_chunks(size: int, layout: Layout, job: Job) -> None:
     outcomes = check(size, layout, replace(job, max_tokens=LONGEST // 2, over_budget="carry"))
-    (whole,) = check(1, Layout(), replace(job, max_tokens=10_000))
+    (whole,) = check(1, Layout(), replace(job, max_tokens=10_000, in_loop=False))
     assert outcomes[0].carried_tokens > 0
     for outcome in outcomes:
         assert outcome.metrics == pytest.approx(whole.metrics, rel=1e-10)
     if size == 2 and layout == Layout():
         assert outcomes[0].tokens_here != outcomes[1].tokens_here, "unequal ranks"
+
+
+def test_half_precision_in_the_loop() -> None:
+    """To the bit what the same step is outside it: logits are read in fp32 before the step, too."""
+    half = replace(GSPO, dtype=torch.bfloat16, fused_head=False, max_tokens=LONGEST // 2, over_budget="carry")
+    outside, inside = (
+        folded(2, Layout(pp=2), replace(half, in_loop=in_loop), range(len(SAMPLES))) for in_loop in (False, True)
+    )
+    assert inside[0] == outside[0]
+    assert set(errors(inside[1], outside[1]).values()) == {0.0}
 
 
 @pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")

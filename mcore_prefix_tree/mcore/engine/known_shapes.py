@@ -2,13 +2,13 @@
 
 With ``variable_seq_lengths``, a stage receives a shape before each tensor, and waits for the device to read it. Every
 stage has planned the same micro-batches, so it knows their lengths; Megatron's schedules take a communicator, and so
-does the loop of Megatron-LM since core_v0.19.
+does the loop of Megatron-LM since core_v0.19. In that loop it is also the place for work before a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -41,26 +41,44 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]
         return next(self._outputs) if recv_prev else None, next(self._grads) if recv_next else None
 
 
-class LoopShapes(KnownShapes):
-    """A :class:`KnownShapes` for a loop that takes one for all its steps, before there are process groups.
+class LoopSteps(Protocol):
+    """Steps of a loop; both methods are about the one that the loop is in."""
 
-    Args:
-        chunks: virtual stages of this rank.
-        sizes: function that returns ``[batch, length]`` of each micro-batch of the step that the loop is in.
-    """
+    def begin_step(self, student: Sequence[torch.nn.Module]) -> None:
+        """Run the work before the step, unless it has run; ``student`` has the model chunks of this rank."""
 
-    def __init__(self, chunks: int, sizes: Callable[[], Sequence[torch.Size]]) -> None:
-        self._chunks, self._sizes = chunks, sizes
+    def list_sizes(self) -> Sequence[torch.Size]:
+        """Return ``[batch, length]`` of each micro-batch."""
 
-    def join(self, config: Any) -> None:
-        """Take the groups of ``parallel_state`` and the config of the stage's model, before the first step."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        super().__init__(group, config, *(self._steps(config, direction) for direction in (0, 1)))
 
-    def _steps(self, config: Any, direction: int) -> Iterator[Shape]:
+class LoopCommunicator(KnownShapes):
+    """A :class:`KnownShapes` for a loop that takes one for all its steps, before there are process groups."""
+
+    def __init__(self, steps: LoopSteps) -> None:
+        self._steps, self._student = steps, list[torch.nn.Module]()
+
+    def join(self, chunk: Any) -> None:
+        """Take a model chunk of this rank, all before the first step; the first brings config and process groups."""
+        if not self._student:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            super().__init__(group, chunk.config, *(self._shapes(direction) for direction in (0, 1)))
+        # The loop wraps it later; of its wrappers none changes a forward pass whose scores are read in fp32 or better.
+        self._student.append(chunk)
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """Begin the step, and receive as upstream does.
+
+        In training and in evaluation, all schedules call this on each stage before a stage waits for another. The
+        data iterator is read behind it; and the config's ``no_sync_func``, which schedules enter before, is taken by
+        ``--overlap-grad-reduce``.
+        """
+        self._steps.begin_step(self._student)
+        return super().recv_forward(tensor_shapes, is_first_stage)
+
+    def _shapes(self, direction: int) -> Iterator[Shape]:
         # A step receives all its shapes, so the first that is left to ask for belongs to the next one.
         while True:
-            yield from _arriving(config, self._chunks, self._sizes())[direction]
+            yield from _arriving(self.config, len(self._student), self._steps.list_sizes())[direction]
 
 
 class LateGroups(ProcessGroupCollection):  # type: ignore[misc]

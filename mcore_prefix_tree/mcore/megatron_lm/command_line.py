@@ -16,7 +16,11 @@ from mcore_prefix_tree.utils.os_signals import end_without_stacks
 
 
 def add_prefix_tree_args(
-    parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None = None, *, scores: bool = False
+    parser: argparse.ArgumentParser,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    scores: bool = False,
+    runs_ahead: bool = False,
 ) -> argparse.ArgumentParser:
     """Add the arguments of ``--prefix-tree``; an ``extra_args_provider`` for Megatron-LM.
 
@@ -24,11 +28,12 @@ def add_prefix_tree_args(
         args_defaults: defaults that the script gives Megatron-LM under this name. With them, arguments that Megatron-LM
             itself refuses end the job with a sentence too; without them, Megatron-LM refuses those.
         scores: whether the script writes the scores of ``--prefix-tree-score``; else the argument is refused.
+        runs_ahead: whether several pipeline stages can run a pass before a step.
 
     Returns:
         The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
     """
-    return CheckedParser(parser, add_argument_group, partial(_check_job, args_defaults, scores))
+    return CheckedParser(parser, add_argument_group, partial(_check_job, args_defaults, scores, runs_ahead))
 
 
 class CheckedParser(argparse.ArgumentParser):
@@ -87,13 +92,18 @@ class CheckedParser(argparse.ArgumentParser):
 
 
 def _check_job(
-    args_defaults: Mapping[str, Any] | None, scores: bool, parsed: argparse.Namespace, given: set[str]
+    args_defaults: Mapping[str, Any] | None,
+    scores: bool,
+    runs_ahead: bool,
+    parsed: argparse.Namespace,
+    given: set[str],
 ) -> None:
     """Check a job that reads files; a dry run ends here."""
     if parsed.prefix_tree_score is not None and not scores:
         raise ArgumentError(
             "--prefix-tree-score: this script trains; start it with python -m mcore_prefix_tree.pretrain_gpt"
         )
+    parsed.prefix_tree_runs_ahead = scores or runs_ahead
     check_checkpoint_args(parsed)
     # These imports need Megatron-LM, which this module works without.
     if parsed.prefix_tree_hf is not None:

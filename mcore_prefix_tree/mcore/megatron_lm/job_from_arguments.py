@@ -56,7 +56,8 @@ def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:
         dp_size=args.data_parallel_size,
         work=count_model_work(args),
         micro_batch_multiple=stages if in_stages else 1,
-        runs_ahead=stages == 1,
+        # In groups of another size, the micro-batches of a pass would leave a rest, too.
+        runs_ahead=stages == 1 or (getattr(args, "prefix_tree_runs_ahead", False) and in_stages == interleaved),
     )
 
 
@@ -125,9 +126,9 @@ def make_objective_from_args(args: argparse.Namespace) -> Objective:
 def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
     """Return the work of a job's objective before a step, for example by its teachers, loaded; all ranks together.
 
-    Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a teacher are on the last
-    stage, and only that one asks it. A teacher's ``attention_backend: auto`` looks at the first step of ``order``;
-    ``say`` receives which weights are loaded, on every rank.
+    Before core_v0.19, Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a
+    teacher are on the last stage, and only that one asks it. A teacher's ``attention_backend: auto`` looks at the first
+    step of ``order``; ``say`` receives which weights are loaded, on every rank.
     """
     if job.objective.second_models is None:
         return job.hook

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatron.training.arguments import parse_args
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.engine.known_shapes import LateGroups, LoopShapes
+from mcore_prefix_tree.mcore.engine.known_shapes import LateGroups, LoopCommunicator, LoopSteps
 from mcore_prefix_tree.mcore.megatron_lm.command_line import add_prefix_tree_args
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.plan.model_shape import has_experts
@@ -70,7 +70,7 @@ def run_pretrain(
     *,
     args_defaults: Mapping[str, Any],
     add_arguments: Callable[..., Any] = add_prefix_tree_args,
-    list_sizes: Callable[[], Sequence[Any]] | None = None,
+    steps: LoopSteps | None = None,
 ) -> None:
     """Train, with the arguments of the command line and of ``--prefix-tree``.
 
@@ -80,15 +80,17 @@ def run_pretrain(
         forward_step: Megatron's ``forward_step_func``.
         args_defaults: values of arguments that the command line omits.
         add_arguments: Megatron's ``extra_args_provider``, which receives ``args_defaults`` too.
-        list_sizes: see :class:`LoopShapes`; without it, and before core_v0.19, pipeline stages exchange shapes.
+        steps: steps of the loop; without them, and before core_v0.19, pipeline stages exchange shapes, and run no pass
+            before a step.
     """
+    communicator = None
+    if steps is not None and inspect.signature(pretrain).parameters.keys() >= {"p2p_communicator", "pg_collection"}:
+        communicator, add_arguments = LoopCommunicator(steps), partial(add_arguments, runs_ahead=True)
     parsing = _parsing(args_defaults, add_arguments)
     settings = parsing
     if _parses_first():
         settings = {_CONTAINER: _parsed_here(parsing)}
-        takes = inspect.signature(pretrain).parameters.keys() >= {"p2p_communicator", "pg_collection"}
-        if list_sizes is not None and takes and get_args().pipeline_model_parallel_size > 1:
-            communicator = LoopShapes(get_args().virtual_pipeline_model_parallel_size or 1, list_sizes)
+        if communicator is not None and get_args().pipeline_model_parallel_size > 1:
             settings |= {"p2p_communicator": communicator, "pg_collection": LateGroups()}
             model_provider = partial(_joined, model_provider, communicator)
     elif {"-h", "--help"} & set(sys.argv[1:]):
@@ -103,11 +105,10 @@ def run_pretrain(
     )
 
 
-def _joined(model_provider: Callable[..., Any], communicator: LoopShapes, *args: Any, **kwargs: Any) -> Any:
-    """Return the provider's model; Megatron builds its first chunk between its process groups and its first step."""
+def _joined(model_provider: Callable[..., Any], communicator: LoopCommunicator, *args: Any, **kwargs: Any) -> Any:
+    """Return the provider's model; Megatron builds all chunks between its process groups and its first step."""
     model = model_provider(*args, **kwargs)
-    if not kwargs.get("vp_stage"):
-        communicator.join(model.config)
+    communicator.join(model)
     return model
 
 

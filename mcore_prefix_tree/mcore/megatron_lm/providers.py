@@ -35,6 +35,7 @@ from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
 from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.resume import consumed_before
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
+    DealtStep,
     StepDealer,
     StepIterator,
     check_steps,
@@ -187,17 +188,23 @@ class TreeDatasetsProvider:
             self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
         return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
 
-    def list_sizes(self) -> list[torch.Size]:
-        """Return ``[batch, length]`` of each micro-batch of the step that Megatron's loop is in, which counts samples.
+    @readable_arguments()
+    def begin_step(self, student: Sequence[torch.nn.Module]) -> None:
+        """Run the work before the step that Megatron's loop is in; see :meth:`DealtStep.begin`."""
+        self._step().begin(student)
 
-        Evaluation is what it runs without gradients.
-        """
+    def list_sizes(self) -> list[torch.Size]:
+        """Return ``[batch, length]`` of each micro-batch of the step that Megatron's loop is in."""
+        return self._step().list_sizes()
+
+    def _step(self) -> DealtStep:
+        """Return the step of the loop, which counts samples; evaluation is what it runs without gradients."""
         args = get_args()
         if torch.is_grad_enabled():
             assert self._training is not None, "the loop trains"
-            return self._training.list_sizes(args.consumed_train_samples - self._consumed_before, current_size(args))
+            return self._training.step_after(args.consumed_train_samples - self._consumed_before, current_size(args))
         assert self._validation is not None, "the loop evaluates"
-        return self._validation.list_sizes(args.consumed_valid_samples - self._evaluated_before, evaluation_size(args))
+        return self._validation.step_after(args.consumed_valid_samples - self._evaluated_before, evaluation_size(args))
 
     def _job(self, args: argparse.Namespace, objective: Objective, order: SampleOrder) -> Job:
         """Return a job; training and validation share one hook, with its teachers."""

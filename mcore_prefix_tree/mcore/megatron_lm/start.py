@@ -153,4 +153,4 @@ def run(root: Path) -> None:
             run_score(args_defaults={})
             return
         data = TreeDatasetsProvider()
-        run_pretrain(data, tree_model_provider, tree_forward_step, args_defaults={}, list_sizes=data.list_sizes)
+        run_pretrain(data, tree_model_provider, tree_forward_step, args_defaults={}, steps=data)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -115,19 +116,28 @@ class DealtStep:
 
     def take(self, index: int, model: Any) -> MicroBatch:
         """Return a micro-batch on the device, to one model chunk after the other."""
-        device = self._job.folding.device
-        if not self._waiting:
-            taught = self._job.hook.before_step(self._batches, partial(self._forward, model))
-            self._waiting = [WaitingMicroBatch(batch, device, chunks=self._chunks) for batch in taught]
+        self.begin([model])
         return self._waiting[index].take()
 
-    def _forward(self, model: Any, batches: Sequence[MicroBatch]) -> list[Mapping[str, Any]]:
-        """Run a student of one stage forward; Megatron's schedule, which is running already, cannot be called again."""
-        found = []
-        for batch in batches:
-            output, loss = self._job.forward_step(iter([batch.on(self._job.folding.device)]), model)
-            found.append(loss(output)[2])
-        return found
+    def begin(self, student: Sequence[torch.nn.Module]) -> None:
+        """Run the work before the step, unless it has run: stages all at once, before one waits for another."""
+        if not self._waiting:
+            taught = self._job.hook.before_step(self._batches, partial(self._forward, student))
+            device = self._job.folding.device
+            self._waiting = [WaitingMicroBatch(batch, device, chunks=self._chunks) for batch in taught]
+
+    def _forward(self, student: Sequence[torch.nn.Module], batches: Sequence[MicroBatch]) -> Any:
+        """Run the student forward by a schedule inside that of the step, which has begun."""
+        # Of the config, the step's schedule has started the timers, and entered what keeps its gradients from being
+        # summed early; a second one would start them again, and end that at its own end.
+        config, kept = get_model_config(student[0]), {}
+        for name in ("timers", "no_sync_func"):
+            kept[name] = getattr(config, name)
+            setattr(config, name, None)
+        try:
+            return self._job.forward(student)(batches)
+        finally:
+            vars(config).update(kept)
 
 
 class StepDealer:
@@ -156,14 +166,11 @@ class StepDealer:
 
     def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
         """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
-        step = self._step_after(consumed, size)
+        step = self.step_after(consumed, size)
         return StepMicroBatch(step=step, index=index, readout=self._job.readout, figures=self._figures)
 
-    def list_sizes(self, consumed: int, size: StepSize) -> list[torch.Size]:
-        """Return ``[batch, length]`` of each of this rank's micro-batches of the step after ``consumed`` samples."""
-        return self._step_after(consumed, size).list_sizes()
-
-    def _step_after(self, consumed: int, size: StepSize) -> DealtStep:
+    def step_after(self, consumed: int, size: StepSize) -> DealtStep:
+        """Return the step after ``consumed`` samples; see :func:`check_fits`."""
         if consumed != self._begun:
             self._begin(consumed, size)
         assert self._step is not None, "it has begun"
