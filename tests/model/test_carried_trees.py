@@ -347,11 +347,15 @@ def test_loops_without_a_pass_before_a_step_are_named() -> None:
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)
-def test_hybrid_models_of_attention() -> None:
+def test_hybrid_models_of_attention_and_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1, dtype=torch.float64))
     samples = small_tree(7)
-    stock, tree = hybrid_twins(tiny_config(is_hybrid_model=True, num_layers=4), "*-*-")
     size = fold(samples).physical_tokens
-    assert_equal(train(tree, carried(samples, [size // 3, size // 2])), unfolded(stock, samples), FP64)
+    for pattern, changes, limit in (("*-*-", {}, FP64), ("*E*E", MOE | BALANCING["all"], FP32_INSIDE)):
+        stock, tree = hybrid_twins(tiny_config(is_hybrid_model=True, num_layers=4, **changes), pattern)
+        batches = carried(samples, [size // 3, size // 2])
+        assert_equal(train(tree.train(), batches), unfolded(stock.train(), samples), limit)
+        assert all(map(torch.equal, counts_of(tree), counts_of(stock)))
 
 
 def test_frozen_keys_leave_no_gradient() -> None:

@@ -213,6 +213,7 @@ class _Tree:
             padded_size=len(stack) + layout.padded_size,
         )
         handover, states = self._handover(layout, stack, own, places)
+        sample_node, counts = self._samples(layout, places)
         carry = Carry(
             keys=replace(keys, unread=len(stack)),
             tokens=Passage(_by_shelf(self.shelf[stack], self.row[stack]), _by_shelf(self.shelf[own], places)),
@@ -221,10 +222,9 @@ class _Tree:
             last_scored=tuple(last[1].tolist()),
             store=self.store,
             keeps=keeps,
+            counts=counts if self.trains else None,
         )
-        sample_node, counts = self._samples(layout, places)
         metadata = replace(params.tree_metadata, sample_node=sample_node, handover=handover)
-        carry = replace(carry, counts=counts if self.trains else None)
         batch = replace(batch, packed_seq_params=replace(params, tree_metadata=metadata, carry=carry))
         plan_attention(batch, self.folding.attention_backend, self.folding.attention_cases)
         return batch
@@ -248,7 +248,7 @@ class _Tree:
     def _samples(self, layout: ChunkLayout, carried: Int64Array) -> tuple[Int32Array, SampleCounts]:
         """Return the last node of each sample in a part, int32 ``[S]``, and its counts; ``carried`` are places."""
         first, is_chunk = layout.start + layout.cu_node_lens[:-1].astype(np.int64), layout.whole is self.layout
-        is_counted = np.ones(layout.padded_size, dtype=np.float32)
+        is_counted = (np.arange(layout.padded_size) < layout.physical_tokens).astype(np.float32)
         is_counted[carried] = not is_chunk
         on_path = find_paths(self.layout, first if is_chunk else self.carried[first], self.last)
         counted = np.add.reduceat(is_counted, layout.cu_node_lens[:-1])

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-from mcore_prefix_tree.mcore.seam.carried_keys import Carry
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry, SampleCounts
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.routes import GivenRoutes, row_of_layer
@@ -107,6 +107,11 @@ class TreeRouterMixin:
         assert self.tree is not None, "asked only with a tree"
         return self.tree.derived("multiplicity", Multiplicity.of)
 
+    @property
+    def _part(self) -> SampleCounts | None:
+        """The tokens that count, of a part of a tree."""
+        return None if self.carry is None else self.carry.counts
+
     def _local(self, per_token: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the part ``[L]`` of ``[P]`` whose tokens this rank routes under sequence parallelism."""
         start = self.tp_cp_group.rank() * len(like) if len(like) < len(per_token) else 0
@@ -119,7 +124,7 @@ class TreeRouterMixin:
         probs, routing_map = (
             stock(logits, *args, **kwargs) if routes is None else self._routed(routes, stock, logits, *args, **kwargs)
         )
-        if self.carry is not None and self.carry.keeps:
+        if self._part is not None and self.carry is not None and self.carry.keeps:
             self._count_ahead(logits.flatten(0, 1))
         if self.recorded is not None:
             self.recorded.append(torch.topk(routing_map.int(), self.topk, dim=1).indices)
@@ -158,12 +163,10 @@ class TreeRouterMixin:
         coeff = self.get_aux_loss_coeff(kind)
         if coeff == 0:
             return probs
-        counts = self._counts
-        others = None if self.carry is None else self.carry.counts
-        lengths = counts.lengths if others is None else others.lengths
+        lengths = self._counts.lengths if self._part is None else self._part.lengths
         of_samples = (self._sum_by_sample(scores) * self._count_by_sample(routing_map)).sum(1) / lengths
         experts_per_choice = self.config.num_moe_experts / self.topk
-        loss = coeff * experts_per_choice * of_samples.sum() / max(counts.logical_tokens, 1)
+        loss = coeff * experts_per_choice * of_samples.sum() / max(self._counts.logical_tokens, 1)
         return self._attach(probs, coeff, loss, name, self.tp_cp_group)
 
     def _sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
@@ -174,21 +177,19 @@ class TreeRouterMixin:
 
     def _count_by_sample(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Return how often the tokens of each sample, also those of other chunks, chose each expert: ``[S, E]``."""
-        values, carry = routing_map.to(torch.float32), self.carry
-        if carry is not None and carry.counts is not None:
-            values = values * self._local(carry.counts.is_counted, values)[:, None]
+        values, part = routing_map.to(torch.float32), self._part
+        if part is not None:
+            values = values * self._local(part.is_counted, values)[:, None]
         routed = self._sum_by_sample(values)
         if self.tp_cp_group.size() > 1:
             torch.distributed.all_reduce(routed, group=self.tp_cp_group)
-        if carry is None or carry.counts is None:
+        if part is None or self.carry is None:
             return routed
-        return carry.store.add_counts(self, carry.counts, routed)
+        return self.carry.store.add_counts(self, part, routed)
 
     def _count_ahead(self, logits: torch.Tensor) -> None:
         """Count the experts of a first pass, by logits ``[L, E]``; upstream computes its losses only to train."""
-        assert self.carry is not None
-        balances = any(self.get_aux_loss_coeff(kind) for kind in ("aux_loss", "seq_aux_loss"))
-        if balances and self.carry.counts is not None:
+        if any(self.get_aux_loss_coeff(kind) for kind in ("aux_loss", "seq_aux_loss")):
             fused = self.config.moe_router_fusion
             routed, _ = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function, fused=fused)
             self._count_by_sample(routed)
