@@ -140,6 +140,21 @@ def test_other_layers(hybrid: Stock, tmp_path: Path, pattern: str) -> None:
 
 
 @needs_script
+def test_recurrent_layers_do_not_see_the_budget(tmp_path: Path) -> None:
+    """With a loss of whole samples on two stages: a pass before each step keeps states, too."""
+    if not HAS_DELTA_NET:
+        pytest.skip("Gated DeltaNet follows a tree since core_v0.19")
+    path, model = tmp_path / "rollouts.jsonl", f"{hybrid_model('MG|*-')} {DELTA_NET} {MAMBA}"
+    write_rollouts(path)
+    words = (objective_words(path, "dpo"), "--prefix-tree --micro-batch-size 1 --pipeline-model-parallel-size 2")
+    wide, cut = (
+        trained(HYBRID, CPU, model, TRAIN, *words, f"--prefix-tree-max-tokens {size} --exit-interval 3", ranks=2).losses
+        for size in ("1000", "24 --prefix-tree-over-budget carry")
+    )
+    assert cut == pytest.approx(wide, rel=LOSS)
+
+
+@needs_script
 @pytest.mark.parametrize(
     ("objective", "layout"),
     [
