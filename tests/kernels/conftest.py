@@ -25,6 +25,7 @@ if INTERPRETED:
 elif not torch.cuda.is_available():
     collect_ignore = [
         "test_half_precision.py",
+        "test_index_scores.py",
         "test_operator.py",
         "test_softmax.py",
         "test_triton.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mcore_prefix_tree.attention import chosen_keys
 from mcore_prefix_tree.attention.chosen_keys import choose_keys, path_mask, score_by_kernel
 from mcore_prefix_tree.attention.chosen_keys.index_scores import index_scores
 
+HOME = "mcore_prefix_tree.attention.chosen_keys.index_scores"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of a sum in fp32 of a few thousand products, relative to the sum of their sizes.
 LIMIT = 1e-6
@@ -146,3 +148,23 @@ def test_offsets_beyond_31_bits():
     near = [one[-count:].contiguous() for one in inputs]
     ends, columns = torch.full_like(ends[:count], count), columns - (size - count)
     assert torch.equal(found, index_scores(*near, ends, columns, 0, False))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, Megatron-Core is not emulated")
+@pytest.mark.usefixtures("megatron_on_the_cpu")
+def test_a_model_chooses_by_the_kernel(monkeypatch):
+    pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa_masking")
+    from harness.seam_models import branching_samples, tiny_config, twins
+    from harness.seam_runs import SPARSE, batch_of
+
+    from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+
+    # So many heads that no score is 0 in all of them.
+    more = {"dsa_indexer_scoring_relu": True, "dsa_indexer_n_heads": 32, "dsa_indexer_topk": 5, "num_layers": 1}
+    _, model = twins(tiny_config(torch.float32, **SPARSE | more))
+    batch = batch_of(branching_samples())
+    with mock.patch(f"{HOME}.index_scores", wraps=index_scores) as kernel:
+        found = tree_forward(model, batch).detach()
+    assert kernel.called
+    monkeypatch.setattr(chosen_keys, "kernels_run_on", lambda tensor: False)
+    torch.testing.assert_close(found, tree_forward(model, batch).detach(), rtol=1e-4, atol=1e-5)
