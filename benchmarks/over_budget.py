@@ -50,11 +50,14 @@ PARTS = ("shipped", "forks", "prompted", "long", "memory")
 
 
 class Steps:
-    """Reporter that keeps the reports of steps, and the processor seconds of each but the first."""
+    """Reporter that keeps the reports of steps, and the processor seconds of each."""
 
     def __init__(self) -> None:
         self.reports: list[Any] = []
         self._ends: list[float] = []
+
+    def started(self, first: int, last: int) -> None:
+        self._ends.append(time.process_time())
 
     def step(self, report: Any) -> None:
         self.reports.append(report)
@@ -110,14 +113,14 @@ def measure(settings: list[str], budget: int, steps: int, rounds: int) -> list[d
             except (BudgetError, SampleError) as error:
                 figures["refused"] = str(error).partition(": ")[2]
                 continue
-            figures["seconds"] += kept.seconds
+            figures["seconds"] += kept.seconds[steps > 1 :]
             figures["tokens"] = statistics.median(report.physical_tokens for report in kept.reports)
             figures["carried"] = statistics.median(report.carried_tokens for report in kept.reports)
             figures["bytes"] = max(report.carried_bytes for report in kept.reports)
             figures["losses"] = [report.loss for report in kept.reports]
     for figures in found.values():
         # A shared machine only adds to a time: the least of a step's repetitions is nearest to it.
-        times = np.array(figures.pop("seconds")).reshape(-1, steps - 1)
+        times = np.array(figures.pop("seconds")).reshape(-1, max(steps - 1, 1))
         if times.size:
             figures["seconds"] = float(times.min(axis=0).mean())
     return list(found.values())
@@ -150,8 +153,7 @@ def train_one(length: int) -> dict[str, Any]:
         tokens = np.random.default_rng(0).integers(1, 256, size=length).tolist()
         settings = made(Path(folder), "one", [tokens])
         full = "model.transformer={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
-        sizes = ["model.num_layers=4", "model.hidden_size=64", "model.num_attention_heads=1"]
-        sizes += ["model.num_query_groups=null", "model.ffn_hidden_size=128", full]
+        sizes = [*SMALL, "model.num_layers=2", full]
         limits = [f"batch.max_tokens={BUDGET}", "batch.over_budget=carry", "train_iters=1"]
         run_train(load_recipe(RECIPE, [*settings, *sizes, *QUIET, *limits]), kept)
     (report,) = kept.reports
@@ -175,7 +177,7 @@ def main() -> None:
     """Measure, print tables, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="Parts to measure.")
-    parser.add_argument("--steps", type=int, default=3, help="Steps of a run, of which the first is not timed.")
+    parser.add_argument("--steps", type=int, default=3, help="Steps of a run; the first of several is not timed.")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--length", type=int, default=512, help="Tokens of a rollout of forks and prompted.")
     parser.add_argument("--lengths", default="4096,8192,16384,32768,65536,131072", help="Samples of the part memory.")
@@ -196,9 +198,8 @@ def main() -> None:
         }
         for name, (settings, budgets) in batches.items():
             if name in options.parts:
-                figures[name] = [
-                    row for budget in budgets for row in measure(settings, budget, options.steps, options.rounds)
-                ]
+                turns = (1, 1) if name == "long" else (options.steps, options.rounds)  # each takes minutes
+                figures[name] = [row for budget in budgets for row in measure(settings, budget, *turns)]
                 show(name, figures[name])
                 options.output.write_text(json.dumps(figures, indent=1) + "\n")
     if "memory" in options.parts:

@@ -129,10 +129,6 @@ def test_calls_that_cannot_be_compared_are_refused_by_name(message):
 
 
 def test_settings_that_pictures_do_not_support_are_refused():
-    _, folds = models()
-    folds.config.sequence_parallel = True
-    with pytest.raises(NotImplementedError, match="does not support pictures with sequence_parallel=True"):
-        folds(**numbered(CALL, NUMBERS, decoder_input=EMBEDDINGS))
     _, tree = twins(tiny_config(mrope_section=[2, 1, 1]), position_embedding_type="mrope")
     with pytest.raises(NotImplementedError, match="check_first does not support position_embedding_type='mrope'"):
         fold_inside(tree, check_first=True)

@@ -27,7 +27,7 @@ def test_every_layout(size: int, layout: Layout, reads: str) -> None:
     check(inside(size, layout, InsideJob(reads=reads)), unfolded_oracle(), FP64)
 
 
-@in_layouts("tp2", "pp2-vpp2", ci=["pp2", "tp2-pp2"])
+@in_layouts("tp2-sp", "pp2-vpp2", ci=["tp2", "pp2", "tp2-pp2"])
 def test_pictures(size: int, layout: Layout) -> None:
     job = InsideJob(positions="mrope", config=(("mrope_section", [4, 2, 2]),))
     check(inside(size, layout, job), unfolded_oracle(), FP64)

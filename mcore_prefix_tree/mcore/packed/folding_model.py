@@ -17,7 +17,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
@@ -215,7 +219,7 @@ class Folding:
             rotary_by_token=rows.spatial is not None,
         )
         kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
-        return kept | folded | _of_tokens(rows, call) | asked
+        return kept | folded | _of_tokens(model, rows, call) | asked
 
     def _resolved(self, model: Any, device: torch.device) -> str:
         if self._backend is None:
@@ -230,18 +234,28 @@ class Folding:
         return self._backend
 
 
-def _of_tokens(rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
+def _of_tokens(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
     """Return the ids, positions and embeddings of unique tokens whose rows have positions in three dimensions."""
     if rows.spatial is None:
         return {}
     source = rows.sources_in(rows.layout)
     at = upload(source, rows.device)
     embeddings = call.get("decoder_input")
+    if embeddings is not None:
+        # The tower computes equal pictures alike, so the gradient of all may enter by one of them.
+        splits, group = model.config.sequence_parallel, model.tp_group
+        if splits:
+            # Every rank has the gradients of all tokens, so none are summed.
+            embeddings = gather_from_sequence_parallel_region(
+                embeddings, tensor_parallel_output_grad=False, group=group
+            )
+        embeddings = embeddings.index_select(0, at)
+        if splits:
+            embeddings = scatter_to_sequence_parallel_region(embeddings, group=group)
     return {
         "input_ids": call["input_ids"].to(rows.device).index_select(1, at),
         "position_ids": upload(rows.spatial[:, None, source], rows.device),
-        # The tower computes equal pictures alike, so the gradient of all may enter by one of them.
-        "decoder_input": None if embeddings is None else embeddings.index_select(0, at),
+        "decoder_input": embeddings,
     }
 
 
@@ -339,14 +353,11 @@ def _check_embeddings(model: Any, embeddings: Any, pictures: Any, ids: Any) -> N
             "folding inside the model does not support decoder_input except with position_embedding_type='mrope' and "
             "PicturePackedSeqParams(picture_tokens=...): rows are folded by their token ids; pass input_ids"
         )
-    if model.config.sequence_parallel:
-        raise NotImplementedError(
-            "folding inside the model does not support pictures with sequence_parallel=True, whose ranks have parts of "
-            "decoder_input; set sequence_parallel=False"
-        )
-    if model.pre_process and (embeddings is None or embeddings.shape[:2] != ids.shape[::-1]):
+    parts = model.tp_group.size() if model.config.sequence_parallel else 1
+    if model.pre_process and (embeddings is None or (len(embeddings) * parts, embeddings.shape[1]) != ids.shape[::-1]):
         found = "None" if embeddings is None else list(embeddings.shape)
-        raise ValueError(f"pictures need decoder_input [T, 1, h] for input_ids {list(ids.shape)}, not {found}")
+        shape = "[T, 1, h]" if parts == 1 else f"[T / {parts}, 1, h] with sequence_parallel=True"
+        raise ValueError(f"pictures need decoder_input {shape} for input_ids {list(ids.shape)}, not {found}")
 
 
 def _check_model(model: Any) -> None:
