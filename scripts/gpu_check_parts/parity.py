@@ -31,8 +31,9 @@ KINDS = (
     (PLAIN, None, True),
     (PLAIN, WINDOW, False),
 )
-# Heads of an indexer, their size, and whether products below 0 count as 0: DeepSeek-V3.2's and GLM-5's.
-INDEXERS = ((64, 128, True), (32, 128, False))
+# Heads of an indexer, their size, whether products below 0 count as 0, and the dtype: DeepSeek-V3.2's and GLM-5's.
+INDEXERS = ((64, 128, True, torch.bfloat16), (32, 128, False, torch.bfloat16))
+TINY_INDEXERS = ((2, 16, False, torch.float16),)
 TOPK = 100
 INDEX_LIMIT = 1e-5
 # Queries with two scores that differ by rounding where the choice ends.
@@ -98,20 +99,20 @@ def run(context: Context) -> None:
                 refused.add((name, refusal))
                 continue
             context.measure(key, used, partial(_compared, attention, case))
-    for heads, dim, relu in INDEXERS:
+    for heads, dim, relu, dtype in TINY_INDEXERS if context.options.smoke else INDEXERS:
         key = context.key(f"indexer, {heads} heads of {dim}{', ReLU' if relu else ''}", "triton")
         used = context.used("torch", "triton", sources=(CHOSEN_KEYS,))
         if not context.is_done(key, used):
-            context.measure(key, used, partial(_chosen, heads, dim, relu=relu))
+            context.measure(key, used, partial(_chosen, heads, dim, dtype, relu=relu))
 
 
-def _chosen(heads: int, dim: int, *, relu: bool) -> dict[str, Any] | str:
+def _chosen(heads: int, dim: int, dtype: torch.dtype, *, relu: bool) -> dict[str, Any] | str:
     """Compare an indexer's scores, and the keys that they choose, with those of torch in fp64."""
     device = torch.device("cuda", torch.cuda.current_device())
     metadata = parity._forest(device)
     size, generator = metadata.padded_size, torch.Generator().manual_seed(0)
     query, key, weight = (
-        torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+        torch.randn(*shape, generator=generator).to(device, dtype)
         for shape in ((size, heads, dim), (size, dim), (size, heads))
     )
     score = score_by_kernel(query, key, weight, metadata, relu=relu)
