@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,19 @@ def test_groups_that_leave_a_rest_are_refused(tmp_path: Path) -> None:
     run = megatron(ENTRY, CPU, MODEL, SIXTEEN, *words, "--microbatch-group-size-per-virtual-pipeline-stage 4", ranks=2)
     assert run.status == 2
     assert "virtual ones without --microbatch-group-size-per-virtual-pipeline-stage" in run.output
+
+
+def test_scores_do_not_see_the_budget(data: str, tmp_path: Path) -> None:
+    saved, read = tmp_path / "saved", re.sub(r"--prefix-tree-valid-data-path \S+", "", data)
+    trained(ENTRY, CPU, MODEL, TRAIN, data, f"--prefix-tree-max-tokens 1000 --save {saved} --exit-interval 1")
+    found = []
+    for size in (1000, 24):
+        output = tmp_path / f"{size}.jsonl"
+        scoring = f"--prefix-tree-max-tokens {size} --load {saved} --prefix-tree-score {output}"
+        trained(ENTRY, CPU, MODEL, TRAIN, read, scoring, "--pipeline-model-parallel-size 2", ranks=2)
+        found.append([json.loads(line)["old_logprobs"] for line in output.read_text().splitlines()])
+    wide, cut = (np.array([score for row in rows for score in row[1:]], dtype=float) for rows in found)
+    np.testing.assert_allclose(cut, wide, rtol=1e-5)
 
 
 def test_the_dry_run_names_carried_tokens(data: str) -> None:

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
     assert options is not None, "only --prefix-tree-score starts this"
     names = FieldNames(given=args.prefix_tree_fields, keeps_others=True)
     # The objective's fields are not checked: it may need these very scores.
-    source = make_source_from_args(args, args.prefix_tree_data_path, "file", None, names=names)
+    over_budget = args.prefix_tree_over_budget
+    source = make_source_from_args(
+        args, args.prefix_tree_data_path, "file", None, names=names, whole_samples=over_budget == "repeat"
+    )
     order, skipped = source.read(progress=ReadingProgress(), is_scored=options.reads_mask(kind))
     job = make_job_from_args(args, make_objective_from_args(args), lambda: order.take(0, args.global_batch_size))
     models = {options.column(kind): _filled(args, "load")}
@@ -76,7 +80,7 @@ def run_score(*, args_defaults: Mapping[str, Any]) -> None:
             skipped=str(skipped) if skipped else "",
         ),
         per_step=args.global_batch_size,
-        folding=job.folding,
+        folding=replace(job.folding, over_budget=over_budget),
         names=FieldNames(given=args.prefix_tree_fields),
         options=options,
     )
