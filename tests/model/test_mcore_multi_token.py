@@ -21,6 +21,7 @@ from harness.seam_models import (
     hybrid_twins,
     local_spec,
     tiny_config,
+    with_long_memory,
 )
 from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINKS, supervised, take_gradients
 from megatron.core.models.gpt import GPTModel
@@ -197,7 +198,7 @@ def test_trees_in_chunks(name):
     if pattern is None:
         (stock, tree), depths = mtp_twins(tiny_config(**settings)), settings["mtp_num_layers"]
     else:
-        (stock, tree), depths = hybrid_mtp_twins(pattern, settings, {}), 2
+        (stock, tree), depths = with_long_memory(hybrid_mtp_twins(pattern, settings, {})), 2
     samples, rng = small_tree(2), random.Random(name)
     places = range(1, fold(samples).physical_tokens)
     with kept_double():
