@@ -52,6 +52,11 @@ class Handover:
     num_given: int
     ends: Int64Array
 
+    def of_depth(self, depth: int, position: Int32Array) -> Handover:
+        """Return the same for paths that begin ``depth`` tokens later; ``position`` is int32 ``[P]``."""
+        follows = position[self.heads] > depth
+        return replace(self, heads=self.heads[follows], given=self.given[follows])
+
 
 NO_HANDOVER = Handover(heads=np.arange(0), given=np.arange(0), num_given=0, ends=np.arange(0))
 
@@ -170,7 +175,7 @@ class TreeMetadata:
     def without_first(self, depth: int) -> TreeMetadata:
         """Return the metadata of the same tokens on paths that begin ``depth`` tokens later, as roots.
 
-        The tokens before see only themselves. The metadata has no routes.
+        The tokens before see only themselves. The metadata has no routes. Roots can be deep, as in a chunk of a tree.
         """
         parent, lens = self.node_parent.astype(np.int64), np.diff(self.cu_node_lens).astype(np.int64)
         cut = np.clip(depth - self.node_depth, 0, lens)  # tokens of each node that become roots of one token
@@ -182,11 +187,18 @@ class TreeMetadata:
         is_child = stays & (cut == 0) & (parent >= 0)
         is_child[is_child] = stays[parent[is_child]]
         new_parent[rest[is_child]] = rest[parent[is_child]]
+        device, position = self.subtree_end.device, np.maximum(self.host_position_ids - np.int32(depth), 0)
         cut_forest = TreeMetadata.from_nodes(
-            np.append(0, np.cumsum(new_lens)),
-            new_parent,
-            padded_size=self.padded_size,
-            device=self.subtree_end.device,
+            np.append(0, np.cumsum(new_lens)), new_parent, padded_size=self.padded_size, device=device
+        )
+        cut_forest = replace(
+            cut_forest,
+            node_depth=np.append(position, 0)[cut_forest.cu_node_lens[:-1]],
+            tree_position_ids=upload(position, device),
+            host_position_ids=position,
+            max_path_len=int(position.max(initial=0)) + 1,
+            unread=self.unread,
+            handover=self.handover.of_depth(depth, self.host_position_ids),
         )
         if self.sample_node is None:
             return cut_forest

@@ -264,14 +264,13 @@ class SampleOptions:
     def cutting(self) -> tuple[OverBudget, bool]:
         """Return how trees above the budget are cut in training, and whether that needs a scoring pass.
 
-        Raises RecipeError if ``batch.over_budget`` is not possible with the recipe's model and objective.
+        Raises RecipeError if ``batch.over_budget`` is not possible with the recipe's objective.
         """
         if self.recipe is None:
             return "repeat", False
         from mcore_prefix_tree.settings.over_budget import choose_cutting
 
-        model, asked = self.recipe.model, self.recipe.batch.over_budget
-        return choose_cutting(asked, model.transformer, self.objective)[:2]
+        return choose_cutting(self.recipe.batch.over_budget, self.objective)[:2]
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files; report skipped samples on standard error.

@@ -55,6 +55,13 @@ class ChunkLayout(FlatLayout):
         return np.concatenate([self.input_ids, self.whole.input_ids[self.later]], dtype=np.int32)
 
     @property
+    def depth_edge_weight(self) -> npt.NDArray[np.float64]:
+        """``depth_weight`` of the tree by place, ``[K, P + X]``; that of a chunk is empty."""
+        weights, count = self.whole.depth_weight, self.physical_tokens
+        own = np.where(self.predictor[:count] >= 0, weights[:, self.start : self.start + count], 0.0)
+        return np.hstack([np.pad(own, ((0, 0), (0, self.padded_size - count))), weights[:, self.later]])
+
+    @property
     def edge_weight(self) -> npt.NDArray[np.float64]:
         if self.kept is not None:
             return super().edge_weight
@@ -233,6 +240,7 @@ def keep_tokens(layout: FlatLayout, tokens: Int64Array) -> FlatLayout:
         sample_shared=none,
         num_supervised=0,
         kept=None,
+        depth_weight=np.zeros((len(layout.depth_weight), len(tokens))),
         temperature=None if layout.temperature is None else layout.temperature[tokens],
         routes=None if layout.routes is None else layout.routes[tokens],
     )

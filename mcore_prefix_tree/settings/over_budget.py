@@ -1,12 +1,10 @@
-"""The way to cut trees above ``batch.max_tokens``, as far as model and objective allow it."""
+"""The way to cut trees above ``batch.max_tokens``, as far as the objective allows it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.settings.sections import RecipeError
 from mcore_prefix_tree.utils.choices import OverBudget
 
@@ -19,13 +17,7 @@ class Cutting(NamedTuple):
     why_repeat: str = ""
 
 
-def choose_cutting(
-    asked: OverBudget,
-    settings: Mapping[str, Any],
-    objective: Objective | None,
-    *,
-    runs_ahead: bool = True,
-) -> Cutting:
+def choose_cutting(asked: OverBudget, objective: Objective | None, *, runs_ahead: bool = True) -> Cutting:
     """Return the way to cut, see :func:`why_not_carried`; without an objective, samples are only scored.
 
     Raises RecipeError if training cannot ``carry``.
@@ -34,7 +26,7 @@ def choose_cutting(
         return Cutting(why_repeat="batch.over_budget=repeat")
     if objective is None:
         return Cutting(asked)
-    why = why_not_carried(settings, objective, runs_ahead=runs_ahead)
+    why = why_not_carried(objective, runs_ahead=runs_ahead)
     if why is None:
         return Cutting(asked, scores_first=not objective.sums_edges)
     if asked == "carry":
@@ -42,18 +34,13 @@ def choose_cutting(
     return Cutting(why_repeat=why)
 
 
-def why_not_carried(settings: Mapping[str, Any], objective: Objective, *, runs_ahead: bool = True) -> str | None:
+def why_not_carried(objective: Objective, *, runs_ahead: bool = True) -> str | None:
     """Return why the samples of training are not cut, None if they can be.
 
-    Args:
-        settings: fields of the model's ``TransformerConfig``; one that is missing has upstream's default.
-        objective: objective of the job.
-        runs_ahead: whether the training loop can run a pass before a step.
+    ``runs_ahead`` is whether the training loop can run a pass before a step.
     """
     if not (objective.sums_edges or objective.reads_scores):
         return "the objective reads more of whole samples than scores of tokens"
-    if trained_depths(settings):
-        return "multi-token prediction reads tokens before a chunk"
     if not (objective.sums_edges or runs_ahead):
         return (
             "the objective's loss needs a pass before the step, which pipeline stages run under "

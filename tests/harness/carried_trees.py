@@ -52,6 +52,7 @@ def carried_parts(
     backend: str = "path",
     pass_tokens: int | None = None,
     trains: bool = True,
+    depths: int = 0,
 ) -> tuple[list[MicroBatch], Folding, Carrying]:
     """Return :func:`carried`, the folding, and the parts, which a scoring pass runs first."""
     layout = fold(samples)
@@ -64,6 +65,7 @@ def carried_parts(
         device=torch.device("cpu"),
         padding=Padding(multiple=multiple),
         attention_backend=backend,
+        depths=depths,
     )
     runs = with_first_pass(chunks, pass_tokens or largest) if trains else chunks
     order, runs = tuple(range(len(samples))), tuple(runs)

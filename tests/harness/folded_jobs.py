@@ -109,6 +109,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
             max_tokens=job.max_tokens,
             dp_size=1,
             cost_model=None,
+            depths=dict(job.config).get("mtp_num_layers", 0),
             device=torch.device("cpu"),
             padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
             attention_backend=job.backend,

@@ -11,7 +11,16 @@ import pytest
 import torch
 from harness.carried_trees import assert_equal, carried, small_tree, train, unfolded
 from harness.in_double import kept_double
-from harness.seam_models import DELTA_NET, MAMBA, RECOMPUTE, deep_samples, hybrid_twins, tiny_config, twins
+from harness.seam_models import (
+    DELTA_NET,
+    MAMBA,
+    RECOMPUTE,
+    deep_samples,
+    hybrid_twins,
+    tiny_config,
+    twins,
+    with_long_memory,
+)
 from harness.seam_runs import FP32_INSIDE, MOE, assert_same_gradients, score_alone, sft_step, take_gradients
 
 from mcore_prefix_tree import Sample, fold
@@ -53,14 +62,6 @@ def make_twins(name: str) -> tuple[Any, Any]:
         pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19")
     config = tiny_config(**MAMBA | DELTA_NET | settings | {"num_layers": len(pattern)})
     return with_long_memory(hybrid_twins(config, pattern))
-
-
-def with_long_memory(models: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Decays near one: states last for many tokens, and no gradient is the small rest of large ones."""
-    for model in models:
-        for parameter in (value for name, value in model.named_parameters() if name.endswith("A_log")):
-            parameter.data -= 4
-    return models
 
 
 @pytest.mark.parametrize(("name", "step"), [("only Gated DeltaNet", 3), ("only Mamba", 1)])

@@ -40,7 +40,8 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.objectives import add_means, make_objective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
 from mcore_prefix_tree.plan.carry import make_chunks
-from mcore_prefix_tree.settings.over_budget import why_not_carried
+from mcore_prefix_tree.settings import RecipeError
+from mcore_prefix_tree.settings.over_budget import Cutting, choose_cutting, why_not_carried
 from mcore_prefix_tree.signals import Signals
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
@@ -328,19 +329,20 @@ def test_a_chunk_is_a_micro_batch_of_the_loss_that_compares_samples(monkeypatch:
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "dpo", "gspo", "kto", "reward_model", "distill"])
 def test_objectives_are_carried(name: str) -> None:
-    assert why_not_carried(vars(tiny_config(**MOE)), make_objective(name, {})) is None
+    assert why_not_carried(make_objective(name, {})) is None
 
 
 def test_what_needs_whole_samples_is_named() -> None:
     across = make_objective("xtoken", {"projection": "w.safetensors"})
-    assert why_not_carried({}, across) == "the objective reads more of whole samples than scores of tokens"
-    deep = why_not_carried({"mtp_num_layers": 1}, make_objective("sft", {}))
-    assert deep == "multi-token prediction reads tokens before a chunk"
+    why = "the objective reads more of whole samples than scores of tokens"
+    assert choose_cutting("auto", across) == Cutting(why_repeat=why)
+    with pytest.raises(RecipeError, match=f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=re"):
+        choose_cutting("carry", across)
 
 
 def test_loops_without_a_pass_before_a_step_are_named() -> None:
-    assert why_not_carried({}, make_objective("sft"), runs_ahead=False) is None
-    reason = why_not_carried({}, make_objective("dpo"), runs_ahead=False)
+    assert why_not_carried(make_objective("sft"), runs_ahead=False) is None
+    reason = why_not_carried(make_objective("dpo"), runs_ahead=False)
     assert reason is not None
     assert "needs a pass before the step" in reason
     assert "Megatron-LM core_v0.19.0 or later" in reason

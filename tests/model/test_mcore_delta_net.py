@@ -9,7 +9,16 @@ import pytest
 import torch
 from harness.in_double import kept_double
 from harness.marks import quick
-from harness.seam_models import DELTA_NET, RECOMPUTE, deep_samples, hybrid, hybrid_twins, tiny_config, twins
+from harness.seam_models import (
+    DELTA_NET,
+    RECOMPUTE,
+    deep_samples,
+    hybrid,
+    hybrid_twins,
+    tiny_config,
+    twins,
+    with_long_memory,
+)
 from harness.seam_runs import (
     FP32_INSIDE,
     MOE,
@@ -66,15 +75,6 @@ def make_twins(pattern: str, **settings: Any) -> tuple[Any, Any]:
 
 def make_tree(pattern: str) -> Any:
     return hybrid(tiny_config(**DELTA_NET | {"num_layers": len(pattern)}), pattern, with_prefix_tree(hybrid_stack))
-
-
-def with_long_memory(models: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Decays near one: states last for many tokens, and no gradient is the small rest of large ones."""
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.data -= 4
-    return models
 
 
 @pytest.mark.parametrize("name", quick("one in four is attention", "full recompute", of=VARIANTS))

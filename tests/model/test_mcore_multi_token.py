@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.carried_trees import carried, small_tree
 from harness.in_double import kept_double
 from harness.oracles import worst
 from harness.seam_models import (
     DELTA_NET,
     MAMBA,
+    RECOMPUTE,
     branching_samples,
     build,
     deep_samples,
@@ -19,6 +21,7 @@ from harness.seam_models import (
     hybrid_twins,
     local_spec,
     tiny_config,
+    with_long_memory,
 )
 from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINKS, supervised, take_gradients
 from megatron.core.models.gpt import GPTModel
@@ -178,6 +181,34 @@ def test_experts_in_the_depths_of_a_hybrid_model():
     stock, tree = hybrid_mtp_twins("*E/*E/*E", MOE, {})
     samples = branching_samples()
     assert_trains_as_apart(stock, tree, samples, depths=2, limit=FP32_INSIDE)
+
+
+CUT = {
+    "one depth": ({"mtp_num_layers": 1}, None),
+    "three depths, full recompute": ({"mtp_num_layers": 3} | RECOMPUTE["layers"], None),
+    "hybrid": ({}, "*-/*-/*-"),
+    "recurrent": (DELTA_NET | MAMBA, "G*/GM/GM"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_trees_in_chunks(name):
+    """Rows of a depth read hidden states, keys and states of other chunks."""
+    settings, pattern = CUT[name]
+    if pattern is None:
+        (stock, tree), depths = mtp_twins(tiny_config(**settings)), settings["mtp_num_layers"]
+    else:
+        (stock, tree), depths = with_long_memory(hybrid_mtp_twins(pattern, settings, {})), 2
+    samples, rng = small_tree(2), random.Random(name)
+    places = range(1, fold(samples).physical_tokens)
+    with kept_double():
+        expected = run_separately(stock, samples)["grads"]
+        for cuts in (rng.sample(places, 3), rng.sample(places, 8), places):
+            batches = carried(samples, cuts, depths=depths, pass_tokens=rng.randint(1, 9))
+            for batch in batches:
+                supervised(tree, batch, WeightedSum()).backward()
+            assert_equal_gradients(tree, expected, 1e-12)
+            assert batches[0].packed_seq_params.carry.store.num_bytes == 0
 
 
 def test_hybrid_model_without_a_tree_is_upstreams():

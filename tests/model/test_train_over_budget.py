@@ -15,6 +15,7 @@ from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import read_samples
+from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.settings import load_recipe
@@ -78,6 +79,19 @@ def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: di
     for one, other in zip(cut.reports, wide.reports, strict=True):
         assert one.metrics.keys() == other.metrics.keys()
         assert close(list(one.metrics.values()), list(other.metrics.values()))
+    assert sum(step.carried_tokens for step in cut.reports) > 0
+
+
+@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.parametrize("name", ["sft", "gspo"])
+def test_further_depths_do_not_see_the_budget(tmp_path: Path, name: str) -> None:
+    path, settings = objective_job(tmp_path, name, {})
+    settings += ["model.transformer={mtp_num_layers: 2, mtp_loss_scaling_factor: 0.5}"]
+    budget = narrow([json.loads(line) for line in (path.parent / "data.jsonl").read_text().splitlines()])
+    with kept_double():
+        wide, cut = (train(path, *settings, *FLOAT64, "train_iters=3", size) for size in (WIDE, budget))
+    assert close(cut.losses, wide.losses)
+    assert close([step.grad_norm for step in cut.reports], [step.grad_norm for step in wide.reports])
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 

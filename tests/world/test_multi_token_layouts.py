@@ -51,3 +51,26 @@ TP2, TP2_SP, PP2 = Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp
 )
 def test_every_layout(size: int, layout: Layout, job: Job) -> None:
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if MOE[0] in job.config else FP64)
+
+
+CUT = {"max_tokens": 20, "over_budget": "carry"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "job"),
+    [
+        pytest.param(TP2_SP, replace(JOB, config=DEPTHS + RECOMPUTE), id="tp2-sp-recompute"),
+        pytest.param(PP2, JOB, id="pp2"),
+        pytest.param(Layout(), HYBRID, id="hybrid-dp2", marks=pytest.mark.ci),
+        pytest.param(Layout(pp=2, vpp=2), JOB, id="pp2-vpp2", marks=pytest.mark.ci),
+        pytest.param(
+            PP2,
+            replace(HYBRID, pattern="G-|*-/G-/G-", config=DEPTHS + DELTA_NET),
+            id="delta-net-pp2",
+            marks=pytest.mark.ci,
+        ),
+    ],
+)
+def test_trees_in_chunks(layout: Layout, job: Job) -> None:
+    """Above the budget, a row reads hidden states of other chunks, on the last stage."""
+    check(folded(2, layout, replace(job, **CUT)), oracle(job), FP64)

@@ -26,6 +26,7 @@ from mcore_prefix_tree.layout.tree_chunks import (
 from mcore_prefix_tree.mcore.engine.folding import Folding, plan_attention
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore, Passage, SampleCounts
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams
 from mcore_prefix_tree.metadata import Handover, TreeMetadata
 from mcore_prefix_tree.plan import Carrying, ForestPlan, TreePart
 from mcore_prefix_tree.plan.flops import ModelWork
@@ -102,7 +103,7 @@ class _Tree:
     @classmethod
     def of(cls, samples: Sequence[Sample], runs: Sequence[TreePart], folding: Folding, *, trains: bool) -> _Tree:
         """Fold a tree's samples, in depth-first order, to be run in parts."""
-        layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing))
+        layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing), depths=folding.depths)
         chunks = sorted(run for run in runs if run.is_chunk)
         starts = [chunk.start for chunk in chunks]
         carried = find_carried(layout, [*starts, layout.physical_tokens])
@@ -225,7 +226,10 @@ class _Tree:
             counts=counts if self.trains else None,
         )
         metadata = replace(params.tree_metadata, sample_node=sample_node, handover=handover)
-        batch = replace(batch, packed_seq_params=replace(params, tree_metadata=metadata, carry=carry))
+        params = replace(params, tree_metadata=metadata, carry=carry)
+        if self.trains and self.folding.depths:
+            params = replace(params, depths=DepthPackedSeqParams.from_layout(layout, params, layout.depth_edge_weight))
+        batch = replace(batch, packed_seq_params=params)
         plan_attention(batch, self.folding.attention_backend, self.folding.attention_cases)
         return batch
 

@@ -81,15 +81,14 @@ def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices
 
     If the loss reads whole samples, the first chunk of a tree has the rows of the tree; see :class:`TreeLosses`.
     """
-    layout = batch.layout
+    layout, scale = batch.layout, max(targets.divisor, 1) / max(len(targets.scored), 1)
+    depths = tuple(replace(depth, scale=scale) for depth in batch.packed_seq_params.depths)
+    batch = replace(batch, packed_seq_params=replace(batch.packed_seq_params, depths=depths))
     if isinstance(layout, ChunkLayout) and not (objective.sums_edges or batch.forward_only):
         is_first = layout.counts_samples
         return replace(batch, rows=objective.rows(targets, layout.whole, indices) if is_first else LossRows(count=0))
-    rows = objective.rows(targets, batch.layout, indices, device=batch.input_ids.device)
-    scale = max(targets.divisor, 1) / max(len(targets.scored), 1)
-    depths = tuple(replace(depth, scale=scale) for depth in batch.packed_seq_params.depths)
-    params = replace(batch.packed_seq_params, depths=depths)
-    return replace(batch, rows=rows, edges=rows.scored(batch.edges), packed_seq_params=params)
+    rows = objective.rows(targets, layout, indices, device=batch.input_ids.device)
+    return replace(batch, rows=rows, edges=rows.scored(batch.edges))
 
 
 def for_model(batch: MicroBatch, model: Any) -> MicroBatch:

@@ -36,7 +36,7 @@ class Run:
     measured: tuple[Measured, ...] = ()
     runs_ahead: bool = True
 
-    def make_folding(self, objective: Objective | None = None, config: Any = None) -> Folding:
+    def make_folding(self, objective: Objective | None = None) -> Folding:
         """Return the folding, back-end open; without an objective its micro-batches hold whole samples.
 
         Raises RecipeError if length buckets do not fit the budget or layout, or ``batch.over_budget`` is not possible.
@@ -58,7 +58,7 @@ class Run:
         )
         if objective is None:
             return folding
-        cutting = choose_cutting(settings.batch.over_budget, vars(config), objective, runs_ahead=self.runs_ahead)
+        cutting = choose_cutting(settings.batch.over_budget, objective, runs_ahead=self.runs_ahead)
         return replace(folding, **cutting._asdict())
 
     def make_job(
@@ -81,7 +81,7 @@ class Run:
             ValueError: the back-end does not support the run; the message names those that do.
         """
         settings, device = self.settings, self.device
-        folding, deterministic = self.make_folding(objective, config), settings.deterministic_attention
+        folding, deterministic = self.make_folding(objective), settings.deterministic_attention
         backend = resolve_backend(
             settings.attention_backend, config, first_step, device=device, deterministic=deterministic, say=say
         )

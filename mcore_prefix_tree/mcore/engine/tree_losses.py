@@ -83,7 +83,7 @@ class TreeLosses(StepHook):
         if not _is_chunk(batch):
             return replace(self.folding.micro_batch([]), rows=rows)
         assert params.carry is not None, "a chunk has it"
-        return replace(batch, rows=rows, packed_seq_params=replace(params, carry=params.carry.for_scoring()))
+        return replace(batch, rows=rows, packed_seq_params=replace(params, carry=params.carry.for_scoring(), depths=()))
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
         """Return the micro-batches; on the last stage chunks have the parts of their trees' losses."""

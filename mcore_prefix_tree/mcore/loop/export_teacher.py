@@ -134,7 +134,7 @@ def _check_exportable(objective: ObjectiveConfig) -> CrossTokenizer:
 
 def _folding(joined: Session, model: TeacherModel, sharing: Sharing) -> Folding:
     recipe = joined.recipe
-    cutting = choose_cutting(recipe.batch.over_budget, vars(joined.config), None)
+    cutting = choose_cutting(recipe.batch.over_budget, None)
     return Folding(
         **cutting._asdict(),
         max_tokens=recipe.batch.max_tokens,

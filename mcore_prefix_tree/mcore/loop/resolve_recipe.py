@@ -47,8 +47,7 @@ class Data:
 
 def cuts_samples(session: Session, objective: Objective | None) -> bool:
     """Return whether samples above ``batch.max_tokens`` are cut; without an objective they are only scored."""
-    asked = session.recipe.batch.over_budget
-    return choose_cutting(asked, vars(session.config), objective).over_budget != "repeat"
+    return choose_cutting(session.recipe.batch.over_budget, objective).over_budget != "repeat"
 
 
 def read_data(

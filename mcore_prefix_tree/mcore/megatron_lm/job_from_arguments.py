@@ -41,8 +41,7 @@ def make_folding_from_args(
     args: argparse.Namespace, objective: Objective | None = None, *, device: torch.device
 ) -> Folding:
     """Return the folding that validated arguments describe; see :meth:`Run.make_folding`."""
-    config = None if objective is None else core_transformer_config_from_args(args)
-    return describe_run(args, device=device).make_folding(objective, config)
+    return describe_run(args, device=device).make_folding(objective)
 
 
 def describe_run(args: argparse.Namespace, *, device: torch.device) -> Run:

@@ -148,6 +148,11 @@ class Carry:
         """S."""
         return self.tokens.size
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether it is a first pass, of a step that trains."""
+        return self.keeps and self.counts is not None
+
     def for_scoring(self) -> Carry:
         """Return what a chunk reads and leaves when all chunks run forward only, from the first to the last."""
         return replace(self, last=self.last_scored, keeps=True, counts=None)

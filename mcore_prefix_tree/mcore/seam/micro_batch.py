@@ -77,7 +77,9 @@ class MicroBatch:
             loss_weight=upload(layout.edge_weight, "cpu"),
             edges=Edges.from_layout(layout, needed=needed),
             temperature=None if layout.temperature is None else upload(layout.temperature, "cpu"),
-            packed_seq_params=replace(params, depths=DepthPackedSeqParams.from_layout(layout, params)),
+            packed_seq_params=replace(
+                params, depths=DepthPackedSeqParams.from_layout(layout, params, layout.depth_weight)
+            ),
             head_chunk_rows=head_chunk_rows,
         )
         return on_host.on(device)

@@ -76,8 +76,10 @@ class TreeMultiTokenModelMixin:
         """
         if call["labels"] is not None:
             raise ValueError("labels must be None with a folded micro-batch: its edges have them")
-        depths = tree.depths
-        if not (torch.is_grad_enabled() and trained_depths(vars(self.config))):
+        depths, trains = tree.depths, bool(trained_depths(vars(self.config)))
+        if not (torch.is_grad_enabled() and trains):
+            if trains and tree.carry is not None and tree.carry.runs_ahead:  # chunks read what it leaves
+                run(input_ids=call["input_ids"], position_ids=call["position_ids"], packed_seq_params=depths)
             # Depths have no part in the answer, which upstream takes from the first of equal chunks.
             return hidden.repeat(1 + self.config.mtp_num_layers, 1, 1)
         if len(depths) != self.config.mtp_num_layers:

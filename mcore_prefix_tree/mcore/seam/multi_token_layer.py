@@ -64,10 +64,20 @@ class TreeMultiTokenLayerMixin:
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        hidden_states = hidden_states.index_select(0, packed_seq_params.parent)
+        hidden_states = self._take_parents(hidden_states, packed_seq_params)
         if splits:
             hidden_states = scatter_to_sequence_parallel_region(hidden_states, group=self.tp_group)
         if self.config.mtp_detach_heads:
             decoder_input = decoder_input.detach()
             hidden_states.requires_grad_()  # as upstream: a recomputed layer needs an input with a gradient
         return input_ids, position_ids, padding_mask, decoder_input, hidden_states
+
+    def _take_parents(self, hidden_states: torch.Tensor, depth: DepthPackedSeqParams) -> torch.Tensor:
+        """Return the parents' hidden states ``[P, 1, h]``, of which other chunks of a tree may have some."""
+        carry, which, rows = depth.carry, (self, "hidden state"), hidden_states
+        if carry is not None and (given := carry.read_states(which, hidden_states)) is not None:
+            rows = torch.cat([hidden_states, given])
+        parents = rows.index_select(0, depth.parent)
+        if carry is None or not carry.states.left:
+            return parents
+        return carry.leave_states(which, parents, hidden_states[depth.left])

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -85,7 +86,9 @@ class DepthPackedSeqParams(TreePackedSeqParams):
     Row u has the hidden state of u's predecessor and the embedding of u, and predicts u's children.
 
     Attributes:
-        parent: int64 ``[P]``, the predecessor of each token; a token without one has its own index.
+        parent: int64 ``[P]``, the predecessor of each token; a token without one has its own index. P + i is the i-th
+            token of other chunks that this one follows.
+        left: int64 ``[n]``, the tokens whose hidden states other chunks are given.
         edges: the scored edges of the depth.
         weight: float64 ``[E]``, weights of their losses.
         scale: factor of their sum, the divisor of the step's loss over its scored tokens: the depths' own mean is over
@@ -93,27 +96,39 @@ class DepthPackedSeqParams(TreePackedSeqParams):
     """
 
     parent: torch.Tensor
+    left: torch.Tensor
     edges: Edges
     weight: torch.Tensor
     scale: float = 1.0
 
     @classmethod
-    def from_layout(cls, layout: FlatLayout, params: TreePackedSeqParams) -> tuple[DepthPackedSeqParams, ...]:
-        """Return the parameters of each depth of a layout, on the host; ``params`` are those of the micro-batch."""
-        assert params.tree_metadata is not None
+    def from_layout(
+        cls, layout: FlatLayout, params: TreePackedSeqParams, weights: npt.NDArray[np.float64]
+    ) -> tuple[DepthPackedSeqParams, ...]:
+        """Return the parameters of each depth of a layout, on the host.
+
+        ``params`` are those of the micro-batch; ``weights``, float64 ``[K, P]``, are those of K depths by place.
+        """
+        metadata = params.tree_metadata
+        assert metadata is not None
+        handover = metadata.handover
         parent = np.where(layout.predictor < 0, np.arange(layout.padded_size), layout.predictor).astype(np.int64)
+        parent[handover.heads] = layout.padded_size + handover.given
         found = []
-        for depth, weight in enumerate(layout.depth_weight, start=1):
+        for depth, weight in enumerate(weights, start=1):
             # A kept set says how a token was drawn; multi-token prediction is of the whole vocabulary.
             edges = Edges.from_layout(replace(layout, kept=None), needed=weight != 0)
             assert edges.token is not None
             of_tree = TreePackedSeqParams.from_metadata(
-                params.tree_metadata.without_first(depth),
+                metadata.without_first(depth),
                 attention_backend=params.attention_backend,
                 deterministic_attention=params.deterministic_attention,
             )
+            if params.carry is not None:
+                of_tree.carry = replace(params.carry, keys=params.carry.keys.without_first(depth))
             own: dict[str, Any] = {
                 "parent": upload(parent, "cpu"),
+                "left": upload(handover.ends, "cpu"),
                 "edges": edges,
                 "weight": upload(weight, "cpu")[edges.token],
             }

@@ -227,5 +227,5 @@ class TeacherModel(StepHook):
         batch = batch.without_routes()  # they are of the student's experts
         params = batch.packed_seq_params
         carry = None if params.carry is None else params.carry.for_scoring()
-        params = replace(params, attention_backend=self.attention_backend, carry=carry)
+        params = replace(params, attention_backend=self.attention_backend, carry=carry, depths=())
         return replace(batch, packed_seq_params=params)
