@@ -150,7 +150,7 @@ class Carry:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether it is a first pass, of a step that trains."""
+        """Return whether it is a first pass, of a step that trains."""
         return self.keeps and self.counts is not None
 
     def for_scoring(self) -> Carry:
