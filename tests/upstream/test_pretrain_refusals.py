@@ -162,7 +162,7 @@ OTHER = [
     ("--prefix-tree-score-all-tokens", "--prefix-tree-score-all-tokens needs --prefix-tree-score FILE"),
     (
         "--hybrid-override-pattern *-/*-",
-        "prefix-tree training does not support / (multi-token prediction: "
+        "--hybrid-layer-pattern without --spec: Megatron-Core's own hybrid layers are TransformerEngine's, which is not"
         if has_hybrid_model()
         else "--hybrid-override-pattern: hybrid models need HybridModel, which came with megatron-core 0.18; check out",
     ),
