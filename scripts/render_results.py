@@ -546,6 +546,7 @@ BATCHES = {
     "shipped": "the shipped rollouts",
     "forks": "16 rollouts that fork four times in their second half",
     "prompted": "16 rollouts that share a quarter",
+    "long": "16 rollouts of 65,536 tokens that fork four times",
 }
 
 
