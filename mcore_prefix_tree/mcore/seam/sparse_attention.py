@@ -36,6 +36,7 @@ from mcore_prefix_tree.attention.chosen_keys import (
     wide,
 )
 from mcore_prefix_tree.mcore import compat, layer_names
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size, tree_class
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.latent_attention import PathRotaryEmbedding
@@ -121,15 +122,7 @@ class TreeSparseAttentionMixin:
         seen = metadata if carry is None else carry.keys
         trains = bool(self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff)
         query, memory = (one.reshape(len(one), -1, one.shape[-1]) for one in (query, key))
-        indexed = None
-        if not self.skip_topk:
-            with torch.set_grad_enabled(trains):
-                index_query, index_key, weights = self.indexer.forward_before_topk(
-                    x.detach(), qr.detach(), packed_seq_params
-                )
-                if carry is not None:
-                    index_key = carry.with_stack((self, "index key"), index_key)
-            indexed = index_query, index_key, weights
+        indexed = None if self.skip_topk else self._index(x.detach(), qr.detach(), packed_seq_params, carry, trains)
         if carry is not None:
             along = None if indexed is None or trains else (self, "index key")
             memory = carry.with_stack((self, "key"), memory, along=along)
@@ -158,6 +151,16 @@ class TreeSparseAttentionMixin:
             out = torch.einsum("phc,hdc->phd", latents, up_v_weight.to(latents.dtype))
         out = out.reshape(len(out), 1, -1)
         return out if loss is None else DSAIndexerLossAutoScaler.apply(out, loss)
+
+    def _index(
+        self, x: torch.Tensor, qr: torch.Tensor, packed_seq_params: Any, carry: Carry | None, trains: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the indexer's queries ``[P, 1, I, E]``, keys ``[S, 1, E]`` and weights ``[P, 1, I]``."""
+        with torch.set_grad_enabled(trains):
+            query, key, weights = self.indexer.forward_before_topk(x, qr, packed_seq_params)
+            if carry is not None:
+                key = carry.with_stack((self, "index key"), key)
+        return query, key, weights
 
     def _choose(self, indexed: Any, packed_seq_params: Any, metadata: TreeMetadata) -> torch.Tensor:
         """Return the keys of each query, int32 ``[P, T]``: chosen here, or by the layer whose choice this one takes."""
