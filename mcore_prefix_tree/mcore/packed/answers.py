@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 from mcore_prefix_tree.logprob import Edges, Head, edge_logprobs, head_logprobs
 from mcore_prefix_tree.logprob.restore import expand as expand_tokens
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.utils.upload import upload
@@ -104,23 +104,9 @@ def expand(values: torch.Tensor, rows: FoldedRows, dim: int) -> torch.Tensor:
     return expand_tokens(values, rows.place, dim=dim, padded=rows.size > rows.layout.logical_tokens)
 
 
-def whole(hidden: torch.Tensor, model: Any) -> torch.Tensor:
-    """Return the hidden states of all tokens ``[P, 1, h]``; with sequence parallelism a rank has ``[P / tp, 1, h]``."""
-    if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=model.tp_group)
-    return hidden
-
-
-def own_part(hidden: torch.Tensor, model: Any) -> torch.Tensor:
-    """Return this rank's part of :func:`whole`, ``[P / tp, 1, h]``."""
-    if model.config.sequence_parallel:
-        hidden = scatter_to_sequence_parallel_region(hidden, group=model.tp_group)
-    return hidden
-
-
 def expand_hidden(hidden: torch.Tensor, rows: FoldedRows, model: Any) -> torch.Tensor:
     """Return hidden states ``[T, 1, h]`` from ``[P, 1, h]``, or this rank's part of each."""
-    return own_part(expand(whole(hidden, model), rows, dim=0), model)
+    return split_tokens(expand(gather_tokens(hidden, model), rows, dim=0), model)
 
 
 def for_rows(

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
-from mcore_prefix_tree.mcore.packed.answers import expand, own_part, whole
+from mcore_prefix_tree.mcore.packed.answers import expand
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import recomputation, recomputed_modules
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.utils.upload import upload
@@ -29,8 +31,6 @@ from mcore_prefix_tree.utils.upload import upload
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 # A gradient below this share of the norm of all is judged as if it had it: some are zero but for rounding.
 _LEAST_SHARE = 1e-3
-# Settings of recomputation that are read when a layer runs; others are refused.
-_OF_BLOCK, _OF_ATTENTION = "recompute_granularity", ("checkpoint_core_attention", "offload_core_attention")
 
 
 class FoldCheckError(RuntimeError):
@@ -39,11 +39,10 @@ class FoldCheckError(RuntimeError):
 
 def check_comparable(config: Any) -> None:
     """Raise NotImplementedError for models whose gradients cannot be computed by themselves, without a step."""
-    recomputed = set(config.recompute_modules or ()) - {"core_attn"}
     if config.gradient_accumulation_fusion:
         setting = "gradient_accumulation_fusion=True: its kernel writes into DDP's buffers"
-    elif config.recompute_granularity == "selective" and recomputed:
-        setting = f"recompute_modules={sorted(recomputed)}: torch.autograd.grad does not go through them"
+    elif (recomputed := recomputed_modules(config)) is not None:
+        setting = recomputed
     elif getattr(config, "dsa_indexer_loss_coeff", None):
         setting = f"dsa_indexer_loss_coeff={config.dsa_indexer_loss_coeff}: only a step knows the scale of its gradient"
     else:
@@ -79,7 +78,7 @@ def compare(
                 raise FoldCheckError(f"check_first: {reason}")
         answers = _folded(model, rows, folded(call))
         gradients = _gradients(model, sent, answers)
-        for index in range(_most_rows(model, len(spans))):
+        for index in range(most_of_experts(model, len(spans))):
             start, length = spans[index] if index < len(spans) else (0, 1)
             answer = _alone(model, rows, call, sent, start, length)
             parts = _gradients(model, sent, answer)
@@ -102,7 +101,7 @@ def _folded(model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> torch.Te
     if model.post_process:
         answers: torch.Tensor = arguments["packed_seq_params"].finish(output)[0]
         return answers
-    return expand(whole(output, model), rows, dim=0)
+    return expand(gather_tokens(output, model), rows, dim=0)
 
 
 @contextmanager
@@ -115,21 +114,13 @@ def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
         restored.enter_context(kept_buffers([model]))
         restored.enter_context(balancing_by_sample([model]))
         # torch.autograd.grad does not go through it; and offloading waits for a schedule.
-        for owner, name, value in _recomputation(model):
+        for owner, name, value in recomputation(model):
             restored.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         restored.callback(model.set_input_tensor, sent)
         model.set_input_tensor(leaf)
         with torch.enable_grad():
             yield leaf
-
-
-def _recomputation(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the owner, name and off value of each setting of recomputation that layers read in training mode."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    yield from ((config, _OF_BLOCK, None) for config in configs.values() if getattr(config, _OF_BLOCK, None))
-    for module in model.modules():
-        yield from ((module, name, False) for name in _OF_ATTENTION if getattr(module, name, False))
 
 
 def _alone(
@@ -139,8 +130,8 @@ def _alone(
     padding = -length % model.tp_group.size() if model.config.sequence_parallel else 0
     if sent is not None:
         place = rows.place[start : start + length].clamp(max=rows.layout.padded_size - 1)
-        row = F.pad(whole(sent, model).index_select(0, place), (0, 0, 0, 0, 0, padding))
-        model.set_input_tensor(own_part(row, model))
+        row = F.pad(gather_tokens(sent, model).index_select(0, place), (0, 0, 0, 0, 0, padding))
+        model.set_input_tensor(split_tokens(row, model))
     given = {
         name: F.pad(value.to(rows.device)[:, start : start + length], (0, padding))
         for name in ("input_ids", "labels")
@@ -153,13 +144,13 @@ def _alone(
         routes = F.pad(of_row, (0, 0, 0, 0, 0, padding), value=-1)
     with replaying(model, routes):
         output = model.forward(**given, position_ids=positions, attention_mask=None, packed_seq_params=None)
-    answer: torch.Tensor = output[0] if model.post_process else whole(output, model)
+    answer: torch.Tensor = output[0] if model.post_process else gather_tokens(output, model)
     return answer[:length]
 
 
-def _most_rows(model: Any, rows: int) -> int:
-    """Return the largest number of rows in the expert-parallel group, whose ranks exchange tokens in every forward."""
-    most = torch.tensor(rows, device=next(model.parameters()).device)
+def most_of_experts(model: Any, count: int) -> int:
+    """Return the largest count in the expert-parallel group, whose ranks exchange tokens in every forward."""
+    most = torch.tensor(count, device=next(model.parameters()).device)
     if model.config.expert_model_parallel_size > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
     return int(most)

@@ -17,18 +17,15 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
-from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import check_parts, cut_decoder, make_idle_part, run_in_parts
+from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare, most_of_experts
 from mcore_prefix_tree.mcore.packed.packed_rows import (
     FoldedRows,
     FoldReport,
@@ -38,6 +35,7 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
     read_rows,
     with_spatial,
 )
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
@@ -83,6 +81,8 @@ class Inside:
             logits of all unique tokens.
         least_fold_ratio: fold ratio up to which micro-batches go through the stock model as they are, if its attention
             takes packed rows. A common first token is no gain.
+        max_tokens: most unique tokens whose activations exist at a time. A larger micro-batch runs in parts, and all
+            but the last of them again in backward, without the model's own recomputation; None runs all at once.
         check_first: whether to compare the first micro-batch with the stock model, in training mode and in evaluation
             mode; see :func:`compare`.
         vocab_size: number of tokens of the vocabulary; the columns of the output layer from this id on are padding, and
@@ -91,18 +91,22 @@ class Inside:
         log_every: number of micro-batches after which the first rank logs the savings, at level INFO; 0 logs nothing.
 
     Raises:
-        ValueError: the back-end does not exist, or ``log_every`` is negative; raised on construction.
+        ValueError: the back-end does not exist, ``max_tokens`` is below 1, or ``log_every`` is negative; raised on
+            construction.
     """
 
     attention_backend: str = AUTO
     fused_head: bool = True
     least_fold_ratio: float = 1.02
+    max_tokens: int | None = None
     check_first: bool = False
     vocab_size: int | None = None
     log_every: int = 100
 
     def __post_init__(self) -> None:
         check_setting(self.attention_backend)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} is below 1; set the tokens of a part, or None for no parts")
         if self.log_every < 0:
             raise ValueError(f"log_every={self.log_every} is negative; set a number of micro-batches, or 0 for no log")
 
@@ -168,6 +172,7 @@ class Folding:
             or rows.routes is not None  # stock layers would not take them
             or rows.spatial is not None  # nor numbers of pictures' tokens
             or not rows.logical_tokens
+            or self._may_cut(model, rows)
             or rows.fold_ratio > self._settings.least_fold_ratio
         )
         to_check = model.training in self._unchecked
@@ -180,7 +185,7 @@ class Folding:
             if rows.logical_tokens or model.config.expert_model_parallel_size > 1:
                 self._unchecked.remove(model.training)
         if folds:
-            return (), self._folded(model, folded, call)
+            return (), self._cut(model, folded, self._folded(model, folded, call))
         self._record(FoldReport.of_stock(rows.length, self._work))
         return (), _left_alone(model, rows, call)
 
@@ -221,6 +226,29 @@ class Folding:
         kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
         return kept | folded | _of_tokens(model, rows, call) | asked
 
+    def _may_cut(self, model: Any, rows: PackedRows) -> bool:
+        """Return whether this rank, or one that shares experts with it, may run the rows in parts."""
+        most = self._settings.max_tokens
+        return most is not None and (rows.unique_tokens > most or model.config.expert_model_parallel_size > 1)
+
+    def _cut(self, model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a folded micro-batch with the parts that the decoder runs."""
+        if not self._may_cut(model, rows):
+            return arguments
+        assert self._settings.max_tokens is not None
+        params = arguments["packed_seq_params"]
+        multiple = model.tp_group.size() if model.config.sequence_parallel else 1
+        parts = cut_decoder(
+            rows.layout, params, self._settings.max_tokens, state_tokens=self._work.state_tokens, multiple=multiple
+        )
+        idle = most_of_experts(model, len(parts)) - len(parts)
+        parts += [make_idle_part(params, multiple) for _ in range(idle)]
+        if len(parts) == 1:
+            return arguments
+        again = sum(part.end - part.start for part in parts[:-1]) if torch.is_grad_enabled() else 0
+        report = replace(params.report, recomputed_tokens=again)
+        return arguments | {"packed_seq_params": replace(params, parts=parts, report=report)}
+
     def _resolved(self, model: Any, device: torch.device) -> str:
         if self._backend is None:
             name, config = self._settings.attention_backend, model.config
@@ -243,15 +271,7 @@ def _of_tokens(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, 
     embeddings = call.get("decoder_input")
     if embeddings is not None:
         # The tower computes equal pictures alike, so the gradient of all may enter by one of them.
-        splits, group = model.config.sequence_parallel, model.tp_group
-        if splits:
-            # Every rank has the gradients of all tokens, so none are summed.
-            embeddings = gather_from_sequence_parallel_region(
-                embeddings, tensor_parallel_output_grad=False, group=group
-            )
-        embeddings = embeddings.index_select(0, at)
-        if splits:
-            embeddings = scatter_to_sequence_parallel_region(embeddings, group=group)
+        embeddings = split_tokens(gather_tokens(embeddings, model).index_select(0, at), model)
     return {
         "input_ids": call["input_ids"].to(rows.device).index_select(1, at),
         "position_ids": upload(rows.spatial[:, None, source], rows.device),
@@ -421,6 +441,9 @@ def fold_inside(target: Target, **settings: Any) -> Target:
             raise NotImplementedError("check_first does not support position_embedding_type='mrope'; set it to False")
     if hasattr(model, "folding"):
         raise ValueError("this model folds inside already")
+    if inside.max_tokens is not None:
+        check_parts(model.config)
+        run_in_parts(model)
     with_vocab_size(model, inside.vocab_size or getattr(model.config, "vocab_size", None))
     if inside.fused_head and model.post_process and isinstance(model.output_layer, ColumnParallelLinear):
         with_edge_head(model)

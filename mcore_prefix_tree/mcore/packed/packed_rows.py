@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import DecoderPart
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan.flops import DIMENSIONS, Counts, ExpectedSpeedup, ModelWork
@@ -35,6 +36,7 @@ class FoldReport:
         unfolded: counts of the same rows, each by itself.
         micro_batches: number of forward passes.
         left_alone: number of forward passes that the stock model computed, because their rows share too little.
+        recomputed_tokens: tokens that backward computes again, of micro-batches above ``max_tokens``.
         expanded_bytes: memory of the answers beyond that of the folded output: logits, if rows share theirs.
     """
 
@@ -43,6 +45,7 @@ class FoldReport:
     unfolded: Counts
     micro_batches: int = 1
     left_alone: int = 0
+    recomputed_tokens: int = 0
     rows: int = 0
     expanded_bytes: int = 0
 
@@ -71,7 +74,7 @@ class FoldReport:
 
     def over_ranks(self, group: dist.ProcessGroup, device: torch.device) -> FoldReport:
         """Return the sum of the reports of a data-parallel group; a collective on a device of the group's back-end."""
-        names = ("micro_batches", "left_alone", "rows", "expanded_bytes")
+        names = ("micro_batches", "left_alone", "recomputed_tokens", "rows", "expanded_bytes")
         numbers = [*self.folded, *self.unfolded, *(getattr(self, name) for name in names)]
         total = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.all_reduce(total, group=group)
@@ -109,7 +112,15 @@ class FoldReport:
 
     def to_log(self) -> dict[str, float]:
         """Return numbers by name, as loggers take them."""
-        names = ("micro_batches", "left_alone", "rows", "logical_tokens", "unique_tokens", "fold_ratio")
+        names = (
+            "micro_batches",
+            "left_alone",
+            "rows",
+            "logical_tokens",
+            "unique_tokens",
+            "recomputed_tokens",
+            "fold_ratio",
+        )
         numbers = {f"fold/{name}": getattr(self, name) for name in names}
         expected = self.expected_speedup.ratio
         return numbers | {"fold/expanded_bytes": self.expanded_bytes, "fold/expected_speedup": expected}
@@ -206,9 +217,13 @@ class PicturePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
 
 @dataclass
 class RowsPackedSeqParams(TreePackedSeqParams):
-    """The tree of a micro-batch that the model folded itself; ``finish`` makes the output of the packed one."""
+    """The tree of a micro-batch that the model folded itself; ``finish`` makes the output of the packed one.
+
+    ``parts`` are those that the decoder runs one after another; empty if it runs the micro-batch at once.
+    """
 
     finish: Callable[[Any], Any] = lambda output: output
+    parts: Sequence[DecoderPart] = ()
     report: FoldReport | None = None
 
 

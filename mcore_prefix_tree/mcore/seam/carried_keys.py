@@ -110,12 +110,14 @@ class SampleCounts:
         is_counted: fp32 ``[P]``, 0 for a chunk's carried tokens, which the first pass has counted.
         samples: int64 ``[n]``, the samples of the tokens that are.
         lengths: fp32 ``[N]``, tokens of each sample.
+        loss_tokens: tokens over which losses are means; None for those of the micro-batch.
     """
 
     part: Hashable
     is_counted: torch.Tensor
     samples: torch.Tensor
     lengths: torch.Tensor
+    loss_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,6 +158,10 @@ class Carry:
     def for_scoring(self) -> Carry:
         """Return what a chunk reads and leaves when all chunks run forward only, from the first to the last."""
         return replace(self, last=self.last_scored, keeps=True, counts=None)
+
+    def for_passing(self) -> Carry:
+        """Return what a chunk reads and leaves when all chunks of a step run forward only before they train."""
+        return replace(self, last=(), keeps=True)
 
     def on(self, device: torch.device | str) -> Carry:
         """Return a copy on the device, with the same store."""

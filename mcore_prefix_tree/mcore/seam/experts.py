@@ -112,6 +112,12 @@ class TreeRouterMixin:
         """The tokens that count, of a part of a tree."""
         return None if self.carry is None else self.carry.counts
 
+    @property
+    def _loss_tokens(self) -> int:
+        """The tokens over which balancing losses are means."""
+        given = None if self._part is None else self._part.loss_tokens
+        return max(self._counts.logical_tokens if given is None else given, 1)
+
     def _local(self, per_token: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the part ``[L]`` of ``[P]`` whose tokens this rank routes under sequence parallelism."""
         start = self.tp_cp_group.rank() * len(like) if len(like) < len(per_token) else 0
@@ -166,7 +172,7 @@ class TreeRouterMixin:
         lengths = self._counts.lengths if self._part is None else self._part.lengths
         of_samples = (self._sum_by_sample(scores) * self._count_by_sample(routing_map)).sum(1) / lengths
         experts_per_choice = self.config.num_moe_experts / self.topk
-        loss = coeff * experts_per_choice * of_samples.sum() / max(self._counts.logical_tokens, 1)
+        loss = coeff * experts_per_choice * of_samples.sum() / self._loss_tokens
         return self._attach(probs, coeff, loss, name, self.tp_cp_group)
 
     def _sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
@@ -222,7 +228,7 @@ class TreeRouterMixin:
         # For the log alone: before megatron-core 0.19 what it attaches is too small by the ranks of a sequence.
         self.attach_and_log_load_balancing_loss(values, coeff, loss.detach(), name, group)
         if self.calculate_per_token_loss:  # divided by the tokens of a step at its end
-            loss = loss * max(self._counts.logical_tokens, 1)
+            loss = loss * self._loss_tokens
         return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(values, loss))
 
     def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -233,7 +239,7 @@ class TreeRouterMixin:
             return cast(torch.Tensor, super().apply_z_loss(logits, *args, **kwargs))  # type: ignore[misc]
         counts = self._counts
         weight = self._local(counts.of_token, logits).to(logits.dtype)
-        loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square()) / max(counts.logical_tokens, 1)
+        loss = coeff * (weight @ torch.logsumexp(logits, dim=-1).square()) / self._loss_tokens
         return self._attach(logits, coeff, loss, "z_loss", self.tp_cp_group)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> None:

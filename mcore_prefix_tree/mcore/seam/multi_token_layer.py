@@ -12,11 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, get_tree_params
 
 
@@ -58,15 +55,8 @@ class TreeMultiTokenLayerMixin:
                 input_ids, position_ids, embedding, hidden_states, packed_seq_params, padding_mask
             )
         decoder_input = embedding(input_ids=input_ids, position_ids=position_ids)
-        splits = self.config.sequence_parallel and self.tp_group.size() > 1
-        if splits:
-            # Every rank has the gradients of all rows, so none are summed.
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        hidden_states = self._take_parents(hidden_states, packed_seq_params)
-        if splits:
-            hidden_states = scatter_to_sequence_parallel_region(hidden_states, group=self.tp_group)
+        hidden_states = self._take_parents(gather_tokens(hidden_states, self), packed_seq_params)
+        hidden_states = split_tokens(hidden_states, self)
         if self.config.mtp_detach_heads:
             decoder_input = decoder_input.detach()
             hidden_states.requires_grad_()  # as upstream: a recomputed layer needs an input with a gradient

@@ -1,0 +1,238 @@
+"""A layout that runs in parts: what each part reads from others, and what it leaves to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.layout.tree_chunks import (
+    ChunkLayout,
+    cut,
+    find_carried,
+    find_handed_on,
+    find_key_nodes,
+    find_last_readers,
+    find_paths,
+    find_stack,
+    keep_tokens,
+)
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore, Passage, SampleCounts
+from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
+from mcore_prefix_tree.metadata import Handover, TreeMetadata
+from mcore_prefix_tree.plan import TreePart
+from mcore_prefix_tree.utils.upload import upload
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class LaidOutPart(NamedTuple):
+    """A part of a layout, and how it takes part in the exchange with others.
+
+    Attributes:
+        layout: the tokens that it runs.
+        sample_node: int32 ``[S]``, the last node of each sample in it, or -1.
+        handover: the states that it reads and leaves.
+        carry: the keys, values and states that it reads and leaves.
+    """
+
+    layout: ChunkLayout
+    sample_node: Int32Array
+    handover: Handover
+    carry: Carry
+
+    def set_in(self, params: TreePackedSeqParams) -> TreePackedSeqParams:
+        """Return the parameters of the part's layout with the exchange."""
+        metadata = params.tree_metadata
+        assert metadata is not None, "it is made of a layout"
+        metadata = replace(metadata, sample_node=self.sample_node, handover=self.handover)
+        return replace(params, tree_metadata=metadata, carry=self.carry)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutInParts:
+    """A layout above the budget, and the parts that run it.
+
+    Attributes:
+        chunks: the chunks, in the order of the layout.
+        carried: int64 ``[X]``, the tokens that chunks read, as indices in ``layout``, in the order of the first pass.
+        owner: int64 ``[X]``, the chunk of each.
+        reader: int64 ``[X]``, the last chunk that reads each.
+        passes: the first passes over them; empty if the chunks themselves run ahead.
+        shelf, row: int64 ``[X]``, the place of each in the store.
+        trains: see :class:`~mcore_prefix_tree.plan.Carrying`.
+        loss_tokens: tokens over which balancing losses are means; None for those of each part.
+    """
+
+    layout: FlatLayout
+    chunks: Sequence[TreePart]
+    carried: Int64Array
+    owner: Int64Array
+    reader: Int64Array
+    passes: Sequence[TreePart]
+    shelf: Int64Array
+    row: Int64Array
+    store: CarryStore
+    trains: bool
+    loss_tokens: int | None
+
+    @classmethod
+    def of(
+        cls, layout: FlatLayout, runs: Sequence[TreePart], *, trains: bool, loss_tokens: int | None = None
+    ) -> LayoutInParts:
+        """Return a layout with the parts that run it."""
+        chunks = sorted(run for run in runs if run.is_chunk)
+        starts = [chunk.start for chunk in chunks]
+        carried = find_carried(layout, [*starts, layout.physical_tokens])
+        reader = find_last_readers(layout, starts, carried)
+        order = np.argsort(-reader, kind="stable")
+        carried, reader = carried[order], reader[order]
+        owner = np.searchsorted(starts, carried, side="right") - 1
+        # A shelf has the tokens of one chunk that one micro-batch keeps.
+        passes = [run for run in runs if run.forward_only]
+        of_pass = np.searchsorted([run.end for run in passes], np.arange(len(carried)), side="right")
+        shelf = owner * (len(passes) + 1) + of_pass
+        return cls(
+            layout=layout,
+            chunks=chunks,
+            carried=carried,
+            owner=owner,
+            reader=reader,
+            passes=passes,
+            shelf=shelf,
+            row=_count_before(shelf),
+            store=CarryStore(),
+            trains=trains,
+            loss_tokens=loss_tokens,
+        )
+
+    @cached_property
+    def above(self) -> FlatLayout:
+        """The layout of the carried tokens."""
+        return keep_tokens(self.layout, self.carried)
+
+    @cached_property
+    def has_state(self) -> npt.NDArray[np.bool_]:
+        """bool ``[X]``, whether a part begins with the state of recurrent layers after a carried token."""
+        found = np.isin(self.carried, find_handed_on(self.layout, [chunk.start for chunk in self.chunks]))
+        if self.passes:
+            found[find_handed_on(self.above, [run.start for run in self.passes])] = True
+        return found
+
+    @cached_property
+    def state_row(self) -> Int64Array:
+        """int64 ``[X]``, row in its shelf of the state after each carried token that has one."""
+        row = np.zeros_like(self.shelf)
+        row[self.has_state] = _count_before(self.shelf[self.has_state])
+        return row
+
+    @cached_property
+    def last(self) -> Int64Array:
+        """int64 ``[S]``, the last token of each sample."""
+        return self.layout.sample_map[self.layout.cu_sample_lens[1:] - 1].astype(np.int64)
+
+    @cached_property
+    def by_index(self) -> Int64Array:
+        """int64 ``[X]``, the order of the carried tokens in ``layout``."""
+        return np.argsort(self.carried)
+
+    def lay_out(self, part: TreePart, padded_size: int) -> LaidOutPart:
+        """Return a part, padded to ``padded_size`` tokens; a first pass scores nothing."""
+        layout = cut(self.above if part.forward_only else self.layout, part.start, part.end, padded_size=padded_size)
+        stack = find_stack(layout.whole, part.start)
+        if part.forward_only:
+            own = np.arange(part.start, part.end)
+            return self._exchanging(layout, stack, own, own - part.start, ((), ()), keeps=True)
+        number = self.chunks.index(part)
+        stack = self.by_index[np.searchsorted(self.carried, stack, sorter=self.by_index)]
+        own = np.flatnonzero(self.owner == number)
+        scored = np.setdiff1d(self.shelf[self.reader == number], self.shelf[self.reader > number])
+        # In training the chunk before runs next.
+        last = np.unique(self.shelf[self.owner == number - 1]) if self.trains else scored
+        forgotten = tuple(last.tolist()), tuple(scored.tolist())
+        return self._exchanging(layout, stack, own, self.carried[own] - part.start, forgotten, keeps=not self.trains)
+
+    def _exchanging(
+        self,
+        layout: ChunkLayout,
+        stack: Int64Array,
+        own: Int64Array,
+        places: Int64Array,
+        last: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        keeps: bool,
+    ) -> LaidOutPart:
+        """Return a part that reads ``stack``, int64 ``[S]`` places in ``carried``, and leaves ``own`` at places.
+
+        Both are int64 ``[n]``; for ``last``, of training and of scoring, and ``keeps`` see :class:`Carry`.
+        """
+        keys = TreeMetadata.from_nodes(
+            *find_key_nodes(layout.whole, layout.start, layout.start + layout.physical_tokens),
+            padded_size=len(stack) + layout.padded_size,
+        )
+        handover, states = self._handover(layout, stack, own, places)
+        sample_node, counts = self._samples(layout, places)
+        carry = Carry(
+            keys=replace(keys, unread=len(stack)),
+            tokens=Passage(_by_shelf(self.shelf[stack], self.row[stack]), _by_shelf(self.shelf[own], places)),
+            states=states,
+            last=last[0],
+            last_scored=last[1],
+            store=self.store,
+            keeps=keeps,
+            counts=counts if self.trains else None,
+        )
+        return LaidOutPart(layout, sample_node, handover, carry)
+
+    def _handover(
+        self, layout: ChunkLayout, stack: Int64Array, own: Int64Array, places: Int64Array
+    ) -> tuple[Handover, Passage]:
+        """Return the states that come in and are left, and their rows; for arguments see :meth:`_exchanging`."""
+        end, tokens = layout.start + layout.physical_tokens, find_stack(layout.whole, layout.start)
+        before = layout.whole.predictor[layout.start : end]
+        heads = np.flatnonzero((before >= 0) & (before < layout.start))
+        read, given = np.unique(before[heads], return_inverse=True)
+        from_stack = stack[np.searchsorted(tokens, read)]
+        left, at = own[self.has_state[own]], places[self.has_state[own]]
+        ends = np.sort(at)
+        return Handover(heads=heads, given=given, num_given=len(read), ends=ends), Passage(
+            _by_shelf(self.shelf[from_stack], self.state_row[from_stack]),
+            _by_shelf(self.shelf[left], np.searchsorted(ends, at)),
+        )
+
+    def _samples(self, layout: ChunkLayout, carried: Int64Array) -> tuple[Int32Array, SampleCounts]:
+        """Return the last node of each sample in a part, int32 ``[S]``, and its counts; ``carried`` are places."""
+        first, is_chunk = layout.start + layout.cu_node_lens[:-1].astype(np.int64), layout.whole is self.layout
+        is_counted = (np.arange(layout.padded_size) < layout.physical_tokens).astype(np.float32)
+        if self.passes:
+            is_counted[carried] = not is_chunk
+        on_path = find_paths(self.layout, first if is_chunk else self.carried[first], self.last)
+        counted = np.add.reduceat(is_counted, layout.cu_node_lens[:-1])
+        last = on_path.shape[1] - 1 - on_path[:, ::-1].argmax(axis=1)
+        return np.where(on_path.any(axis=1), last, -1).astype(np.int32), SampleCounts(
+            part=(is_chunk, layout.start),
+            is_counted=upload(is_counted, "cpu"),
+            samples=upload(np.flatnonzero(on_path @ counted), "cpu"),
+            lengths=upload(np.diff(self.layout.cu_sample_lens).astype(np.float32), "cpu"),
+            loss_tokens=self.loss_tokens,
+        )
+
+
+def _count_before(shelf: Int64Array) -> Int64Array:
+    """Return how many before each are on the same shelf, int64 ``[n]``."""
+    by_shelf = np.argsort(shelf, kind="stable")
+    count = np.empty_like(shelf)
+    count[by_shelf] = np.arange(len(shelf)) - np.searchsorted(shelf[by_shelf], shelf[by_shelf])
+    return count
+
+
+def _by_shelf(shelf: Int64Array, values: Int64Array) -> tuple[tuple[int, torch.Tensor], ...]:
+    """Return the values of each shelf, both int64 ``[n]``; along a path shelves ascend."""
+    return tuple((number, upload(values[shelf == number], "cpu")) for number in np.unique(shelf).tolist())
