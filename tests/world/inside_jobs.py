@@ -34,7 +34,8 @@ class InsideJob:
 
     ``reads`` is ``labels``, ``logits``, ``logprobs`` or, by a custom output processor, ``processor``;
     ``packed_attention`` takes packed rows, as TransformerEngine's does; ``pattern`` is that of a HybridModel's layers.
-    With ``positions`` of "mrope", some tokens are given as those of pictures.
+    With ``positions`` of "mrope", some tokens are given as those of pictures. ``max_tokens`` is of a part.
+    ``overlaps`` sums gradients of data-parallel ranks as soon as each is there.
     """
 
     reads: str = "labels"
@@ -48,6 +49,8 @@ class InsideJob:
     config: tuple[tuple[str, Any], ...] = ()
     double: bool = False
     positions: str = "rope"
+    max_tokens: int | None = None
+    overlaps: bool = False
 
 
 def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> tuple[float, list[Any], float]:
@@ -63,17 +66,22 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
     padded = replace(job, vocab_size=-(-job.vocab_size // layout.tp) * layout.tp)
     spec = packed_tree_spec if job.packed_attention else tree_spec
     chunks = chunks_of(padded, config, spec, positions=job.positions)
-    chunks = [fold_inside(chunk, check_first=job.check_first, vocab_size=job.vocab_size) for chunk in chunks]
-    trainer = Trainer.of(chunks, adam_eps=ADAM_EPS)
+    settings = {"check_first": job.check_first, "vocab_size": job.vocab_size, "max_tokens": job.max_tokens}
+    chunks = [fold_inside(chunk, **settings) for chunk in chunks]
+    trainer = Trainer.of(chunks, adam_eps=ADAM_EPS, overlap_grad_reduce=job.overlaps)
     dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     multiple = layout.tp if layout.sequence_parallel else 1
     parts = [samples[start :: dp * job.micro_batches] for start in range(dp * job.micro_batches)]
     batches = [packed(part, multiple) for part in parts[rank * job.micro_batches : (rank + 1) * job.micro_batches]]
     step = functools.partial(train_step, reads=job.reads)
     with in_precision_of(job):
+        if job.overlaps:  # DDP learns in a first step how many gradients a parameter has
+            trainer.backward(step, [packed([min(samples, key=len)], multiple)] * job.micro_batches, seq_length=1)
+            assert not any(unwrap_model(chunk).folding.report().recomputed_tokens for chunk in trainer.chunks)
         reported = trainer.backward(step, batches, seq_length=1, forward_only=job.forward_only)
     reports = [unwrap_model(chunk).folding.report() for chunk in trainer.chunks]
     assert {report.micro_batches for report in reports} == {job.micro_batches}
+    assert job.forward_only or all(bool(report.recomputed_tokens) == bool(job.max_tokens) for report in reports)
     assert reports[0].left_alone == (job.micro_batches if job.packed_attention else 0)
     whole = reports[0].over_ranks(parallel_state.get_data_parallel_group(), torch.device("cpu"))
     assert (whole.micro_batches, whole.rows) == (dp * job.micro_batches, len(samples))

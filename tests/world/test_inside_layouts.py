@@ -27,6 +27,24 @@ def test_every_layout(size: int, layout: Layout, reads: str) -> None:
     check(inside(size, layout, InsideJob(reads=reads)), unfolded_oracle(), FP64)
 
 
+@in_layouts("tp2-sp", "pp2-vpp2", "dp2", ci=["single", "tp2", "pp2", "tp2-pp2"])
+def test_parts(size: int, layout: Layout) -> None:
+    check(inside(size, layout, InsideJob(max_tokens=7)), unfolded_oracle(), FP64)
+
+
+def test_parts_give_a_gradient_to_be_summed_once() -> None:
+    """Megatron's DDP sums over ranks when each parameter has had as many gradients as in the first step."""
+    job = InsideJob(max_tokens=12, overlaps=True)
+    check(inside(2, Layout(), job), unfolded_oracle(), FP64)
+
+
+@pytest.mark.parametrize("max_tokens", [3, 30], ids=["all ranks", "the larger"])
+def test_parts_of_ranks_that_share_experts(max_tokens: int) -> None:
+    """A rank with fewer parts than the other, or none, runs parts of padding."""
+    job = InsideJob(config=MOE, max_tokens=max_tokens)
+    check(inside(2, Layout(ep=2), job), unfolded_oracle(MOE), FP32_INSIDE)
+
+
 @in_layouts("tp2-sp", "pp2-vpp2", ci=["tp2", "pp2", "tp2-pp2"])
 def test_pictures(size: int, layout: Layout) -> None:
     job = InsideJob(positions="mrope", config=(("mrope_section", [4, 2, 2]),))
