@@ -287,7 +287,19 @@ def test_the_first_check_compares_micro_batches_at_once() -> None:
     assert not model.folding._unchecked - {False}
 
 
+def test_a_micro_batch_without_rows() -> None:
+    model = inside(make("attention")[1], max_tokens=5)
+    call = packed([], tail=3)
+    losses = model(**call, labels=call["input_ids"])
+    assert losses.tolist() == [[0.0] * 3]
+    losses.sum().backward()
+
+
 def test_what_cannot_run_in_parts_is_refused() -> None:
+    sharded = inside(make("attention")[1], max_tokens=5)
+    next(sharded.decoder.parameters()).__fsdp_param__ = True
+    with pytest.raises(NotImplementedError, match="parameters that FSDP shards"):
+        sharded(**packed(ROWS))
     with pytest.raises(ValueError, match="max_tokens=0 is below 1"):
         inside(make("attention")[1], max_tokens=0)
     selective = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}

@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from torch.distributed.tensor import DTensor
 
 from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
@@ -43,43 +46,57 @@ class DecoderPart:
 
 
 def cut_decoder(
-    layout: FlatLayout, params: TreePackedSeqParams, max_tokens: int, *, state_tokens: int, multiple: int
+    model: Any, layout: FlatLayout, params: TreePackedSeqParams, max_tokens: int, *, state_tokens: int
 ) -> list[DecoderPart]:
-    """Return parts of at most ``max_tokens`` tokens, each padded to a multiple; ``params`` are the micro-batch's.
+    """Return the parts, of at most ``max_tokens`` tokens, of a micro-batch with these parameters; none if it is one.
 
-    For ``state_tokens`` see :class:`~mcore_prefix_tree.plan.cost.CostModel`.
+    Ranks that share experts run as many parts; where one has fewer, it runs parts of padding. For ``state_tokens`` see
+    :class:`~mcore_prefix_tree.plan.cost.CostModel`.
     """
-    assert params.tree_metadata is not None
-    device, tokens = params.tree_metadata.subtree_end.device, layout.physical_tokens
+    tokens, multiple, parts = layout.physical_tokens, pad_multiple(model), []
     chunks = cut_tree(layout.position_ids[:tokens].astype(np.int64), max_tokens, state_tokens=state_tokens)
-    if len(chunks) == 1:
-        return [DecoderPart(start=0, end=layout.padded_size, size=layout.padded_size, params=params)]
+    count = most_of_experts(model, len(chunks))
+    if count <= 1:
+        return []
     tree = LayoutInParts.of(layout, chunks, trains=True, loss_tokens=layout.logical_tokens)
-    parts = []
     for chunk in chunks:
         size = chunk.tokens + -chunk.tokens % multiple
         part = tree.lay_out(chunk, size)
         own = part.set_in(_params_of(part.layout, params))
-        own = replace(own, carry=part.carry.on(device))
+        own = replace(own, carry=part.carry.on(_device(params)))
         parts.append(DecoderPart(start=chunk.start, end=chunk.end, size=size, params=own))
-    return parts
+    padding = fold([], pad_to_multiple_of=multiple)
+    idle = DecoderPart(start=0, end=0, size=padding.padded_size, params=_params_of(padding, params))
+    return parts + [idle] * (count - len(parts))
 
 
-def make_idle_part(params: TreePackedSeqParams, multiple: int) -> DecoderPart:
-    """Return a part of padding, for a rank that shares experts with one that has more parts."""
-    layout = fold([], pad_to_multiple_of=multiple)
-    return DecoderPart(start=0, end=0, size=layout.padded_size, params=_params_of(layout, params))
+def pad_multiple(model: Any) -> int:
+    """Return the divisor of a micro-batch's padded size."""
+    return int(model.tp_group.size()) if model.config.sequence_parallel else 1
+
+
+def most_of_experts(model: Any, count: int) -> int:
+    """Return the largest count in the expert-parallel group, whose ranks exchange tokens in every forward."""
+    if model.config.expert_model_parallel_size == 1:
+        return count
+    most = torch.tensor(count, device=next(model.parameters()).device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+    return int(most)
 
 
 def _params_of(layout: FlatLayout, params: TreePackedSeqParams) -> TreePackedSeqParams:
     """Return the parameters of a part's layout, with the settings of the micro-batch's."""
-    assert params.tree_metadata is not None
     own = TreePackedSeqParams.from_metadata(
-        TreeMetadata.from_layout(layout, device=params.tree_metadata.subtree_end.device),
+        TreeMetadata.from_layout(layout, device=_device(params)),
         attention_backend=params.attention_backend,
         deterministic_attention=params.deterministic_attention,
     )
     return replace(own, rotary_by_token=params.rotary_by_token)
+
+
+def _device(params: TreePackedSeqParams) -> torch.device:
+    assert params.tree_metadata is not None, "a folded micro-batch has it"
+    return params.tree_metadata.subtree_end.device
 
 
 def check_parts(config: Any) -> None:
@@ -176,6 +193,11 @@ class _InParts(torch.autograd.Function):
         run: Callable[[DecoderPart, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Return ``[P, 1, h]`` of ``hidden`` ``[P, 1, h]``; ``needed`` has a gradient."""
+        if any(getattr(one, "__fsdp_param__", False) or isinstance(one, DTensor) for one in decoder.parameters()):
+            raise NotImplementedError(
+                "max_tokens of folding inside the model does not support parameters that FSDP shards, whose gradients "
+                "are reduced after each part; use Megatron's DDP with the distributed optimizer, or set max_tokens=None"
+            )
         ctx.save_for_backward(hidden)
         ctx.decoder, ctx.parts, ctx.run = decoder, parts, run
         outputs = [run(_with_carry(part, "for_passing"), _take(hidden, part)) for part in parts[:-1]]

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 
 from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.packed.answers import expand
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import recomputation, recomputed_modules
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import most_of_experts, recomputation, recomputed_modules
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
@@ -146,14 +145,6 @@ def _alone(
         output = model.forward(**given, position_ids=positions, attention_mask=None, packed_seq_params=None)
     answer: torch.Tensor = output[0] if model.post_process else gather_tokens(output, model)
     return answer[:length]
-
-
-def most_of_experts(model: Any, count: int) -> int:
-    """Return the largest count in the expert-parallel group, whose ranks exchange tokens in every forward."""
-    most = torch.tensor(count, device=next(model.parameters()).device)
-    if model.config.expert_model_parallel_size > 1:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
-    return int(most)
 
 
 def _gradients(model: Any, sent: torch.Tensor | None, answers: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -24,8 +24,8 @@ from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import check_parts, cut_decoder, make_idle_part, run_in_parts
-from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare, most_of_experts
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import check_parts, cut_decoder, pad_multiple, run_in_parts
+from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import (
     FoldedRows,
     FoldReport,
@@ -33,9 +33,9 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
     RowsPackedSeqParams,
     count_model_flops,
     read_rows,
+    take_tokens,
     with_spatial,
 )
-from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
@@ -46,7 +46,7 @@ from mcore_prefix_tree.mcore.seam.routes import check_routes
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.utils.errors import spelled
-from mcore_prefix_tree.utils.upload import moved, upload
+from mcore_prefix_tree.utils.upload import moved
 
 _MODELS: tuple[type[Any], ...] = (GPTModel,)
 if HAS_HYBRID_MODEL:
@@ -178,7 +178,7 @@ class Folding:
         to_check = model.training in self._unchecked
         if folds or to_check:
             check_draws(model)
-            folded = rows.fold(pad_to_multiple_of=model.tp_group.size() if model.config.sequence_parallel else 1)
+            folded = rows.fold(pad_to_multiple_of=pad_multiple(model))
         if to_check:
             compare(model, folded, call, partial(self._folded, model, folded))
             # Without rows nothing was compared; but ranks that share experts have to check the same micro-batches.
@@ -224,7 +224,7 @@ class Folding:
             rotary_by_token=rows.spatial is not None,
         )
         kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
-        return kept | folded | _of_tokens(model, rows, call) | asked
+        return kept | folded | take_tokens(model, rows, call) | asked
 
     def _may_cut(self, model: Any, rows: PackedRows) -> bool:
         """Return whether this rank, or one that shares experts with it, may run the rows in parts."""
@@ -233,18 +233,10 @@ class Folding:
 
     def _cut(self, model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a folded micro-batch with the parts that the decoder runs."""
-        if not self._may_cut(model, rows):
+        params, most = arguments["packed_seq_params"], self._settings.max_tokens
+        if most is None or not self._may_cut(model, rows):
             return arguments
-        assert self._settings.max_tokens is not None
-        params = arguments["packed_seq_params"]
-        multiple = model.tp_group.size() if model.config.sequence_parallel else 1
-        parts = cut_decoder(
-            rows.layout, params, self._settings.max_tokens, state_tokens=self._work.state_tokens, multiple=multiple
-        )
-        idle = most_of_experts(model, len(parts)) - len(parts)
-        parts += [make_idle_part(params, multiple) for _ in range(idle)]
-        if len(parts) == 1:
-            return arguments
+        parts = cut_decoder(model, rows.layout, params, most, state_tokens=self._work.state_tokens)
         again = sum(part.end - part.start for part in parts[:-1]) if torch.is_grad_enabled() else 0
         report = replace(params.report, recomputed_tokens=again)
         return arguments | {"packed_seq_params": replace(params, parts=parts, report=report)}
@@ -260,23 +252,6 @@ class Folding:
                 check_case(name, case)
             self._backend = name
         return self._backend
-
-
-def _of_tokens(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
-    """Return the ids, positions and embeddings of unique tokens whose rows have positions in three dimensions."""
-    if rows.spatial is None:
-        return {}
-    source = rows.sources_in(rows.layout)
-    at = upload(source, rows.device)
-    embeddings = call.get("decoder_input")
-    if embeddings is not None:
-        # The tower computes equal pictures alike, so the gradient of all may enter by one of them.
-        embeddings = split_tokens(gather_tokens(embeddings, model).index_select(0, at), model)
-    return {
-        "input_ids": call["input_ids"].to(rows.device).index_select(1, at),
-        "position_ids": upload(rows.spatial[:, None, source], rows.device),
-        "decoder_input": embeddings,
-    }
 
 
 def _asked(

@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import DecoderPart
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan.flops import DIMENSIONS, Counts, ExpectedSpeedup, ModelWork
@@ -298,6 +299,23 @@ def with_spatial(rows: PackedRows, position_ids: torch.Tensor | None, packed_seq
     position, *numbers = (one.cpu().numpy() for one in (position_ids[:, 0], pictures) if one is not None)
     spatial = rows.from_first(position)
     return replace(rows.compared_by(*numbers, *spatial), spatial=spatial)
+
+
+def take_tokens(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids, positions and embeddings of unique tokens whose rows have positions in three dimensions."""
+    if rows.spatial is None:
+        return {}
+    source = rows.sources_in(rows.layout)
+    at = upload(source, rows.device)
+    embeddings = call.get("decoder_input")
+    if embeddings is not None:
+        # The tower computes equal pictures alike, so the gradient of all may enter by one of them.
+        embeddings = split_tokens(gather_tokens(embeddings, model).index_select(0, at), model)
+    return {
+        "input_ids": call["input_ids"].to(rows.device).index_select(1, at),
+        "position_ids": upload(rows.spatial[:, None, source], rows.device),
+        "decoder_input": embeddings,
+    }
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Int64Array]:
