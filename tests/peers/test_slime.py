@@ -81,9 +81,11 @@ def test_warning_of_a_forward_pass_more(changes: dict[str, Any], warns: bool) ->
 
 
 def test_settings_reach_the_model() -> None:
-    ours = {"prefix_tree": {"check_first": True, "attention_backend": "path"}}
+    ours = {"prefix_tree": {"check_first": True, "attention_backend": "path", "max_tokens": 8}}
     (result,) = world(1).run(compare, Layout(), "actor", 1e-12, ours, {}, layout=Layout())
     assert result["report"]["fold/micro_batches"] == 4
+    (logged,) = result["logged"]
+    assert logged["train/fold/recomputed_tokens"] > 0
 
 
 REPLAY: dict[str, Any] = {
