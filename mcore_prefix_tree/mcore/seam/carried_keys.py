@@ -191,6 +191,8 @@ class Carry:
 
     def leave_states(self, which: Tensors, out: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Leave the states ``[n, ...]`` to others; return ``out``, whose backward pass gives states their gradient."""
+        if not self.states.left:
+            return out
         self._keep(self.states, which, states)
         left: torch.Tensor = _LeaveStates.apply(out, states, self, which)  # type: ignore[no-untyped-call]
         return left

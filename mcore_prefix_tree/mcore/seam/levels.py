@@ -246,7 +246,7 @@ def convolve_paths(
         table = torch.cat([table, tails.transpose(0, 1).flatten(0, 1)])
     # Gradients of a repeated row: indexing adds them in one order on a GPU, index_select in any.
     convolved = convolve(table[rows.tokens].unsqueeze(0)).index_select(1, rows.own)
-    return tree.carry.leave_states(which, convolved, table[rows.left]) if len(rows.left) and tree.carry else convolved
+    return convolved if tree.carry is None else tree.carry.leave_states(which, convolved, table[rows.left])
 
 
 def read_states(tree: TreePackedSeqParams, layer: object, *inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -68,6 +68,4 @@ class TreeMultiTokenLayerMixin:
         if carry is not None and (given := carry.read_states(which, hidden_states)) is not None:
             rows = torch.cat([hidden_states, given])
         parents = rows.index_select(0, depth.parent)
-        if carry is None or not carry.states.left:
-            return parents
-        return carry.leave_states(which, parents, hidden_states[depth.left])
+        return parents if carry is None else carry.leave_states(which, parents, hidden_states[depth.left])
