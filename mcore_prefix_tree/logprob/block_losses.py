@@ -32,9 +32,10 @@ def head_block_losses(
     ``head_chunk_rows`` has no effect, because the blocks are given.
 
     Args:
-        hidden, weight, head: ``[R, h]``, ``[Vl, h]``, as in :func:`~mcore_prefix_tree.logprob.head.head_logprobs`; of
+        hidden, weight, head: ``[R + m, h]``, ``[Vl, h]``, as in
+            :func:`~mcore_prefix_tree.logprob.head.head_logprobs`, but with any m rows behind those of the edges; of
             the edges, only the rows are read.
-        blocks: int64 ``[A]`` each, different indices of the R rows.
+        blocks: int64 ``[A]`` each, different indices of the R + m rows.
         loss: function called once per block. The logits are in fp32 or wider and divided by the rows' temperatures;
             each rank of the group has its columns, and ranks call it together. It may overwrite them. Gradients are
             enabled if one is needed.
@@ -43,7 +44,7 @@ def head_block_losses(
         A scalar 0 whose gradients are those of the loss, to be added to its value; and the values of all blocks' terms,
         one block after the other, without gradients.
     """
-    with_grad = forms_gradient(hidden, weight, head)
+    with_grad = forms_gradient(hidden[: len(head.edges.host_row)], weight, head)
     found: tuple[torch.Tensor, torch.Tensor] = _HeadBlockLosses.apply(  # type: ignore[no-untyped-call]
         hidden, weight, head, blocks, loss, with_grad
     )
@@ -61,7 +62,7 @@ class _HeadBlockLosses(torch.autograd.Function):
         loss: BlockLoss,
         with_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return 0 and the values of all terms, ``[terms]``, for hidden states ``[R, h]`` and weight ``[Vl, h]``."""
+        """Return 0 and the values of all terms, ``[terms]``, for states ``[R + m, h]`` and weight ``[Vl, h]``."""
         largest = max((len(rows) for rows in blocks), default=1)
         chunks = Chunks(hidden, weight, replace(head, head_chunk_rows=largest))
         of_hidden, of_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])

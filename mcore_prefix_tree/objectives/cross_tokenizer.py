@@ -18,17 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
-from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import field, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout, fold
+from mcore_prefix_tree.layout.tree_chunks import ChunkLayout, find_stack
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import (
     ChunkRows,
     ChunkTargets,
+    FoldedTeacher,
     TaughtChunks,
     TeacherSide,
     kd_metric,
@@ -36,7 +38,7 @@ from mcore_prefix_tree.objectives.cross_tokenizer_rows import (
 )
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample
 from mcore_prefix_tree.objectives.objective import STRICT, Objective, Output, SecondModels, refuse_unused
-from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_sampling_masks
+from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import Targets
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.trie import SHARE_ALL, Sharing, build_trie
@@ -44,12 +46,9 @@ from mcore_prefix_tree.utils.choices import Aligner
 from mcore_prefix_tree.utils.lazy_torch import torch
 from mcore_prefix_tree.utils.upload import upload
 from mcore_prefix_tree.xtoken.exported import Labelled, make_teacher_rows
-from mcore_prefix_tree.xtoken.fold import fold_chunks
+from mcore_prefix_tree.xtoken.fold import Chunks, fold_chunks
 from mcore_prefix_tree.xtoken.modes import MODES, LossSettings, Mode
 from mcore_prefix_tree.xtoken.pairs import Pair
-
-if TYPE_CHECKING:
-    from mcore_prefix_tree.logprob import Edges
 
 # Upper bound on the logits of a block: some temporaries of this size exist at a time.
 _LOGITS = 2**24
@@ -146,6 +145,10 @@ class CrossTokenizer(Objective):
         return SecondModels(asked=self.teacher == "full", same_vocabulary=False)
 
     @property
+    def sums_edges(self) -> bool:
+        return True
+
+    @property
     def losses(self) -> LossSettings:
         given = {name: getattr(self, name) for name in LossSettings.__dataclass_fields__ if name != "exported"}
         return LossSettings(**given, exported=self.teacher == "top_k")
@@ -206,6 +209,10 @@ class BoundCrossTokenizer(Objective):
         return self.settings.second_models
 
     @property
+    def sums_edges(self) -> bool:
+        return True
+
+    @property
     def renderings(self) -> list[Any]:
         if self.settings.rendering == "student":
             return []
@@ -247,64 +254,92 @@ class BoundCrossTokenizer(Objective):
     def rows(
         self, targets: Targets, layout: FlatLayout, indices: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> ChunkRows:
-        """Fold the teachers' samples of one micro-batch, and its chunks; arguments as in :meth:`Targets.rows`."""
+        """Fold the teachers' samples of one micro-batch, and its chunks; arguments as in :meth:`Targets.rows`.
+
+        A part of a tree has the chunks whose last predictor it has; others of their predictors may be above it.
+        """
         from mcore_prefix_tree.logprob import Edges
+        from mcore_prefix_tree.xtoken.losses import take_ending
 
         assert isinstance(targets, ChunkTargets), "made by targets()"
-        edges = Edges.from_layout(layout, needed=layout.loss_weight != 0, device=device)
+        whole, start = (layout.whole, layout.start) if isinstance(layout, ChunkLayout) else (layout, 0)
+        if whole not in targets.folded:
+            numbers = range(len(self.sides))
+            targets.folded[whole] = tuple(self._fold(number, targets, whole, indices) for number in numbers)
+        folded, end = targets.folded[whole], start + layout.physical_tokens
+        ending = [take_ending(of_teacher.chunks, start, end) for of_teacher in folded]
+        before = [chunks.student.rows[chunks.student.rows < 0] for chunks in ending]
+        above, size = np.unique(np.concatenate(before)), layout.padded_size
+        edges = Edges.from_layout(layout, needed=layout.edge_weight != 0, device=device)
         assert edges.token is not None
-        taught = (self._taught(number, targets, layout, edges, indices, device) for number in range(len(self.sides)))
+        student_rows = np.append(edges.host_row, size + np.arange(len(above)))
+        taught = []
+        for side, of_teacher, chunks in zip(self.sides, folded, ending, strict=True):
+            rows = chunks.student.rows
+            rows = np.where(rows < 0, size + np.searchsorted(above, rows), rows)
+            own = replace(chunks, student=replace(chunks.student, rows=rows))
+            taught.append(self._taught(side, of_teacher, own, student_rows, device))
         return ChunkRows(
             edges=edges,
-            token_weight=upload(layout.loss_weight, device)[edges.token],
+            token_weight=upload(layout.edge_weight, device)[edges.token],
             taught=tuple(taught),
-            count=int(targets.count[np.asarray(indices, dtype=np.int64)].sum()),
+            count=targets.count_in(layout, indices),
+            above=np.searchsorted(find_stack(whole, start), start + above),
         )
 
-    def _taught(
-        self,
-        number: int,
-        targets: ChunkTargets,
-        layout: FlatLayout,
-        edges: Edges,
-        indices: Sequence[int],
-        device: torch.device | str,
-    ) -> TaughtChunks:
-        from mcore_prefix_tree.logprob import Edges
-        from mcore_prefix_tree.xtoken.losses import KnownRows, cut_blocks, ordered
+    def _fold(self, number: int, targets: ChunkTargets, layout: FlatLayout, indices: Sequence[int]) -> FoldedTeacher:
+        """Fold a teacher's samples of a layout of whole samples, and the chunks of both."""
+        from mcore_prefix_tree.xtoken.losses import ordered
 
-        side = self.sides[number]
         pairs = [targets.paired[number][index] for index in indices]
         exported = None if self.second_models.asked else Labelled.of(pairs)
         samples = [pair.teacher for pair in pairs] if exported is None else exported.samples
         of_teacher = fold(samples, trie=build_trie(samples, self.sharing), pad_to_multiple_of=self.pad_to_multiple_of)
-        asked = Edges.from_layout(of_teacher, needed=of_teacher.loss_weight != 0)
         reads = self.settings.losses.reads
         chunks = ordered(fold_chunks(layout, of_teacher, pairs, keyed_by_tokens=reads.tokens))
-        known = None
+        return FoldedTeacher(
+            layout=of_teacher,
+            rows=np.unique(of_teacher.predictor[of_teacher.loss_weight != 0]),
+            chunks=chunks if exported is None else exported.spelled(chunks),
+            per_chunk=targets.per_chunk(number),
+            exported=exported,
+        )
+
+    def _taught(
+        self,
+        side: TeacherSide,
+        folded: FoldedTeacher,
+        chunks: Chunks,
+        student_rows: Int64Array,
+        device: torch.device | str,
+    ) -> TaughtChunks:
+        """Return a micro-batch's chunks; ``student_rows``, int64 ``[R + m]``, are the rows that the head is given."""
+        from mcore_prefix_tree.xtoken.losses import KnownRows, cut_blocks
+
+        exported, teacher_rows, known = folded.exported, folded.rows, None
         if exported is not None:
-            chunks, row = exported.spelled(chunks), exported.row[of_teacher.input_ids[asked.host_row]]
+            teacher_rows = np.unique(chunks.teacher.rows)
+            row = exported.row[folded.layout.input_ids[teacher_rows]]
             known = KnownRows(
                 token_ids=upload(exported.token_ids[row].astype(np.int64), device),
                 logprobs=upload(exported.logprobs[row], device),
             )
         blocks = cut_blocks(
             chunks,
-            student_rows=edges.host_row,
-            teacher_rows=asked.host_row,
+            student_rows=student_rows,
+            teacher_rows=teacher_rows,
             student_limit=self.block_rows or max(_LEAST_ROWS, _LOGITS // side.student_size),
             teacher_limit=self.block_rows or max(_LEAST_ROWS, _LOGITS // side.teacher_size),
             endings=side.endings,
             device=device,
         )
         return TaughtChunks(
-            layout=of_teacher,
-            edges=asked,
+            layout=folded.layout,
             blocks=tuple(blocks),
             weight=upload(chunks.weight, device),
             multiplicity=upload(chunks.multiplicity, device),
             first_sample=upload(chunks.first_sample, device),
-            per_chunk=targets.per_chunk(number),
+            per_chunk=folded.per_chunk,
             known=known,
         )
 

@@ -6,13 +6,17 @@ Legend: C unique chunks of a micro-batch, E scored tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from mcore_prefix_tree.layout import FlatLayout
+from mcore_prefix_tree.objectives.scored import Int64Array
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.lazy_torch import torch
+from mcore_prefix_tree.xtoken.exported import Labelled
+from mcore_prefix_tree.xtoken.fold import Chunks
 from mcore_prefix_tree.xtoken.pairs import Pair, Pairing
 from mcore_prefix_tree.xtoken.projection import Projection
 
@@ -48,21 +52,38 @@ class TeacherSide:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class FoldedTeacher:
+    """A teacher's samples of whole samples of the student's, which may be a tree in several micro-batches.
+
+    Attributes:
+        layout: layout of the teacher's samples.
+        rows: int64 ``[R]``, the predictors of its scored tokens, ascending, at which a model answers.
+        chunks: chunks of both layouts, in order.
+        per_chunk: see :class:`TaughtChunks`.
+        exported: rows that the samples bring; None if its model is run.
+    """
+
+    layout: FlatLayout
+    rows: Int64Array
+    chunks: Chunks
+    per_chunk: float
+    exported: Labelled | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TaughtChunks:
     """The chunks that a micro-batch has with one teacher.
 
     Attributes:
-        layout: layout of the teacher's samples.
-        edges: edges whose predictors are the teacher's rows.
+        layout: layout of the teacher's samples, the same object for all parts of a tree.
         weight: float64 ``[C]``, weight of each chunk, in the order of the blocks.
         multiplicity: float64 ``[C]``, number of samples that have it.
         first_sample: int64 ``[C]``, the first of them in the micro-batch, for messages.
         per_chunk: the step's divisor over its chunks, which makes the weighted sum a mean over chunks.
-        known: the teacher's rows, if the samples have them; None if its model is run.
+        known: the teacher's rows that the blocks read, if the samples have them; None if its model is run.
     """
 
     layout: FlatLayout
-    edges: Edges
     blocks: tuple[Block, ...]
     weight: torch.Tensor
     multiplicity: torch.Tensor
@@ -92,9 +113,13 @@ class ChunkRows(LossRows):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkTargets(Targets):
-    """Inputs of the losses of a step: ``paired`` has, per teacher, one pair per sample."""
+    """Inputs of the losses of a step: ``paired`` has, per teacher, one pair per sample.
+
+    ``folded`` keeps what the parts of a tree have in common, by the layout of the tree, as long as that is there.
+    """
 
     paired: tuple[tuple[Pair, ...], ...] = ()
+    folded: WeakKeyDictionary[FlatLayout, tuple[FoldedTeacher, ...]] = field(default_factory=WeakKeyDictionary)
 
     def per_chunk(self, teacher: int) -> float:
         """Return the step's divisor over the chunks that it has with a teacher; 0 without chunks."""

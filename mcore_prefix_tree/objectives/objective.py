@@ -98,7 +98,7 @@ class Objective(Protocol):
 
     @property
     def sums_edges(self) -> bool:
-        """Return whether the loss is a sum over scored tokens that read nothing else of their samples.
+        """Return whether the loss is a sum over scored tokens, or a few in a row, that read nothing else of a sample.
 
         Parts of a sample can then be in different micro-batches.
         """

@@ -39,10 +39,13 @@ class LossRows:
     Attributes:
         count: the micro-batch's part of the step's divisor.
         vocab_size: V of the model, without padding; the forward step fills it in.
+        above: int64 ``[m]`` on the host, ascending: tokens of a chunk's stack, by their places in it, whose hidden
+            states the loss reads; None for a loss that never reads any.
     """
 
     count: int
     vocab_size: int | None = None
+    above: Int64Array | None = None
 
     def scored(self, edges: Edges) -> Edges:
         """Return the edges that the head scores, from the layout's own."""

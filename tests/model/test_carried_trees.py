@@ -37,7 +37,7 @@ from mcore_prefix_tree.mcore.outputs import make_readout
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
-from mcore_prefix_tree.objectives import add_means, make_objective
+from mcore_prefix_tree.objectives import Objective, add_means, make_objective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
 from mcore_prefix_tree.plan.carry import make_chunks
 from mcore_prefix_tree.settings import RecipeError
@@ -327,17 +327,20 @@ def test_a_chunk_is_a_micro_batch_of_the_loss_that_compares_samples(monkeypatch:
     assert torch.equal(tree.global_tokens_per_expert, stock.global_tokens_per_expert)
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "dpo", "gspo", "kto", "reward_model", "distill"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "dpo", "gspo", "kto", "reward_model", "distill", "xtoken"])
 def test_objectives_are_carried(name: str) -> None:
     assert why_not_carried(make_objective(name, {})) is None
 
 
+class Whole(Objective):
+    """An objective of one's own, which reads hidden states."""
+
+
 def test_what_needs_whole_samples_is_named() -> None:
-    across = make_objective("xtoken", {"projection": "w.safetensors"})
     why = "the objective reads more of whole samples than scores of tokens"
-    assert choose_cutting("auto", across) == Cutting(why_repeat=why)
+    assert choose_cutting("auto", Whole()) == Cutting(why_repeat=why)
     with pytest.raises(RecipeError, match=f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=re"):
-        choose_cutting("carry", across)
+        choose_cutting("carry", Whole())
 
 
 def test_loops_without_a_pass_before_a_step_are_named() -> None:

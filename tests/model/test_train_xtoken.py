@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from harness.commands import run_command, write_rows
+from harness.in_double import kept_double
 from harness.tokenizer_folders import PLAIN, make_folder
 from harness.train_jobs import FLOAT64, train
 from harness.xtoken_recipes import make_student_and_teacher, options, settings
 
+from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError
 
@@ -42,6 +44,46 @@ def test_the_cut_of_a_step_does_not_change_training(folder, mode, changes):
     assert any(text.startswith("the teacher's weights are ") for text in narrow.messages)
     assert "kd" in narrow.reports[0].metrics
     assert ("ce" in narrow.reports[0].metrics) == bool(changes.keys() & {"ce_weight", "scaling"})
+
+
+CUT = {
+    "p_kl": {"top_k": 50, "ce_weight": 0.5},
+    "h_kl": {"scaling": "dynamic"},
+    "alm": {"teachers": "scores"},
+}
+
+
+@pytest.mark.parametrize("over_budget", ["carry", "auto"])
+@pytest.mark.parametrize("mode", CUT)
+def test_training_evaluation_and_verification_do_not_see_the_budget(folder, mode, over_budget):
+    longest = max(len(json.loads(line)["tokens"]) for line in (folder / "student.jsonl").read_text().splitlines())
+    held_out = [f"validation.path={folder / 'student.jsonl'}", "validation.eval_interval=2", "verify.enabled=true"]
+    given = [*settings(folder, mode, **CUT[mode]), *held_out, "train_iters=3"]
+    if "teachers" in CUT[mode]:
+        given += [f"objective.teacher_recipe={json.dumps([str(folder / 'teacher.yaml')] * 2)}"]
+    wide, cut = (
+        train(folder / "student.yaml", *given, f"batch.max_tokens={size}", f"batch.over_budget={way}")
+        for size, way in ((2000, "repeat"), (longest // 2, over_budget))
+    )
+    assert cut.losses == pytest.approx(wide.losses, rel=1e-11)
+    assert [one.loss for one in cut.evaluations] == pytest.approx([one.loss for one in wide.evaluations], rel=1e-11)
+    for one, other in zip(cut.reports, wide.reports, strict=True):
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-11)
+        assert one.carried_tokens > 0
+        assert one.carried_bytes > 0
+    (report,) = cut.verifications
+    assert report.passed, report.checks
+
+
+@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+def test_further_depths_do_not_see_the_budget(folder):
+    given = [*settings(folder), "model.transformer={mtp_num_layers: 2, mtp_loss_scaling_factor: 0.5}", "train_iters=3"]
+    with kept_double():
+        wide, cut = (train(folder / "student.yaml", *given, f"batch.max_tokens={size}") for size in (2000, 8))
+    assert cut.losses == pytest.approx(wide.losses, rel=1e-11)
+    norms = [[step.grad_norm for step in notes.reports] for notes in (cut, wide)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-11)
+    assert all(step.carried_tokens > 0 for step in cut.reports)
 
 
 def test_the_student_comes_closer_to_its_teacher(folder):

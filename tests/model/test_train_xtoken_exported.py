@@ -69,6 +69,15 @@ def test_rows_of_the_full_vocabulary_equal_the_teacher(folder, all_rows, mode, c
 
 
 @pytest.mark.parametrize("mode", ["p_kl", "alm"])
+def test_training_does_not_see_the_budget(folder, lines, mode):
+    longest = max(len(json.loads(line)["tokens"]) for line in lines.read_text().splitlines())
+    given = [*settings(folder, mode, scaling="dynamic"), EXPORTED, f"data.path={lines}", "train_iters=3"]
+    wide, cut = (train(folder / "student.yaml", *given, f"batch.max_tokens={size}") for size in (2000, longest // 2))
+    assert cut.losses == pytest.approx(wide.losses, rel=1e-11)
+    assert all(step.carried_tokens > 0 for step in cut.reports)
+
+
+@pytest.mark.parametrize("mode", ["p_kl", "alm"])
 def test_likeliest_tokens_train_equally_for_any_cut_of_a_step(folder, lines, mode):
     given = [*settings(folder, mode), EXPORTED, f"data.path={lines}", "train_iters=3"]
     narrow = train(folder / "student.yaml", *given)

@@ -112,16 +112,19 @@ def stock_runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> StockR
     return cached_stock_runs(STUDENT, functools.partial(words, folder), tmp_path_factory)
 
 
-def check(stock_runs: StockRuns, tmp_path: Path, name: str, layout: str, given: str) -> None:
+CUT = "--prefix-tree --prefix-tree-max-tokens 14 --prefix-tree-over-budget carry --micro-batch-size 1"
+
+
+def check(stock_runs: StockRuns, tmp_path: Path, name: str, layout: str, given: str, *, folded: str = FOLDED) -> None:
     stock, wanted = stock_runs(name)
     ranks, arguments = LAYOUTS[layout]
     base = only_checkpoint(wanted, FIRST, tmp_path / "base")  # stages draw other weights than one process
     if name == "dynamic" and PP2 in arguments and not runs_ahead():
-        run = megatron(ENTRY, CPU, STUDENT, TRAIN, FOLDED, given, arguments, ranks=ranks)
+        run = megatron(ENTRY, CPU, STUDENT, TRAIN, folded, given, arguments, ranks=ranks)
         assert "--prefix-tree-objective-options.scaling=dynamic runs the student once more" in run.output
         return
     folders = f"--load {base} --save {tmp_path / 'saved'}"
-    run = trained(ENTRY, CPU, STUDENT, TRAIN, FOLDED, given, arguments, folders, ranks=ranks)
+    run = trained(ENTRY, CPU, STUDENT, TRAIN, folded, given, arguments, folders, ranks=ranks)
     assert sorted(run.iterations) == sorted(stock.iterations) == list(range(FIRST + 1, ITERATIONS + 1))
     for iteration, figures in run.iterations.items():
         assert figures["lm loss"] == pytest.approx(stock.iterations[iteration]["lm loss"], rel=LOSS), iteration
@@ -146,6 +149,13 @@ def test_a_teacher_with_another_tokenizer(
     stock_runs: StockRuns, folder: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
     check(stock_runs, tmp_path, name, layout, words(folder, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("dynamic", "pp2"), *(pytest.param("p_kl", way, marks=pytest.mark.slow) for way in LAYOUTS)]
+)
+def test_trees_above_the_budget(stock_runs: StockRuns, folder: Path, tmp_path: Path, name: str, layout: str) -> None:
+    check(stock_runs, tmp_path, name, layout, words(folder, name), folded=CUT)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from harness.layouts import every_way, in_layouts
+from harness.layouts import LAYOUTS, every_way, in_layouts
 from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
@@ -145,3 +145,28 @@ def test_the_cut_changes_nothing(name):
     narrow, wide = check(1, Layout(), name, max_tokens=LONGEST), check(1, Layout(), name, max_tokens=10_000)
     assert narrow[0]["micro_batches"] > wide[0]["micro_batches"] == 1
     assert narrow[0]["metrics"] == pytest.approx(wide[0]["metrics"], rel=1e-12)
+
+
+CUT = {"max_tokens": 7, "over_budget": "carry"}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_trees_and_samples_above_the_budget(name):
+    cut, wide = check(1, Layout(), name, **CUT), check(1, Layout(), name, max_tokens=10_000)
+    assert cut[0]["carried_tokens"] > 0
+    assert cut[0]["metrics"] == pytest.approx(wide[0]["metrics"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["p_kl top-k", "h_kl", "alm, rows"])
+@in_layouts("tp2-sp", "pp2", "dp2", ci=["tp2", "pp2-vpp2"], slow=["tp2-pp2", "tp2-sp-pp2-vpp2", "pp2-dp2"])
+def test_layouts_train_above_the_budget(size, layout, name):
+    outcomes = check(size, layout, name, **CUT)
+    assert outcomes[0]["carried_tokens"] > 0
+    if layout == Layout() and size == 2:
+        assert outcomes[0]["samples_here"] != outcomes[1]["samples_here"], "unequal ranks"
+
+
+@pytest.mark.parametrize("name", ["scores"])
+@pytest.mark.parametrize(("layout", "teacher"), [("dp2", {"teacher_tp": 2}), ("pp2", {"last_stage": True})])
+def test_teachers_in_other_layouts_above_the_budget(layout, teacher, name):
+    check(*LAYOUTS[layout], name, **CUT, **teacher)

@@ -17,6 +17,7 @@ from xtoken_texts import chunks_of_pairs, texts
 
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.utils.choices import OverBudget
 from mcore_prefix_tree.xtoken.pairs import Pair
 
 # Both leave padded columns on each rank of two.
@@ -40,6 +41,7 @@ class Job:
     rows: int | None = None
     teacher_tp: int | None = None
     last_stage: bool = False
+    over_budget: OverBudget = "repeat"
 
 
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
@@ -96,6 +98,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
             micro_batch_multiple=layout.pp if layout.vpp else 1,
             padding=Padding(multiple=multiple),
             only_supervised=True,
+            over_budget=job.over_budget,
         ),
         dp_rank=parallel_state.get_data_parallel_rank(),
         config=config,
@@ -124,6 +127,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         "metrics": divided(add_means(metrics for _, _, metrics in parts)),
         "micro_batches": len(batches),
         "samples_here": sum(map(len, step.sample_index)),
+        "carried_tokens": step.carried_tokens,
     }
     return outcome, local_parts(trainer.chunks, lambda parameter: parameter.main_grad)
 

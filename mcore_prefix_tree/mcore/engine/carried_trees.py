@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_prefix_tree.layout import fold
+from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.layout.tree_chunks import count_supervised
 from mcore_prefix_tree.mcore.engine.folding import Folding, plan_attention
 from mcore_prefix_tree.mcore.seam.layout_in_parts import LayoutInParts
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams
 from mcore_prefix_tree.plan import Carrying, ForestPlan, TreePart
+from mcore_prefix_tree.plan.carry import make_chunks
 from mcore_prefix_tree.plan.flops import ModelWork
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.trie import Sharing, Trie, sort_samples, trie_from_order
@@ -30,7 +31,7 @@ def fold_carrying(
     if carrying is None:
         return [folding.micro_batch([samples[index] for index in indices]) for indices in cut]
     trees = {
-        indices: _Tree.of([samples[index] for index in indices], runs, folding, trains=carrying.trains)
+        indices: _fold_tree([samples[index] for index in indices], runs, folding, trains=carrying.trains)
         for indices, runs in carrying.trees(cut).items()
     }
     batches: list[MicroBatch] = []
@@ -43,10 +44,31 @@ def fold_carrying(
     return batches
 
 
-def count_carried_bytes(plan: ForestPlan, folding: Folding, work: ModelWork) -> int:
+def cut_to_score(layout: FlatLayout, parts: int, folding: Folding) -> list[MicroBatch]:
+    """Cut a layout into parts of about one size, which run forward only, from the first to the last; some are empty.
+
+    Args:
+        layout: layout of complete samples, whose tokens with a weight are scored.
+        folding: settings of the micro-batches, of which those that plan are not read.
+    """
+    if parts == 1:
+        batch = folding.with_settings(layout, needed=layout.edge_weight != 0)
+        plan_attention(batch, folding.attention_backend, folding.attention_cases)
+        return [batch]
+    size = layout.physical_tokens
+    position = layout.position_ids[:size].astype(np.int64)
+    runs = make_chunks(position, sorted({size * number // parts for number in range(parts + 1)}))
+    in_parts = LayoutInParts.of(layout, runs, trains=False)
+    tree = _Tree(parts=in_parts, supervised=np.zeros(size, dtype=np.int64), folding=folding)
+    made = [tree.micro_batch(run) for run in runs]
+    return made + [folding.micro_batch([]) for _ in range(parts - len(made))]
+
+
+def count_carried_bytes(plan: ForestPlan, folding: Folding, work: ModelWork, *, hidden: bool = False) -> int:
     """Return the most bytes of keys, values, states and their gradients that a rank holds in a step.
 
     ``work`` has the number of layers and the size of states, of which a stage and a tensor rank has its share.
+    ``hidden`` is whether last hidden states are held, too.
     """
     if plan.carrying is None or not folding.attention_cases:
         return 0
@@ -54,6 +76,7 @@ def count_carried_bytes(plan: ForestPlan, folding: Folding, work: ModelWork) -> 
     stages, of_gradient = config.pipeline_model_parallel_size, torch.promote_types(case.dtype, torch.float32).itemsize
     layers = -(-(work.layers + work.window_layers + work.sparse_layers) // stages)
     of_token: int = layers * case.kv_heads * (case.head_dim + case.value_dim) * (case.dtype.itemsize + of_gradient)
+    of_token += hidden * config.hidden_size * (case.dtype.itemsize + of_gradient)
     of_state: int = 2 * work.state_bytes // (stages * config.tensor_model_parallel_size)
     return max(rank.held_tokens * of_token + rank.held_states * of_state for rank in plan.carrying)
 
@@ -65,13 +88,6 @@ class _Tree:
     parts: LayoutInParts
     supervised: Int64Array
     folding: Folding
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], runs: Sequence[TreePart], folding: Folding, *, trains: bool) -> _Tree:
-        """Fold a tree's samples, in depth-first order, to be run in parts."""
-        layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing), depths=folding.depths)
-        parts = LayoutInParts.of(layout, runs, trains=trains)
-        return cls(parts=parts, supervised=count_supervised(samples, layout), folding=folding)
 
     def micro_batch(self, run: TreePart) -> MicroBatch:
         """Return the micro-batch of a part; that of a first pass scores nothing."""
@@ -90,6 +106,13 @@ class _Tree:
         batch = replace(batch, packed_seq_params=params, forward_only=run.forward_only)
         plan_attention(batch, folding.attention_backend, folding.attention_cases)
         return batch
+
+
+def _fold_tree(samples: Sequence[Sample], runs: Sequence[TreePart], folding: Folding, *, trains: bool) -> _Tree:
+    """Fold a tree's samples, in depth-first order, to be run in parts."""
+    layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing), depths=folding.depths)
+    parts = LayoutInParts.of(layout, runs, trains=trains)
+    return _Tree(parts=parts, supervised=count_supervised(samples, layout), folding=folding)
 
 
 def _trie_as_planned(samples: Sequence[Sample], sharing: Sharing) -> Trie:

@@ -87,8 +87,10 @@ def with_rows(batch: MicroBatch, objective: Objective, targets: Targets, indices
     if isinstance(layout, ChunkLayout) and not (objective.sums_edges or batch.forward_only):
         is_first = layout.counts_samples
         return replace(batch, rows=objective.rows(targets, layout.whole, indices) if is_first else LossRows(count=0))
-    rows = objective.rows(targets, layout, indices, device=batch.input_ids.device)
-    return replace(batch, rows=rows, edges=rows.scored(batch.edges))
+    rows, params = objective.rows(targets, layout, indices, device=batch.input_ids.device), batch.packed_seq_params
+    if params.carry is not None and rows.above is not None:
+        params = replace(params, carry=replace(params.carry, head=params.carry.tokens.reading(rows.above)))
+    return replace(batch, rows=rows, edges=rows.scored(batch.edges), packed_seq_params=params)
 
 
 def for_model(batch: MicroBatch, model: Any) -> MicroBatch:

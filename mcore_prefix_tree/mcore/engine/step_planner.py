@@ -83,7 +83,7 @@ def fold_step(
             micro_batches=fold_micro_batches(samples, mine, job, targets, plan.carrying_of(job.dp_rank)),
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             carried_tokens=plan.carried_tokens,
-            carried_bytes=count_carried_bytes(plan, job.folding, job.work),
+            carried_bytes=count_carried_bytes(plan, job.folding, job.work, hidden=job.objective.output == "chunks"),
             metrics=metrics,
             seconds=time.perf_counter() - started,
         )

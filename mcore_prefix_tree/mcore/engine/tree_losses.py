@@ -79,11 +79,8 @@ class TreeLosses(StepHook):
         return made
 
     def _scoring(self, batch: MicroBatch) -> MicroBatch:
-        params, rows = batch.packed_seq_params, ScoringRows(count=0)
-        if not _is_chunk(batch):
-            return replace(self.folding.micro_batch([]), rows=rows)
-        assert params.carry is not None, "a chunk has it"
-        return replace(batch, rows=rows, packed_seq_params=replace(params, carry=params.carry.for_scoring(), depths=()))
+        scored = batch.for_scoring() if _is_chunk(batch) else self.folding.micro_batch([])
+        return replace(scored, rows=ScoringRows(count=0))
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> Sequence[MicroBatch]:
         """Return the micro-batches; on the last stage chunks have the parts of their trees' losses."""

@@ -1,7 +1,7 @@
 """Readouts of distillations: a teacher's hidden states, and the student's divergence by full vocabularies or by chunks.
 
-Legend: R rows (predictors with a row of the teacher's, or of scored tokens), h hidden size, Vl columns of the
-vocabulary on this rank, C chunks, N packed values.
+Legend: R rows (predictors with a row of the teacher's, or of scored tokens), m rows of other parts of a tree, h hidden
+size, Vl columns of the vocabulary on this rank, C chunks, N packed values.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
     objective: BoundCrossTokenizer
 
     def _pack(self, batch: MicroBatch, hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-        """Return gradient, then values ``[N, 1]``, from ``hidden`` ``[R, h]`` and ``weight`` ``[Vl, h]``."""
+        """Return gradient, then values ``[N, 1]``, from ``hidden`` ``[R + m, h]`` and ``weight`` ``[Vl, h]``."""
         lessons: tuple[ChunkLesson, ...] = batch.hook_data
         assert lessons, "the teachers are asked before the student"
         rows, values = chunk_rows(batch), []
@@ -136,7 +136,8 @@ class ChunkLosses(VocabularyReadout[LossOutput]):
             values.append(found)
         if self.objective.settings.reads_ce:
             edge_weight = -self.objective.ce_weight * rows.token_weight
-            total, logprob = head_weighted_sum(hidden, weight, head, edge_weight=edge_weight)
+            own = hidden[: len(batch.edges.row)]
+            total, logprob = head_weighted_sum(own, weight, head, edge_weight=edge_weight)
             gradient = gradient + (total - total.detach())
             values.append(logprob[batch.edges.token])
         return with_gradient(gradient, *values)

@@ -7,7 +7,7 @@ over kept sets, N, C sizes that a readout packs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -84,12 +84,14 @@ class VocabularyReadout(Readout[T_co]):
                 f"{name} asks the fused head, but the model's output layer only has logits; pass the model through "
                 "with_edge_head, or set fused=False"
             )
+        carry = batch.packed_seq_params.carry
         return request_arguments(
             HeadRequest(
                 edges=batch.edges,
                 temperature=batch.temperature,
                 head_chunk_rows=batch.head_chunk_rows,
                 answer=partial(self._pack, batch),
+                carry=None if carry is None or carry.head is None else replace(carry, states=carry.head),
             )
         )
 

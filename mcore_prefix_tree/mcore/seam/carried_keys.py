@@ -19,10 +19,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.utils.upload import moved
+from mcore_prefix_tree.utils.upload import moved, upload
 
 # Names what is kept: the module that attends or keeps a state, and for example "key".
 Tensors = tuple[object, str]
@@ -100,6 +102,13 @@ class Passage(NamedTuple):
             yield shelf, rows, slice(start, start + len(rows))
             start += len(rows)
 
+    def reading(self, chosen: npt.NDArray[np.int64]) -> Passage:
+        """Return the same on the host, but with only some of the rows that are read, int64 ``[m]``, ascending."""
+        borders = [(np.searchsorted(chosen, (part.start, part.stop)), part.start) for *_, part in self.parts()]
+        own = [upload(chosen[slice(*ends)] - start, "cpu") for ends, start in borders]
+        read = zip(self.read, own, strict=True)
+        return self._replace(read=tuple((shelf, rows[some]) for (shelf, rows), some in read if len(some)))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleCounts:
@@ -134,6 +143,7 @@ class Carry:
         store: the store of the tree.
         keeps: whether it runs forward only and fills the store: in a first pass, or where nothing trains.
         counts: its tokens that count for the samples of the tree; None where nothing trains.
+        head: last hidden states that the output layer reads, and those that others read; None if the loss reads none.
     """
 
     keys: TreeMetadata
@@ -144,6 +154,7 @@ class Carry:
     store: CarryStore
     keeps: bool
     counts: SampleCounts | None = None
+    head: Passage | None = None
 
     @property
     def size(self) -> int:
@@ -165,7 +176,7 @@ class Carry:
 
     def on(self, device: torch.device | str) -> Carry:
         """Return a copy on the device, with the same store."""
-        on_device = {name: moved(getattr(self, name), device) for name in ("tokens", "states", "counts")}
+        on_device = {name: moved(getattr(self, name), device) for name in ("tokens", "states", "counts", "head")}
         return replace(self, keys=self.keys.with_plans_on(device), **on_device)
 
     def with_stack(self, which: Tensors, values: torch.Tensor, *, along: Tensors | None = None) -> torch.Tensor:
@@ -185,6 +196,8 @@ class Carry:
         They have a gradient if one of ``inputs`` has, the tensors that the layer makes states of.
         """
         if not self.states.read:
+            if self.keeps:
+                self.forget(which)
             return None
         states: torch.Tensor = _ReadStates.apply(self, which, *inputs)  # type: ignore[no-untyped-call]
         return states

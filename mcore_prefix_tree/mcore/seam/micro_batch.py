@@ -104,6 +104,12 @@ class MicroBatch:
             ),
         )
 
+    def for_scoring(self) -> MicroBatch:
+        """Return the micro-batch for a pass over all parts of its tree, forward only, from the first to the last."""
+        params = self.packed_seq_params
+        carry = None if params.carry is None else params.carry.for_scoring()
+        return replace(self, packed_seq_params=replace(params, carry=carry, depths=()))
+
     def without_routes(self) -> MicroBatch:
         """Return the micro-batch for a model that routes by itself; it shares the plans of its attention."""
         params = self.packed_seq_params

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from mcore_prefix_tree.logprob import Edges, Head
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.vocab_size import vocab_size_of_layer
 
@@ -37,12 +38,15 @@ class HeadRequest:
         head_chunk_rows: most predictors whose logits the head holds at a time; None leaves it to the head.
         answer: function of these hidden states ``[R, h]``, or with D distributions over kept sets ``[R + D, h]``, the
             weight ``[Vl, h]`` and the head that returns ``[N, C]``.
+        carry: the hidden states of other chunks of a tree, in place of other states: m that are read come behind those
+            of the edges, and some are left. None for neither.
     """
 
     edges: Edges
     temperature: torch.Tensor | None
     head_chunk_rows: int | None
     answer: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor]
+    carry: Carry | None = None
 
     def __bool__(self) -> bool:
         """Refuse to be taken for ``runtime_gather_output=True``."""
@@ -110,21 +114,28 @@ def _answer(layer: Any, hidden: torch.Tensor, weight: torch.Tensor | None, reque
         weight = layer.weight
     assert weight is not None, "the model gives the weight that it shares with the embedding"
     edges = request.edges
-    rows: torch.Tensor
     if layer.sequence_parallel:
         # As in ColumnParallelLinear: each rank's gradient is of its columns only, so backward reduces and scatters.
-        whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
-        rows = whole.squeeze(1).index_select(0, edges.head_row)
-    else:
-        rows = hidden.squeeze(1).index_select(0, edges.head_row)
-        if layer.tp_group.size() > 1:
-            rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
+    rows = _take_rows(layer, hidden.squeeze(1), request)
+    if layer.tp_group.size() > 1 and not layer.sequence_parallel:
+        rows = copy_to_tensor_model_parallel_region(rows, group=layer.tp_group)
     head = _head(layer, weight, edges, request.temperature, head_chunk_rows=request.head_chunk_rows)
     answer = request.answer(rows, weight, head)[:, None]
     if head.multiplier != 1:
         # The model multiplies the output layer's result by this, and the head has done so with the logits.
         answer = answer.to(torch.promote_types(answer.dtype, torch.float32)) / head.multiplier
     return answer
+
+
+def _take_rows(layer: Any, hidden: torch.Tensor, request: HeadRequest) -> torch.Tensor:
+    """Return the rows of ``hidden`` ``[P, h]`` that a request reads, then those of other chunks, ``[R + m, h]``."""
+    rows, carry, which = hidden.index_select(0, request.edges.head_row), request.carry, (layer, "hidden state")
+    if carry is None:
+        return rows
+    if (given := carry.read_states(which, hidden)) is not None:
+        rows = torch.cat([rows, given])
+    return carry.leave_states(which, rows, hidden) if carry.states.left else rows
 
 
 def _head(

@@ -10,7 +10,7 @@ Legend: R rows of a teacher, h hidden size, Wl columns of its vocabulary on this
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mcore_prefix_tree.layout import Padding, fold
 from mcore_prefix_tree.logprob import Chunks, head_logprobs
 from mcore_prefix_tree.logprob.edges import ROWS, slices
-from mcore_prefix_tree.mcore.engine.folding import plan_attention
+from mcore_prefix_tree.mcore.engine.carried_trees import cut_to_score
+from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import TeacherHidden
 from mcore_prefix_tree.mcore.outputs.distillation import ChunkLesson, chunk_rows
@@ -61,29 +63,41 @@ class PairedTeachers(StepHook):
         self._losses: dict[int, ChunkLoss] = {}
 
     def prepare(self, batches: Sequence[MicroBatch], carrying: Carrying | None = None) -> Sequence[MicroBatch]:
-        """Return the micro-batches with the same samples in the tokens of each teacher."""
-        return [replace(batch, hook_data=tuple(self._of_teachers(batch))) for batch in batches]
+        """Return the micro-batches with the same samples in the tokens of each teacher.
 
-    def _of_teachers(self, batch: MicroBatch) -> list[MicroBatch]:
-        found = []
-        for model, taught in zip(self.models, chunk_rows(batch).taught, strict=True):
-            asked = MicroBatch.from_layout(
-                taught.layout,
+        If these samples are a tree in parts, so are the teacher's: as many parts, one after another.
+        """
+        asked = [self._asked(number, batches) for number in range(len(self.models))]
+        return [replace(batch, hook_data=own) for batch, own in zip(batches, zip(*asked, strict=True), strict=True)]
+
+    def _asked(self, number: int, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return what each micro-batch asks a teacher; a first pass asks nothing."""
+        model, asked = self.models[number], list(batches)
+        for places in _trees(batches, number):
+            one = batches[places[0]]
+            folding = Folding(
+                max_tokens=one.layout.padded_size,
+                dp_size=1,
+                cost_model=None,
+                device=self.device,
+                padding=Padding(multiple=self.objective.pad_to_multiple_of),
                 attention_backend=model.attention_backend,
-                deterministic_attention=batch.packed_seq_params.deterministic_attention,
-                needed=taught.layout.loss_weight != 0,
-                head_chunk_rows=batch.head_chunk_rows,
+                attention_cases=tuple(model.attention_cases),
+                deterministic_attention=one.packed_seq_params.deterministic_attention,
+                only_supervised=True,
+                head_chunk_rows=one.head_chunk_rows,
             )
-            plan_attention(asked, model.attention_backend, model.attention_cases)
-            found.append(asked)
-        return found
+            parts = cut_to_score(chunk_rows(one).taught[number].layout, len(places), folding)
+            for place, part in zip(places, parts, strict=True):
+                asked[place] = replace(part, forward_only=one.forward_only)
+        return asked
 
     def before_step(self, batches: Sequence[MicroBatch], student: Forward) -> list[MicroBatch]:
         taught = self._taught(batches)
         if self.objective.settings.scaling != "dynamic":
             return taught
         with torch.no_grad():
-            return _balanced(taught, student(taught))
+            return _balanced(taught, student(_for_scoring(taught)))
 
     def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         asked = [[batch.hook_data[number] for batch in batches] for number in range(len(self.models))]
@@ -125,9 +139,10 @@ class PairedTeachers(StepHook):
                 self._losses[number] = make_loss(settings, vocabularies)
             loss = self._losses[number]
         terms = ChunkTerms(loss=loss, temperature=settings.temperature, scale=settings.scale)
+        of_trees = [_joined(batches, number, of_model) for of_model in taught_by]
         return [
             ChunkLesson(
-                taught_by=tuple(of_model[at] for of_model in taught_by),
+                taught_by=tuple(of_model[at] for of_model in of_trees),
                 mix=mix,
                 terms=terms,
                 vocabularies=vocabularies,
@@ -184,7 +199,7 @@ class PairedTeachers(StepHook):
         size = self._both(number, len(found[0].weight)).teacher.size
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for one, batch in zip(found, asked, strict=True):
-            weight = torch.from_numpy(batch.layout.loss_weight).to(self.device)
+            weight = torch.from_numpy(batch.layout.edge_weight).to(self.device)
             with torch.no_grad():
                 logprob, _ = head_logprobs(one.hidden, one.weight, replace(one.head, vocab_size=size))
             assert one.head.edges.token is not None
@@ -209,6 +224,42 @@ class ExportedTeacher(PairedTeachers):
         (share,) = self.objective.settings.teacher_weights or [1.0]
         lessons = self._lessons(batches, 0, (), (), share, columns)
         return [replace(batch, hook_data=(lesson,)) for batch, lesson in zip(batches, lessons, strict=True)]
+
+
+def _trees(batches: Sequence[MicroBatch], number: int) -> Iterable[list[int]]:
+    """Return the places of the micro-batches that have the same samples, in the tokens of a teacher."""
+    places: dict[int, list[int]] = {}
+    for place, batch in enumerate(batches):
+        places.setdefault(id(chunk_rows(batch).taught[number].layout), []).append(place)
+    return places.values()
+
+
+def _joined(batches: Sequence[MicroBatch], number: int, found: Sequence[TeacherHidden]) -> list[TeacherHidden]:
+    """Return for each micro-batch the hidden states of all parts of its tree, from those of each part."""
+    joined = list(found)
+    for places in _trees(batches, number):
+        if len(places) > 1:
+            tree = replace(found[places[0]], hidden=torch.cat([found[place].hidden for place in places]))
+            for place in places:
+                joined[place] = tree
+    return joined
+
+
+def _for_scoring(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return as many micro-batches for a pass over all parts of trees; in place of first passes they are empty."""
+    carries = [batch.packed_seq_params.carry for batch in batches if not batch.forward_only]
+    trains = any(carry is not None and not carry.keeps for carry in carries)
+    scored = []
+    for batch in batches[::-1] if trains else batches:
+        one = batch.for_scoring()
+        if batch.forward_only:
+            empty = MicroBatch.from_layout(
+                fold([], padded_size=parallel_state.get_tensor_model_parallel_world_size()),
+                attention_backend=batch.packed_seq_params.attention_backend,
+            )
+            one = replace(empty, rows=batch.rows, hook_data=batch.hook_data)
+        scored.append(one)
+    return scored
 
 
 def _balanced(batches: Sequence[MicroBatch], reported: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:

@@ -224,8 +224,6 @@ class TeacherModel(StepHook):
         return MicroBatch.from_layout(layout, attention_backend=self.attention_backend)
 
     def _on_backend(self, batch: MicroBatch) -> MicroBatch:
-        batch = batch.without_routes()  # they are of the student's experts
-        params = batch.packed_seq_params
-        carry = None if params.carry is None else params.carry.for_scoring()
-        params = replace(params, attention_backend=self.attention_backend, carry=carry, depths=())
+        batch = batch.without_routes().for_scoring()  # routes are of the student's experts
+        params = replace(batch.packed_seq_params, attention_backend=self.attention_backend)
         return replace(batch, packed_seq_params=params)

@@ -13,7 +13,7 @@ from mcore_prefix_tree.xtoken.losses.common_columns import Part
 from mcore_prefix_tree.xtoken.losses.make_loss import make_loss
 from mcore_prefix_tree.xtoken.losses.outcomes import Endings
 from mcore_prefix_tree.xtoken.losses.p_kl import top_columns
-from mcore_prefix_tree.xtoken.losses.row_blocks import Block, cut_blocks, ordered
+from mcore_prefix_tree.xtoken.losses.row_blocks import Block, cut_blocks, ordered, take_ending
 from mcore_prefix_tree.xtoken.modes import LossSettings
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "largest_logits",
     "make_loss",
     "ordered",
+    "take_ending",
     "teacher_logits",
     "top_columns",
 ]

@@ -7,7 +7,7 @@ each), k any number of columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,11 @@ class Block:
 def ordered(chunks: Chunks) -> Chunks:
     """Return the chunks by their first predictors, so that chunks of one block read the same rows if possible."""
     first = [side.rows[side.starts[:-1]] for side in (chunks.teacher, chunks.student)]
-    order = np.lexsort(first)
+    return take(chunks, np.lexsort(first))
+
+
+def take(chunks: Chunks, order: Int64Array) -> Chunks:
+    """Return some of the chunks in an order, int64 ``[C]``."""
     return Chunks(
         student=_taken(chunks.student, order),
         teacher=_taken(chunks.teacher, order),
@@ -81,6 +85,13 @@ def ordered(chunks: Chunks) -> Chunks:
         multiplicity=chunks.multiplicity[order],
         first_sample=chunks.first_sample[order],
     )
+
+
+def take_ending(chunks: Chunks, start: int, end: int) -> Chunks:
+    """Return the chunks whose last predictor of the student's is in ``start:end``, with its rows counted from there."""
+    last = chunks.student.rows[chunks.student.starts[1:] - 1]
+    own = take(chunks, np.flatnonzero((last >= start) & (last < end)))
+    return replace(own, student=replace(own.student, rows=own.student.rows - start))
 
 
 def cut_blocks(
