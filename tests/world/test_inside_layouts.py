@@ -32,6 +32,25 @@ def test_parts(size: int, layout: Layout) -> None:
     check(inside(size, layout, InsideJob(max_tokens=7)), unfolded_oracle(), FP64)
 
 
+@pytest.mark.parametrize(
+    ("layout", "job"),
+    [
+        pytest.param(Layout(tp=2, sequence_parallel=True), InsideJob(config=MOE), id="moe-tp2-sp"),
+        pytest.param(Layout(pp=2), InsideJob(config=LATENT), id="latent-pp2"),
+        pytest.param(
+            Layout(tp=2, sequence_parallel=True),
+            InsideJob(positions="mrope", config=(("mrope_section", [4, 2, 2]),)),
+            id="pictures-tp2-sp",
+        ),
+        pytest.param(Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2", marks=pytest.mark.ci),
+    ],
+)
+def test_parts_of_other_models(layout: Layout, job: InsideJob) -> None:
+    config = () if job.positions == "mrope" else job.config
+    limit = FP32_INSIDE if job.config == MOE else FP64
+    check(inside(2, layout, replace(job, max_tokens=7)), unfolded_oracle(config), limit)
+
+
 def test_parts_give_a_gradient_to_be_summed_once() -> None:
     """Megatron's DDP sums over ranks when each parameter has had as many gradients as in the first step."""
     job = InsideJob(max_tokens=12, overlaps=True)
