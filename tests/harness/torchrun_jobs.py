@@ -141,14 +141,14 @@ def figures(parts: list[str]) -> dict[str, float]:
 
 
 def reported(done: Ended) -> list[dict[str, float]]:
-    """Metrics of each step, and its loss, gradient and learning rate."""
+    """Metrics of each step, and its loss, gradient and learning rate; not how many tokens were carried."""
     assert done.code == 0, done.err
     steps = []
     for line in done.out.splitlines():
         if line.startswith("step "):
             steps.append(figures(line.split(" | ")[1:4]))
         elif line.startswith("  ") and steps:
-            steps[-1] |= figures(line.strip().split(" | "))
+            steps[-1] |= figures([part for part in line.strip().split(" | ") if not part.startswith("carried ")])
     return steps
 
 

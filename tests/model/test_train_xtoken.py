@@ -86,6 +86,16 @@ def test_further_depths_do_not_see_the_budget(folder):
     assert all(step.carried_tokens > 0 for step in cut.reports)
 
 
+def test_hidden_states_are_held_like_keys_and_values(folder):
+    """A token's two layers have keys and values of 2 heads of 8; its last hidden state has 32 numbers."""
+    given = ("batch.max_tokens=8", "train_iters=2")
+    across = train(folder / "student.yaml", *settings(folder), *given)
+    supervised = train(folder / "student.yaml", *FLOAT64, *given)
+    for one, other in zip(across.reports, supervised.reports, strict=True):
+        assert one.carried_tokens == other.carried_tokens > 0
+        assert one.carried_bytes == other.carried_bytes * (2 * 2 * 2 * 8 + 32) // (2 * 2 * 2 * 8)
+
+
 def test_the_student_comes_closer_to_its_teacher(folder):
     held_out = [f"validation.path={folder / 'student.jsonl'}", "validation.eval_interval=20"]
     notes = train(folder / "student.yaml", *settings(folder), *held_out, "train_iters=20")

@@ -59,6 +59,14 @@ def test_two_ranks_report_like_one(given: list[str], one_process: list[dict[str,
     assert reported(run(2, "train", *given, *LAYOUTS[layout])) == one_process
 
 
+@pytest.mark.parametrize("layout", ["tensor and sequence", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
+def test_two_ranks_do_not_see_the_budget(given: list[str], one_process: list[dict[str, float]], layout: str) -> None:
+    cut = ("batch.max_tokens=8", "batch.over_budget=carry")
+    done = run(2, "train", *given, *cut, *LAYOUTS[layout])
+    assert "carried" in done.out
+    assert reported(done) == one_process
+
+
 @pytest.mark.parametrize(
     "layout", ["tensor_model_parallel_size: 2", pytest.param("pipeline_model_parallel_size: 2", marks=pytest.mark.slow)]
 )
