@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from harness.carried_trees import assert_equal, carried, small_tree, train, unfolded
+from harness.fla_in_torch import fla_in_torch
 from harness.in_double import kept_double
 from harness.seam_models import (
     DELTA_NET,
@@ -98,6 +99,21 @@ def test_segments_of_several_chunks_of_a_rule(name: str) -> None:
     batches = carried(samples, cuts, pass_tokens=100)
     assert any(len(Levels.of(one.packed_seq_params.tree_metadata).levels) > 1 for one in batches)
     assert_equal(train(tree, batches), unfolded(stock, samples), FP64)
+
+
+@pytest.mark.parametrize("name", ["Gated DeltaNet", "both", "full recompute"])
+def test_states_of_fla_pass_between_chunks(name: str) -> None:
+    samples = [one for one in deep_samples(5) if one.tokens[0] == deep_samples(5)[0].tokens[0]]
+    stock, tree = make_twins(name)
+    mixers = [one for one in tree.modules() if hasattr(one, "gated_delta_rule")]
+    for mixer in mixers:
+        mixer.gated_delta_rule = None  # FLA's whole rule, which is not called
+    cuts = [63, 64, 90, fold(samples).physical_tokens - 5]
+    with fla_in_torch() as calls:
+        found = train(tree, carried(samples, cuts, pass_tokens=100))
+    assert_equal(found, unfolded(stock, samples), FP64)
+    assert mixers
+    assert calls["chunk_gated_delta_rule_bwd_dhu"] > len(mixers) * len(cuts)
 
 
 @pytest.mark.parametrize("settings", [{}, RECOMPUTE["layers"]], ids=["plain", "full recompute"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from harness.fla_in_torch import RULE, fla_in_torch
 from harness.in_double import kept_double
 from harness.marks import quick
 from harness.seam_models import (
@@ -41,7 +43,7 @@ from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 if not HAS_DELTA_NET:
     pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19", allow_module_level=True)
 
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn, torch_chunk_gated_delta_rule
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 
 from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
@@ -151,41 +153,27 @@ def test_padding_changes_nothing(padding: int) -> None:
         expected = found
 
 
-def fla_rule(calls: list[Any]) -> Any:
-    """A stand-in with the contract of FLA's ``chunk_gated_delta_rule``: sequences in one row, each from its state."""
-
-    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, Any]:
-        borders, initial, keeps = (given.pop(name) for name in ("cu_seqlens", "initial_state", "output_final_state"))
-        calls.append((borders.tolist(), None if initial is None else tuple(initial.shape), keeps))
-        assert borders.dtype is torch.int64
-        starts = [(i, at) for i, n in enumerate(borders.diff().tolist()) for at in range(-(-n // 64))]
-        assert given.pop("chunk_indices").tolist() == [list(one) for one in starts]
-        assert int(borders[-1]) == q.shape[1]
-        out, states = [], []
-        for i, (start, end) in enumerate(zip(borders.tolist(), borders[1:].tolist(), strict=False)):
-            own = {name: x[:, start:end] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-            state = None if initial is None else initial[i : i + 1]
-            parts = (x[:, start:end] for x in (q, k, v))
-            mixed, last = torch_chunk_gated_delta_rule(*parts, initial_state=state, output_final_state=True, **own)
-            out.append(mixed)
-            states.append(last)
-        return torch.cat(out, dim=1), torch.cat(states) if keeps else None
-
-    return rule
-
-
-def test_fla_gets_one_call_a_level() -> None:
+def test_layer_follows_levels_with_functions_of_fla() -> None:
     stock, tree = make_twins("G*")
-    calls: list[Any] = []
-    tree.decoder.layers[0].self_attention.gated_delta_rule = fla_rule(calls)
+    tree.decoder.layers[0].self_attention.gated_delta_rule = lambda *_, **__: pytest.fail("FLA's rule was called")
     samples = deep_samples(13)
-    assert_folded_is_unfolded(stock, tree, samples)
-    levels = Levels.of(batch_of(samples).packed_seq_params.tree_metadata).levels
-    calls = calls[: len(levels)]
-    assert [borders for borders, _, _ in calls] == [level.cu_lens.tolist() for level in levels]
-    assert [keeps for _, _, keeps in calls] == [level.kept > 0 for level in levels]
-    heads, key, value = 4, 8, 12
-    assert [shape for _, shape, _ in calls] == [None, *((len(level.lens), heads, key, value) for level in levels[1:])]
+    with fla_in_torch() as calls:
+        assert_folded_is_unfolded(stock, tree, samples)
+    levels = len(Levels.of(batch_of(samples).packed_seq_params.tree_metadata).levels)
+    assert calls["chunk_gated_delta_rule_bwd_dhu"] == levels
+
+
+def test_fla_without_its_functions_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fla_in_torch():
+        monkeypatch.setattr(gdn, "chunk_gated_delta_rule", lambda *_, **__: None)
+        make_tree("G")
+        monkeypatch.delattr(sys.modules[RULE], "chunk_fwd_o")
+        with pytest.raises(
+            ImportError, match=r"takes flash-linear-attention 0\.4\.2 to .* in chunk_fwd_o; pip install"
+        ):
+            make_tree("G")
+        monkeypatch.setattr(gdn, "chunk_gated_delta_rule", gdn.torch_chunk_gated_delta_rule)
+        make_tree("G")
 
 
 def test_deterministic_attention_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

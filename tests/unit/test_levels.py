@@ -48,6 +48,7 @@ def test_each_state_comes_from_the_token_before_on_the_path(metadata: TreeMetada
     for depth, level in enumerate(levels.levels):
         borders = (level.start + level.cu_lens).tolist()
         assert (borders[-1], len(borders) - 1) == (level.end, len(level.lens))
+        assert level.offsets.tolist() == [0, *np.cumsum(-(-level.lens // 64)).tolist()]
         ends = []
         for start, end, parent in zip(borders, borders[1:], level.parent.tolist(), strict=False):
             assert start < end
@@ -60,6 +61,22 @@ def test_each_state_comes_from_the_token_before_on_the_path(metadata: TreeMetada
     assert not states
     assert [seen[token] for token in range(metadata.padded_size)] == paths(metadata)
     assert torch.equal(levels.order[levels.inverse], torch.arange(metadata.padded_size))
+
+
+@given(FORESTS)
+def test_all_levels_are_one_row_of_segments(metadata: TreeMetadata) -> None:
+    levels, expected = Levels.of(metadata), paths(metadata)
+    lens = np.concatenate([level.lens for level in levels.levels])
+    assert levels.cu_lens.diff().tolist() == lens.tolist()
+    assert levels.chunks.tolist() == [[at, part] for at, size in enumerate(lens) for part in range(-(-size // 64))]
+    # The states, as the tokens that each has seen.
+    order, states, segment = levels.order.tolist(), [[]], 0
+    for level in levels.levels:
+        ends = (levels.cu_lens[segment + 1 :][: level.kept] - 1).tolist()
+        states += [expected[order[end]] for end in ends]
+        segment += len(level.lens)
+    for start, state in zip(levels.first.tolist(), levels.first_state.tolist(), strict=True):
+        assert states[state] == expected[order[start]][:-1]
 
 
 @given(FORESTS, st.integers(1, 5))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
+from harness.wheels import wheel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lib"))
 
@@ -42,28 +40,6 @@ def require_series(megatron_lm: Path) -> None:
         source_patches.series_for(source_patches.Target.megatron_lm(megatron_lm), source_patches.read_manifest())
     except source_patches.PatchError as error:
         pytest.skip(str(error))
-
-
-def wheel(name: str, version: str, cache: pytest.Cache) -> Path:
-    """A wheel's content, unpacked once; skips where pip cannot download it. Both projects' are small."""
-    folder = cache.mkdir("wheels") / f"{name}-{version}"
-    if not folder.is_dir():
-        download = Path(tempfile.mkdtemp(dir=folder.parent))  # other workers may want the same
-        # The Python files are the same in every wheel of a version: any one will do.
-        options = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64"]
-        command = [sys.executable, "-m", "pip", "download", *options, "--platform=any", "--dest", str(download)]
-        result = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True)
-        if result.returncode:
-            reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "no message")
-            pytest.skip(f"pip cannot download {name} {version}: {reason}")
-        (archive,) = download.glob("*.whl")
-        unpacked = download / "unpacked"
-        with zipfile.ZipFile(archive) as content:
-            content.extractall(unpacked)
-        with contextlib.suppress(OSError):  # another worker was first
-            unpacked.rename(folder)
-        shutil.rmtree(download)
-    return folder
 
 
 def installed_core() -> str | None:

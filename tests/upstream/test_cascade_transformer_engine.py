@@ -13,7 +13,7 @@ import pytest
 from attention_cases import assert_close_to_reference
 from fused_attention import FusedAttention, install
 from harness.oracles import metadata_of, random_forest
-from sources import wheel
+from harness.wheels import wheel
 
 from mcore_prefix_tree.attention.cascade import attention_through
 from mcore_prefix_tree.attention.cascade.cuda import TransformerEngine

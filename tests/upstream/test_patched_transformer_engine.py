@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from sources import ROOT, TRANSFORMER_ENGINE, patches, wheel
+from harness.wheels import wheel
+from sources import ROOT, TRANSFORMER_ENGINE, patches
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.attention import tree_attention

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness.marks import quick
+from harness.wheels import wheel
 from sources import (
     MEGATRON,
     ROOT,
@@ -24,7 +25,6 @@ from sources import (
     megatron_core,
     patches,
     source_patches,
-    wheel,
 )
 
 PATCHES = ROOT / "patches"

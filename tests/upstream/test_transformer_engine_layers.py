@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sources import ROOT, installed_core, megatron_core, patches, require_series, wheel
+from harness.wheels import wheel
+from sources import ROOT, installed_core, megatron_core, patches, require_series
 
 pytestmark = [
     pytest.mark.ci,

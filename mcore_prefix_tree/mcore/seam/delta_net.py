@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size
+from mcore_prefix_tree.mcore.seam.delta_levels import check_kernels, follow_levels
 from mcore_prefix_tree.mcore.seam.levels import (
     Levels,
     Padded,
@@ -53,7 +54,7 @@ class TreeDeltaNetMixin:
         """Reject the settings that :func:`check_config` rejects, and a machine without FLA; initialise the base class.
 
         Raises:
-            ImportError: FLA is not installed.
+            ImportError: FLA is not installed, or lacks functions that a tree needs.
         """
         check_config(config)
         if not common.HAVE_FLA:
@@ -62,6 +63,8 @@ class TreeDeltaNetMixin:
                 "pip install flash-linear-attention"
             )
         super().__init__(config, submodules, layer_number, *args, **kwargs)  # type: ignore[call-arg]
+        if self.gated_delta_rule is not gdn.torch_chunk_gated_delta_rule:
+            check_kernels()
         if self.tp_size > 1 and not config.sequence_parallel:
             # Each rank's gradient has its own heads only, and upstream sums it under sequence parallelism alone.
             for parameter in filter(lambda one: one.requires_grad, self.out_norm.parameters()):
@@ -142,32 +145,19 @@ class TreeDeltaNetMixin:
         """Return the rule's output ``[1, P, H, V]`` of queries, keys, values, decays and betas ``[1, P, H, ...]``."""
         metadata = tree.tree_metadata
         assert metadata is not None
-        levels = metadata.derived("levels", Levels.of).levels
-        batches: list[tuple[Padded, ...] | None] = [None] * len(levels)
-        if is_torch or self.gated_delta_rule is gdn.torch_chunk_gated_delta_rule:
-            batches = list(metadata.derived("padded levels", PaddedLevels.of).levels)
+        levels, states = metadata.derived("levels", Levels.of), read_states(tree, self, *given)
+        if not is_torch and self.gated_delta_rule is not gdn.torch_chunk_gated_delta_rule:
+            mixed, states = follow_levels(levels, states, *given)
+            return leave_states(tree, self, mixed, states)
         out: list[torch.Tensor] = []
-        states = read_states(tree, self, *given)
-        for level, padded in zip(levels, batches, strict=True):
+        batches = metadata.derived("padded levels", PaddedLevels.of).levels
+        for level, padded in zip(levels.levels, batches, strict=True):
             part = [one[:, level.start : level.end] for one in given]
-            initial = states[-1][level.parent] if states else None
-            if padded is None:
-                sequences = {"cu_seqlens": level.cu_lens, "chunk_indices": level.chunks}
-                mixed, last = _rule(
-                    self.gated_delta_rule, part, initial, output_final_state=level.kept > 0, **sequences
-                )
-            else:
-                mixed, last = _padded_rule(part, initial, padded)
+            mixed, last = _padded_rule(part, states[-1][level.parent] if states else None, padded)
             out.append(mixed)
             if level.kept:
                 states.append(last[: level.kept])
         return leave_states(tree, self, torch.cat(out, dim=1), states)
-
-
-def _rule(rule: Any, given: list[torch.Tensor], initial: torch.Tensor | None, **settings: Any) -> Any:
-    """Return output ``[b, s, H, V]`` and last states ``[n, H, K, V]`` of FLA's rule, or of upstream's in torch."""
-    query, key, value, decay, beta = given
-    return rule(query, key, value, g=decay, beta=beta, initial_state=initial, use_qk_l2norm_in_kernel=False, **settings)
 
 
 def _padded_rule(
@@ -180,11 +170,9 @@ def _padded_rule(
         query, key, value, *gates = (one[0].index_select(0, batch.tokens).unflatten(0, shape) for one in given)
         # Without decay and with a beta of 0 a token changes no state.
         decay, beta = (gate.masked_fill(~batch.is_token.unsqueeze(-1), 0) for gate in gates)
-        mixed, last = _rule(
-            gdn.torch_chunk_gated_delta_rule,
-            [query, key, value, decay, beta],
-            None if initial is None else initial[first : first + len(batch.is_token)],
-            output_final_state=True,
+        before = None if initial is None else initial[first : first + len(batch.is_token)]
+        mixed, last = gdn.torch_chunk_gated_delta_rule(
+            query, key, value, g=decay, beta=beta, initial_state=before, output_final_state=True
         )
         out.append(mixed.flatten(0, 1).index_select(0, batch.own))
         states.append(last)

@@ -39,6 +39,7 @@ class Level:
         kept: number of segments whose last state is kept, for children or for other micro-batches.
         chunks: int64 ``[c, 2]``, the segment and the place in it of each chunk of 64 tokens. FLA's rule would compute
             them from ``cu_lens``, and wait for the device.
+        offsets: int64 ``[n + 1]``, number of chunks before each segment, and of all.
         lens: int64 NumPy ``[n]``, tokens of each segment.
     """
 
@@ -48,6 +49,7 @@ class Level:
     parent: torch.Tensor
     kept: int
     chunks: torch.Tensor
+    offsets: torch.Tensor
     lens: Int64Array
 
 
@@ -60,6 +62,8 @@ class Levels:
 
     Attributes:
         levels: from the roots down.
+        cu_lens: int64 ``[G + 1]``, borders of the segments of all levels; ``chunks`` and ``offsets`` as a level's.
+        first_state: int64 ``[G]``, the state that each segment begins with; one of zeros comes first if none is given.
         order: int64 ``[P]``, flat index of each token.
         inverse: int64 ``[P]``, place of each flat token in ``order``.
         host_order: the same as a NumPy array.
@@ -73,6 +77,10 @@ class Levels:
     """
 
     levels: tuple[Level, ...]
+    cu_lens: torch.Tensor
+    chunks: torch.Tensor
+    offsets: torch.Tensor
+    first_state: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
     host_order: Int64Array
@@ -108,8 +116,13 @@ class Levels:
         predecessor[first] = np.where(parent >= 0, inverse[ends[parent] - 1], before_root)[by_level]
         state = np.empty(len(parent), dtype=np.int64)
         state[by_level] = np.cumsum(is_kept[by_level]) - 1 + (handover.num_given + 1) * (handover.num_given > 0)
+        first_state = np.where(parent >= 0, state[parent] + (handover.num_given == 0), given)
         return cls(
             levels=tuple(_levels(by_level, level, lens, parent, given, is_kept, device)),
+            cu_lens=upload(np.append(first, size), device),
+            chunks=upload(_chunks(lens), device),
+            offsets=upload(_offsets(lens), device),
+            first_state=upload(first_state[by_level], device),
             order=upload(order, device),
             inverse=upload(inverse, device),
             host_order=order,
@@ -173,6 +186,7 @@ def _levels(
                 parent=upload(above[chosen], device),
                 kept=int(is_kept[chosen].sum()),
                 chunks=upload(_chunks(own), device),
+                offsets=upload(_offsets(own), device),
                 lens=own,
             )
         )
@@ -180,12 +194,14 @@ def _levels(
     return made
 
 
+def _offsets(lens: Int64Array) -> Int64Array:
+    return np.append(0, np.cumsum(-(-lens // CHUNK)))
+
+
 def _chunks(lens: Int64Array) -> Int64Array:
-    counts = -(-lens // CHUNK)
-    first = np.cumsum(counts) - counts
-    return np.column_stack(
-        [np.repeat(np.arange(len(lens)), counts), np.arange(counts.sum()) - np.repeat(first, counts)]
-    )
+    first = _offsets(lens)
+    segment = np.repeat(np.arange(len(lens)), np.diff(first))
+    return np.column_stack([segment, np.arange(first[-1]) - first[segment]])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
