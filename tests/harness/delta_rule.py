@@ -90,7 +90,7 @@ def level_by_level(levels: Levels, given: torch.Tensor, *inputs: torch.Tensor) -
 def run(
     rule: Rule, levels: Levels, inputs: Sequence[torch.Tensor], *, reads_out: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The output, the states, and every gradient of a sum of both, or of the states alone."""
+    """The output, the states, and every gradient of a sum of both, or of the states only."""
     *of_tokens, given = inputs
     out, kept = rule(levels, given, *of_tokens)
     generator = torch.Generator().manual_seed(1)

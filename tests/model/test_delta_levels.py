@@ -35,7 +35,7 @@ def in_double() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("forest", FORESTS)
-@pytest.mark.parametrize("reads_out", [True, False], ids=["all", "states alone"])
+@pytest.mark.parametrize("reads_out", [True, False], ids=["all", "only states"])
 def test_levels_are_paths(forest: str, reads_out: bool) -> None:
     parts = [Levels.of(metadata) for metadata in FORESTS[forest]()]
     for levels in parts:
