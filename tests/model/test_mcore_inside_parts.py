@@ -186,7 +186,7 @@ def check_logits_of_hidden(model: Any, stock: Any, call: dict[str, Any]) -> None
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    """Also where the input of the decoder has none, as with adapters."""
+    """Also where the input of the decoder has none, for example with adapters."""
     stock, tree = make("attention")
     for model in (stock, tree):
         for name, parameter in model.named_parameters():
@@ -208,7 +208,7 @@ def test_forward_only(training: bool) -> None:
 
 
 def test_scores_are_those_of_training_to_the_bit() -> None:
-    """So an importance ratio of the first update is 1."""
+    """So a ratio of the first update, for example of GRPO, is 1."""
     model, call = inside(make("attention")[1], max_tokens=5), packed(ROWS)
     labels = some_labels(call)
     with torch.no_grad():
