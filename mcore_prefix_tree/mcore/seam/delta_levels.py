@@ -137,7 +137,7 @@ class _FollowLevels(torch.autograd.Function):
             d_h.insert(0, of_chunks)
             d_value.insert(0, of_tokens)
             if of_first is not None:
-                above.index_add_(0, level.parent, of_first)
+                above.index_put_((level.parent,), of_first, accumulate=True)  # adds in one order on a GPU
         d_written = _joined(d_value)
         read = {"v": new_value, "w": w, "h": h, "dv": d_written, "dh": _joined(d_h), "scale": scale}
         d_query, d_key, d_w, d_total = rule.chunk_bwd_dqkwg(**tokens, **read, **every)
