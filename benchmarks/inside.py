@@ -3,6 +3,7 @@
 
     OMP_NUM_THREADS=1 benchmarks/inside.py      # writes benchmarks/results/inside.json; minutes
     benchmarks/inside.py --device cuda          # bf16, with TransformerEngine's attention; writes inside_<GPU>.json
+    benchmarks/inside.py --parts                # a micro-batch in parts; writes inside_parts.json
 
 Both models are a stock GPTModel with the same weights. Megatron-Core has no attention for packed rows on a CPU, so both
 use ``mcore_prefix_tree.cpu.dot_product`` there: one call of torch's fused attention per row. Times on a CPU are CPU
@@ -79,6 +80,8 @@ WORKLOADS: dict[str, Callable[[], list[Sample]]] = {
 }
 if TAU_BENCH.exists():
     WORKLOADS["5 turns of a rollout of τ-bench"] = lambda: rollouts(TAU_BENCH, 1, 2)
+# A micro-batch of a prompt's tokens, answers and their tokens, and the sizes of the parts that it runs in.
+PARTED, PARTS = (4096, 16, 768), (4096, 1024)
 
 
 @contextmanager
@@ -100,8 +103,11 @@ def one_rank(device: torch.device) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def models(shape: dict[str, int], device: torch.device) -> tuple[Any, Any]:
-    """Return a stock GPT that takes packed rows, and one with the same weights that folds inside."""
+def models(shape: dict[str, int], device: torch.device, parts: Sequence[int] = ()) -> tuple[Any, ...]:
+    """Return a stock GPT that takes packed rows, and those with the same weights that fold inside.
+
+    The first of these runs a micro-batch at once, the others in parts of at most as many tokens.
+    """
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -129,12 +135,14 @@ def models(shape: dict[str, int], device: torch.device) -> tuple[Any, Any]:
         spec = exchanged(local, {DotProductAttention: PackedAttention})
     else:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    stock, tree = (
+    stock, *trees = (
         GPTModel(config, one, VOCAB, 32768, position_embedding_type="rope").to(device, dtype)
-        for one in (spec, with_prefix_tree(spec))
+        for one in (spec, *[with_prefix_tree(spec)] * (1 + len(parts)))
     )
-    tree.load_state_dict(stock.state_dict())
-    return stock, fold_inside(tree)
+    for tree, most in zip(trees, (None, *parts), strict=True):
+        tree.load_state_dict(stock.state_dict())
+        fold_inside(tree, max_tokens=most)
+    return stock, *trees
 
 
 def packed(samples: Sequence[Sample], device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
@@ -209,6 +217,22 @@ def measure(stock: Any, folds: Any, name: str, samples: Sequence[Sample], rounds
     }
 
 
+def measure_parts(folds: Sequence[Any], samples: Sequence[Sample], rounds: int) -> list[dict[str, Any]]:
+    """Return the seconds and the peak memory of a micro-batch by the size of parts, that of the first model at once."""
+    device = next(folds[0].parameters()).device
+    call, labels = packed(samples, device)
+    rows: list[dict[str, Any]] = [{"seconds": [], "peak_bytes": 0} for _ in folds]
+    for _ in range(rounds):
+        for model, row in zip(folds, rows, strict=True):
+            peak = PeakMemory(device)
+            row["seconds"].append(seconds_of(lambda: step(model, call, labels, "losses"), device))  # noqa: B023
+            row["peak_bytes"] = max(row["peak_bytes"], peak.bytes() or 0)
+            model.zero_grad()
+            report = model.folding.last
+            row |= {"tokens": report.unique_tokens, "recomputed": report.recomputed_tokens}
+    return [row | {"median_seconds": statistics.median(row["seconds"])} for row in rows]
+
+
 def measure_unshared(stock: Any, folds: Any, rows: int, length: int, rounds: int) -> dict[str, Any]:
     """Return the cost of a micro-batch that shares nothing: of the step, and of the folding model's hook."""
     device = next(stock.parameters()).device
@@ -241,26 +265,32 @@ def main() -> None:
     parser.add_argument("--model", metavar="FIELD=NUMBER", nargs="*", default=[], help="fields of TransformerConfig")
     parser.add_argument("--rounds", type=int, default=2, help="repetitions of a micro-batch that shares tokens")
     parser.add_argument("--unshared-rounds", type=int, default=60, help="repetitions of one that shares nothing")
+    parser.add_argument("--parts", action="store_true", help="measure a micro-batch in parts, and nothing else")
     parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
     device, machine = torch.device(arguments.device), describe_machine()
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu")
-    name = "inside" if device.type == "cpu" else f"inside_{name_in_files(machine)}"
+    name = "inside_parts" if arguments.parts else "inside"
+    name += f"_{name_in_files(machine)}" * (device.type != "cpu")
     output = arguments.output or ROOT / "benchmarks" / "results" / f"{name}.json"
     shape = MODELS[arguments.device] | {key: int(value) for key, value in (one.split("=") for one in arguments.model)}
     with one_rank(device):
         torch.manual_seed(0)
-        stock, folds = models(shape, device)
+        stock, folds, *in_parts = models(shape, device, PARTS if arguments.parts else ())
         step(stock, *packed(nothing_shared(2, 64), device), "losses")  # warms up
         step(folds, *packed(prompt_group(64, 2, 8), device), "losses")
         result: dict[str, Any] = {
             "machine": machine | {"device": arguments.device} if device.type == "cpu" else machine,
             "model": shape | {"vocab_size": VOCAB},
             "rounds": {"shared": arguments.rounds, "unshared": arguments.unshared_rounds},
-            "workloads": [],
-            "unshared": [],
         }
+        if arguments.parts:
+            found = measure_parts([folds, *in_parts], prompt_group(*PARTED), arguments.rounds)
+            result["parts"] = [{"max_tokens": most} | row for most, row in zip((None, *PARTS), found, strict=True)]
+            write(result, "parts", output)
+            return
+        result |= {"workloads": [], "unshared": []}
         for workload, samples in WORKLOADS.items():
             result["workloads"].append(measure(stock, folds, workload, samples(), arguments.rounds))
             write(result, "workloads", output)

@@ -420,6 +420,28 @@ def inside_table(result: dict[str, Any]) -> str:
     return f"{shared}\n\n{_unshared_table('folding inside', result['unshared'], note)}"
 
 
+def inside_parts_table(result: dict[str, Any]) -> str:
+    """Markdown for a micro-batch in parts of several sizes, the first of which is all of it."""
+    rows, model = result["parts"], result["model"]
+    first = rows[0]
+    return table(
+        "rrrr",
+        "`max_tokens` | tokens that ran forward twice | step | memory of a step, MiB",
+        [
+            (
+                "at once" if row["max_tokens"] is None else f"{row['max_tokens']:,}",
+                f"{row['recomputed']:,}",
+                f"{row['median_seconds'] / first['median_seconds']:.2f}x",
+                f"{row['peak_bytes'] / 2**20:,.0f}",
+            )
+            for row in rows
+        ],
+        f"A micro-batch of {first['tokens']:,} unique tokens; a GPT of {model['num_layers']} layers, hidden size "
+        f"{model['hidden_size']} and a vocabulary of {model['vocab_size']:,}, on {device_of(result['machine'])}. Steps "
+        "are relative to the first row.",
+    )
+
+
 def _unshared_table(way: str, rows: Iterable[dict[str, Any]], note: str) -> str:
     """Markdown for rows that share nothing: the step and its hook."""
     return table(
@@ -594,6 +616,7 @@ def _reason(result: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "families": ("families.json", families_table),
     "inside": ("inside.json", inside_table),
+    "inside_parts": ("inside_parts.json", inside_parts_table),
     "recurrent_steps": ("recurrent.json", recurrent_steps_table),
     "recurrent_trees": ("recurrent.json", recurrent_trees_table),
     "over_budget": ("over_budget.json", over_budget_table),

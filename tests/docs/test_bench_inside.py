@@ -38,3 +38,24 @@ def test_the_benchmark_of_folding_inside(monkeypatch: pytest.MonkeyPatch, tmp_pa
     table = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))["inside_table"](result)
     assert "| answers | 80 | 2.50x |" in table
     assert "| 3 | 15 |" in table
+
+
+def test_the_benchmark_of_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import inside
+
+    monkeypatch.setattr(inside, "PARTED", (16, 4, 8))
+    monkeypatch.setattr(inside, "PARTS", (20, 10))
+    output = tmp_path / "inside_parts.json"
+    small = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "ffn_hidden_size=16"]
+    monkeypatch.setattr(
+        sys, "argv", ["inside.py", "--parts", "--rounds", "1", "--model", *small, "--output", str(output)]
+    )
+    inside.main()
+    result = json.loads(output.read_text())
+    at_once, *in_parts = result["parts"]
+    assert (at_once["tokens"], at_once["recomputed"]) == (48, 0)
+    assert [row["max_tokens"] for row in in_parts] == [20, 10]
+    assert all(20 < row["recomputed"] < 48 for row in in_parts)
+    table = runpy.run_path(str(ROOT / "scripts" / "render_results.py"))["inside_parts_table"](result)
+    assert "| at once | 0 | 1.00x |" in table
