@@ -11,6 +11,7 @@ from harness.seam_models import VOCAB, branching_samples
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_prefix_tree import Sample
+from mcore_prefix_tree.mcore.packed import RowLogprobs
 
 FP64, FP32 = 1e-12, 1e-5
 Rows = list[np.ndarray]
@@ -117,6 +118,40 @@ def check_losses(model: Any, stock: Any, call: dict[str, Any], limit: float = FP
         padding[span] = False
     assert not losses[:, padding].any()
     check_gradients(model, stock, limit)
+
+
+def check_logprobs(model: Any, stock: Any, call: dict[str, Any], temperature: float = 1.0) -> None:
+    """Log-probabilities of labels, entropies, and the gradients of their sum."""
+    labels = some_labels(call)
+    answer = model(**call, output_processor=RowLogprobs(labels=labels, temperature=temperature, entropy=True))
+    assert answer.shape == (*labels.shape, 2)
+    answer.sum().backward()
+    padding = torch.ones(answer.shape[1], dtype=torch.bool)
+    for span in spans(call):
+        logprob = torch.log_softmax(run_row(stock, call["input_ids"][:, span])[0] / temperature, dim=-1)
+        of_label, entropy = logprob.gather(1, labels[0, span, None])[:, 0], -(logprob.exp() * logprob).sum(dim=1)
+        assert worst(answer[0, span, 0], of_label) <= FP64
+        assert worst(answer[0, span, 1], entropy) <= FP64
+        (of_label + entropy).sum().backward()
+        padding[span] = False
+    assert not answer[0, padding].any()
+    check_gradients(model, stock, FP64)
+
+
+def check_hidden(model: Any, stock: Any, call: dict[str, Any]) -> None:
+    """Hidden states of models without a head, and gradients of the sum of their squares."""
+    hidden = model(**call)
+    hidden.square().sum().backward()
+    for span in spans(call):
+        expected = run_row(stock, call["input_ids"][:, span])
+        assert worst(hidden[span], expected) <= FP64
+        expected.square().sum().backward()
+    check_gradients(model, stock, FP64)
+
+
+def backend_of(config: Any) -> str:
+    """Only this back-end of a CPU takes windows."""
+    return "auto" if config.window_size is None else "reference"
 
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,8 +23,11 @@ from packed_calls import (
     MODELS,
     ROWS,
     Rows,
+    backend_of,
     check_gradients,
+    check_hidden,
     check_logits,
+    check_logprobs,
     check_losses,
     log_softmax_of_row,
     packed,
@@ -53,11 +56,6 @@ def inside(config: Any = None, **model: Any) -> tuple[Any, Any]:
     """A model that folds, and a stock one with its weights."""
     stock, tree = twins(tiny_config() if config is None else config, **model)
     return fold_inside(tree, attention_backend=backend_of(tree.config)), stock
-
-
-def backend_of(config: Any) -> str:
-    """Only this back-end of a CPU takes windows."""
-    return "auto" if config.window_size is None else "reference"
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
@@ -180,22 +178,7 @@ def test_labels_outside_the_vocabulary_have_no_loss() -> None:
 
 @pytest.mark.parametrize("rows", [ROWS, UNLIKE], ids=["shared", "nothing shared"])
 def test_logprobs_and_entropy_of_rows(rows: Rows) -> None:
-    model, stock = inside()
-    call = packed(rows, gap=1)
-    labels = some_labels(call)
-    asked = RowLogprobs(labels=labels, temperature=0.7, entropy=True)
-    answer = model(**call, output_processor=asked)
-    assert answer.shape == (*labels.shape, 2)
-    answer.sum().backward()
-    for span in spans(call):
-        logprob = torch.log_softmax(run_row(stock, call["input_ids"][:, span])[0] / 0.7, dim=-1)
-        of_label = logprob.gather(1, labels[0, span, None])[:, 0]
-        entropy = -(logprob.exp() * logprob).sum(dim=1)
-        assert worst(answer[0, span, 0], of_label) <= FP64
-        assert worst(answer[0, span, 1], entropy) <= FP64
-        (of_label + entropy).sum().backward()
-    assert not answer[0, spans(call)[0].stop].any()
-    check_gradients(model, stock, FP64)
+    check_logprobs(*inside(), packed(rows, gap=1), temperature=0.7)
 
 
 @pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="came with megatron-core 0.18")
@@ -222,15 +205,7 @@ def test_an_output_processor_sees_unfolded_rows() -> None:
 
 
 def test_hidden_states_without_a_head() -> None:
-    model, stock = inside(post_process=False)
-    call = packed(ROWS, gap=1)
-    hidden = model(**call)
-    hidden.square().sum().backward()
-    for span in spans(call):
-        expected = run_row(stock, call["input_ids"][:, span])
-        assert worst(hidden[span], expected) <= FP64
-        expected.square().sum().backward()
-    check_gradients(model, stock, FP64)
+    check_hidden(*inside(post_process=False), packed(ROWS, gap=1))
 
 
 def test_values_of_a_scalar_head() -> None:

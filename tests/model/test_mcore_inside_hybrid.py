@@ -7,23 +7,18 @@ from typing import Any
 import pytest
 import torch
 from harness.marks import quick
-from harness.oracles import worst
 from harness.seam_models import VOCAB, hybrid, hybrid_twins, tiny_config
 from packed_calls import (
     FP64,
     MODELS,
     ROWS,
-    check_gradients,
     check_logits,
+    check_logprobs,
     check_losses,
-    log_softmax_of_row,
     packed,
-    some_labels,
-    spans,
 )
 
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
-from mcore_prefix_tree.mcore.packed import RowLogprobs
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
@@ -77,18 +72,7 @@ def test_labels_without_the_fused_head() -> None:
 
 def test_logprobs_and_entropy_of_rows() -> None:
     """Folding itself answers this output processor; the model has no argument of that name."""
-    model, stock = inside("attention and MLPs")
-    call = packed(ROWS, gap=1)
-    labels = some_labels(call)
-    answer = model(**call, output_processor=RowLogprobs(labels=labels, entropy=True))
-    answer.sum().backward()
-    for span in spans(call):
-        logprob = log_softmax_of_row(stock, call, span)
-        of_label, entropy = logprob.gather(1, labels[0, span, None])[:, 0], -(logprob.exp() * logprob).sum(dim=1)
-        assert worst(answer[0, span, 0], of_label) <= FP64
-        assert worst(answer[0, span, 1], entropy) <= FP64
-        (of_label + entropy).sum().backward()
-    check_gradients(model, stock, FP64)
+    check_logprobs(*inside("attention and MLPs"), packed(ROWS, gap=1))
 
 
 def test_values_of_a_scalar_head() -> None:

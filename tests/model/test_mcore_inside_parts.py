@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -28,22 +27,22 @@ from harness.seam_runs import FP32_INSIDE, LATENT, MOE, SPARSE, WINDOWS_AND_SINK
 from packed_calls import (
     FP64,
     ROWS,
-    check_gradients,
+    backend_of,
+    check_hidden,
     check_logits,
+    check_logprobs,
     check_losses,
     cotangent,
     gradients,
     log_softmax_of_row,
     packed,
     rows_of,
-    run_row,
     some_labels,
     spans,
 )
 
 from mcore_prefix_tree.attention.api import SKIP_UNREAD
 from mcore_prefix_tree.mcore import PicturePackedSeqParams, RoutedPackedSeqParams, fold_inside
-from mcore_prefix_tree.mcore.packed import RowLogprobs
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import recomputation
 from mcore_prefix_tree.mcore.seam.experts import TreeRouterMixin
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
@@ -95,8 +94,7 @@ def make(name: str) -> tuple[Any, Any]:
 
 
 def inside(tree: Any, **settings: Any) -> Any:
-    backend = "auto" if tree.config.window_size is None else "reference"
-    return fold_inside(tree, attention_backend=backend, **settings)
+    return fold_inside(tree, attention_backend=backend_of(tree.config), **settings)
 
 
 def limit_of(name: str) -> float:
@@ -121,9 +119,7 @@ def trained(model: Any, call: dict[str, Any], **given: Any) -> tuple[torch.Tenso
     """Return a model's answer, and the gradients of an arbitrary function of it."""
     answer = model(**call, **given)
     (answer * cotangent(answer.shape, answer.dtype)).sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    model.zero_grad()
-    return answer.detach(), found
+    return answer.detach(), gradients(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,32 +154,11 @@ def test_experts_count_each_token_once() -> None:
     assert counts[0][0].sum() == 2 * sum(map(len, ROWS))
 
 
-def test_labels_logprobs_and_hidden_states() -> None:
+def test_logprobs_and_hidden_states() -> None:
     stock, tree = make("attention")
-    model, call = inside(tree, max_tokens=5), packed(ROWS, gap=1)
-    labels = some_labels(call)
-    answer = model(**call, output_processor=RowLogprobs(labels=labels, temperature=0.7, entropy=True))
-    answer.sum().backward()
-    for span in spans(call):
-        logprob = torch.log_softmax(run_row(stock, call["input_ids"][:, span])[0] / 0.7, dim=-1)
-        of_label, entropy = logprob.gather(1, labels[0, span, None])[:, 0], -(logprob.exp() * logprob).sum(dim=1)
-        assert worst(answer[0, span, 0], of_label) <= FP64
-        assert worst(answer[0, span, 1], entropy) <= FP64
-        (of_label + entropy).sum().backward()
-    check_gradients(model, stock, FP64)
+    check_logprobs(inside(tree, max_tokens=5), stock, packed(ROWS, gap=1), temperature=0.7)
     stock, tree = twins(tiny_config(), post_process=False)
-    check_logits_of_hidden(inside(tree, max_tokens=6), stock, packed(ROWS))
-
-
-def check_logits_of_hidden(model: Any, stock: Any, call: dict[str, Any]) -> None:
-    hidden = model(**call)
-    weight = cotangent(hidden.shape, hidden.dtype)
-    (hidden * weight).sum().backward()
-    for span in spans(call):
-        expected = run_row(stock, call["input_ids"][:, span])
-        assert worst(hidden[span], expected) <= FP64
-        (expected * weight[span]).sum().backward()
-    check_gradients(model, stock, FP64)
+    check_hidden(inside(tree, max_tokens=6), stock, packed(ROWS))
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
@@ -238,7 +213,7 @@ def test_recomputation_is_back_after_a_step() -> None:
 
 def test_routes_are_cut() -> None:
     shape = (3, 2, 4)
-    stock_free = []
+    answers = []
     for settings in ({}, {"max_tokens": 5}):
         tree = inside(make("experts")[1], **settings)
         samples = with_routes(branching_samples(), "one token", shape)
@@ -246,12 +221,9 @@ def test_routes_are_cut() -> None:
         routes = np.full((call["input_ids"].shape[1], *shape[:2]), -1)
         for span, sample in zip(spans(call), samples, strict=True):
             routes[span] = sample.signals.routes.ids
-        given = call["packed_seq_params"]
-        params = {field.name: getattr(given, field.name) for field in fields(given)}
-        of_init = {name: value for name, value in params.items() if name not in ("seq_idx", "total_tokens")}
-        call["packed_seq_params"] = RoutedPackedSeqParams(**of_init, routed_experts=torch.from_numpy(routes))
-        stock_free.append(trained(tree, call))
-    (expected, wanted), (answer, found) = stock_free
+        call["packed_seq_params"] = RoutedPackedSeqParams.of(call["packed_seq_params"], torch.from_numpy(routes))
+        answers.append(trained(tree, call))
+    (expected, wanted), (answer, found) = answers
     assert worst(answer, expected) <= FP32_INSIDE
     assert all(worst(found[name], gradient) <= FP32_INSIDE for name, gradient in wanted.items())
 

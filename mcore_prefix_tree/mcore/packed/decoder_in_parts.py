@@ -9,11 +9,11 @@ Legend: P tokens of the folded micro-batch, with its padding; h hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
 from mcore_prefix_tree.layout import FlatLayout, fold
-from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
+from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.experts import compares_samples
 from mcore_prefix_tree.mcore.seam.layout_in_parts import LayoutInParts
@@ -31,6 +32,8 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan.carry import cut_tree
 
+# Owner, name and off value.
+Setting: TypeAlias = "tuple[Any, str, Any]"
 # Settings of recomputation that are read when a layer runs.
 _OF_BLOCK, _OF_ATTENTION = "recompute_granularity", ("checkpoint_core_attention", "offload_core_attention")
 
@@ -53,7 +56,7 @@ def cut_decoder(
     Ranks that share experts run as many parts; where one has fewer, it runs parts of padding. For ``state_tokens`` see
     :class:`~mcore_prefix_tree.plan.cost.CostModel`.
     """
-    tokens, multiple, parts = layout.physical_tokens, pad_multiple(model), []
+    tokens, multiple, parts = layout.physical_tokens, count_splits(model), []
     chunks = cut_tree(layout.position_ids[:tokens].astype(np.int64), max_tokens, state_tokens=state_tokens)
     count = most_of_experts(model, len(chunks))
     if count <= 1:
@@ -68,11 +71,6 @@ def cut_decoder(
     padding = fold([], pad_to_multiple_of=multiple)
     idle = DecoderPart(start=0, end=0, size=padding.padded_size, params=_params_of(padding, params))
     return parts + [idle] * (count - len(parts))
-
-
-def pad_multiple(model: Any) -> int:
-    """Return the divisor of a micro-batch's padded size."""
-    return int(model.tp_group.size()) if model.config.sequence_parallel else 1
 
 
 def most_of_experts(model: Any, count: int) -> int:
@@ -109,7 +107,7 @@ def check_parts(config: Any) -> None:
 
 
 def recomputed_modules(config: Any) -> str | None:
-    """Return the setting of modules that recompute their outputs in a way of their own, and the reason to refuse it."""
+    """Return the setting of modules that recompute their outputs by themselves, and the reason to refuse it."""
     recomputed = set(config.recompute_modules or ()) - {"core_attn"}
     if config.recompute_granularity != "selective" or not recomputed:
         return None
@@ -140,41 +138,54 @@ class PartedDecoderMixin:
         sent = hidden_states if self.pre_process else self.input_tensor
         assert sent is not None, "a stage has an input"
         hidden = gather_tokens(sent, self)
-        run = partial(self._run, stock, args, kwargs)
+        run = partial(self._run, stock, recomputation(self), args, kwargs)
         try:
             if torch.is_grad_enabled():
                 # A stage whose input has no gradient has parameters with one.
                 needed = torch.zeros((), device=hidden.device, requires_grad=True)
                 out: torch.Tensor = _InParts.apply(hidden, needed, self, parts, run)  # type: ignore[no-untyped-call]
             else:
-                scoring = [_with_carry(part, "for_scoring") for part in parts]
+                scoring = [_with_carry(part, Carry.for_scoring) for part in parts]
                 out = _join([run(part, _take(hidden, part)) for part in scoring], parts, hidden)
         finally:
             self.input_tensor = None if self.pre_process else sent
         return split_tokens(out, self)
 
     def _run(
-        self, stock: Callable[..., Any], args: Any, kwargs: dict[str, Any], part: DecoderPart, hidden: torch.Tensor
+        self,
+        stock: Callable[..., Any],
+        recomputes: Sequence[Setting],
+        args: Any,
+        kwargs: dict[str, Any],
+        part: DecoderPart,
+        hidden: torch.Tensor,
     ) -> torch.Tensor:
         """Run the base class on a part's hidden states ``[size, 1, h]``; recomputation is off, as parts are it."""
         own = split_tokens(hidden, self)
         rotary = kwargs.get("rotary_pos_emb")
         if part.params.rotary_by_token and rotary is not None:
             kwargs = kwargs | {"rotary_pos_emb": _take(rotary, part)}
-        with ExitStack() as restored:
-            for owner, name, value in recomputation(self):
-                restored.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
+        with turned_off(recomputes):
             if not self.pre_process:
                 self.input_tensor = own
             out = stock(own if self.pre_process else None, *args, **kwargs | {"packed_seq_params": part.params})
         return gather_tokens(out, self)
 
 
-def recomputation(model: Any) -> list[tuple[Any, str, Any]]:
+@contextmanager
+def turned_off(settings: Sequence[Setting]) -> Iterator[None]:
+    """Turn settings off, and restore them at the end."""
+    with ExitStack() as restored:
+        for owner, name, value in settings:
+            restored.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def recomputation(model: Any) -> list[Setting]:
     """Return owner, name and off value of each setting of recomputation that layers read in training mode."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    found: list[tuple[Any, str, Any]] = [
+    found: list[Setting] = [
         (config, _OF_BLOCK, None) for config in configs.values() if getattr(config, _OF_BLOCK, None)
     ]
     for module in model.modules():
@@ -200,7 +211,7 @@ class _InParts(torch.autograd.Function):
             )
         ctx.save_for_backward(hidden)
         ctx.decoder, ctx.parts, ctx.run = decoder, parts, run
-        outputs = [run(_with_carry(part, "for_passing"), _take(hidden, part)) for part in parts[:-1]]
+        outputs = [run(_with_carry(part, Carry.for_passing), _take(hidden, part)) for part in parts[:-1]]
         # The last one runs first in backward, so it keeps its graph.
         ctx.last = _run_with_graph(run, parts[-1], hidden)
         return _join([*outputs, ctx.last[1].detach()], parts, hidden)
@@ -236,12 +247,12 @@ def _run_with_graph(
         return leaf, run(part, leaf)
 
 
-def _with_carry(part: DecoderPart, variant: str) -> DecoderPart:
-    """Return a part whose carry is :meth:`Carry.for_scoring` or :meth:`Carry.for_passing`."""
+def _with_carry(part: DecoderPart, variant: Callable[[Carry], Carry]) -> DecoderPart:
+    """Return a part with a variant of its carry, if it has one."""
     carry = part.params.carry
     if carry is None:
         return part
-    return replace(part, params=replace(part.params, carry=getattr(carry, variant)()))
+    return replace(part, params=replace(part.params, carry=variant(carry)))
 
 
 def _take(values: torch.Tensor, part: DecoderPart) -> torch.Tensor:

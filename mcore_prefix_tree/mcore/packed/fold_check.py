@@ -19,7 +19,12 @@ import torch.nn.functional as F
 
 from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
 from mcore_prefix_tree.mcore.packed.answers import expand
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import most_of_experts, recomputation, recomputed_modules
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import (
+    most_of_experts,
+    recomputation,
+    recomputed_modules,
+    turned_off,
+)
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
@@ -113,9 +118,7 @@ def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
         restored.enter_context(kept_buffers([model]))
         restored.enter_context(balancing_by_sample([model]))
         # torch.autograd.grad does not go through it; and offloading waits for a schedule.
-        for owner, name, value in recomputation(model):
-            restored.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+        restored.enter_context(turned_off(recomputation(model)))
         restored.callback(model.set_input_tensor, sent)
         model.set_input_tensor(leaf)
         with torch.enable_grad():

@@ -24,7 +24,7 @@ from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import check_parts, cut_decoder, pad_multiple, run_in_parts
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import check_parts, cut_decoder, run_in_parts
 from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import (
     FoldedRows,
@@ -36,6 +36,7 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
     take_tokens,
     with_spatial,
 )
+from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
@@ -167,25 +168,27 @@ class Folding:
             rows = with_spatial(rows, call.get("position_ids"), call["packed_seq_params"])
         check_positions(model, int(rows.length.max(initial=1)))
         # Stock layers fail on no tokens; the folded micro-batch of no rows has one of padding.
+        cuts = self._may_cut(model, rows)
         folds = (
             self._always_folds
             or rows.routes is not None  # stock layers would not take them
             or rows.spatial is not None  # nor numbers of pictures' tokens
             or not rows.logical_tokens
-            or self._may_cut(model, rows)
+            or cuts
             or rows.fold_ratio > self._settings.least_fold_ratio
         )
         to_check = model.training in self._unchecked
         if folds or to_check:
             check_draws(model)
-            folded = rows.fold(pad_to_multiple_of=pad_multiple(model))
+            folded = rows.fold(pad_to_multiple_of=count_splits(model))
         if to_check:
             compare(model, folded, call, partial(self._folded, model, folded))
             # Without rows nothing was compared; but ranks that share experts have to check the same micro-batches.
             if rows.logical_tokens or model.config.expert_model_parallel_size > 1:
                 self._unchecked.remove(model.training)
         if folds:
-            return (), self._cut(model, folded, self._folded(model, folded, call))
+            arguments = self._folded(model, folded, call)
+            return (), self._cut(model, folded, arguments) if cuts else arguments
         self._record(FoldReport.of_stock(rows.length, self._work))
         return (), _left_alone(model, rows, call)
 
@@ -234,8 +237,7 @@ class Folding:
     def _cut(self, model: Any, rows: FoldedRows, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a folded micro-batch with the parts that the decoder runs."""
         params, most = arguments["packed_seq_params"], self._settings.max_tokens
-        if most is None or not self._may_cut(model, rows):
-            return arguments
+        assert most is not None, "otherwise nothing is cut"
         parts = cut_decoder(model, rows.layout, params, most, state_tokens=self._work.state_tokens)
         again = sum(part.end - part.start for part in parts[:-1]) if torch.is_grad_enabled() else 0
         report = replace(params.report, recomputed_tokens=again)
@@ -349,7 +351,7 @@ def _check_embeddings(model: Any, embeddings: Any, pictures: Any, ids: Any) -> N
             "folding inside the model does not support decoder_input except with position_embedding_type='mrope' and "
             "PicturePackedSeqParams(picture_tokens=...): rows are folded by their token ids; pass input_ids"
         )
-    parts = model.tp_group.size() if model.config.sequence_parallel else 1
+    parts = count_splits(model)
     if model.pre_process and (embeddings is None or (len(embeddings) * parts, embeddings.shape[1]) != ids.shape[::-1]):
         found = "None" if embeddings is None else list(embeddings.shape)
         shape = "[T, 1, h]" if parts == 1 else f"[T / {parts}, 1, h] with sequence_parallel=True"

@@ -11,6 +11,11 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
 
+def count_splits(module: Any) -> int:
+    """Return the number of ranks that a micro-batch's tokens are split over, the divisor of its padded size."""
+    return int(module.tp_group.size()) if module.config.sequence_parallel else 1
+
+
 def gather_tokens(hidden: torch.Tensor, module: Any) -> torch.Tensor:
     """Return hidden states of all tokens, ``[P, 1, h]``; with sequence parallelism a rank gives ``[P / tp, 1, h]``.
 
