@@ -118,7 +118,7 @@ def test_files_of_another_machine_may_appear_late(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checkpoint, "_PATIENCE_S", 0.05)
     started = time.monotonic()
     assert not checkpoint._appears(tmp_path / "never")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_a_folder_that_is_shared_is_made_and_left_empty(tmp_path: Path) -> None:

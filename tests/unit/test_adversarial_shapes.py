@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
+from harness.speed import linear_time
 
 from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.logprob import Edges
@@ -15,8 +14,6 @@ from mcore_prefix_tree.plan.pack import Leaves
 from mcore_prefix_tree.trie import build_trie, trie_from_order
 
 MODEL = CostModel(token=1000.0, pair=1.0)
-# Generous: on an idle machine each takes a second or two. Quadratic work takes hours.
-SECONDS = 60
 
 
 def sample(tokens):
@@ -48,8 +45,8 @@ def staircase(count):
 
 SHAPES = {
     "comb": (lambda: comb(100_000), 100_001, 100_000 + 200),
-    "star": (lambda: star(100_000), 20_000, 3 + 100_000),
-    "equal": (lambda: equal(100_000), 20, 20),
+    "star": (lambda: star(50_000), 10_000, 3 + 50_000),
+    "equal": (lambda: equal(50_000), 20, 20),
     "lone": (lambda: lone(100_000), 20_000, 300_000),
     "staircase": (lambda: staircase(4_000), 4_000, 4_000),
 }
@@ -74,26 +71,23 @@ def test_in_time(shape, dp_size):
     samples = make()
     max_tokens = longest + 10
 
-    started = time.perf_counter()
-    plan = plan_step(samples, max_tokens=max_tokens, dp_size=dp_size, cost_model=MODEL)
     scored = 0
-    for rank in plan.micro_batches:
-        for batch in rank:
-            own = [samples[index] for index in batch]
-            layout = fold(own, trie=build_trie(own))
-            metadata = TreeMetadata.from_layout(layout)
-            edges = Edges.from_layout(layout)
-            assert metadata.padded_size == layout.padded_size
-            assert edges is not None
-            assert layout.physical_tokens <= max_tokens
-            scored += layout.num_samples
-    seconds = time.perf_counter() - started
+    with linear_time():
+        plan = plan_step(samples, max_tokens=max_tokens, dp_size=dp_size, cost_model=MODEL)
+        for rank in plan.micro_batches:
+            for batch in rank:
+                own = [samples[index] for index in batch]
+                layout = fold(own, trie=build_trie(own))
+                metadata = TreeMetadata.from_layout(layout)
+                edges = Edges.from_layout(layout)
+                assert metadata.padded_size == layout.padded_size
+                assert edges is not None
+                assert layout.physical_tokens <= max_tokens
+                scored += layout.num_samples
     assert scored == len(samples)
-    assert seconds < SECONDS
 
-    started = time.perf_counter()
-    report = report_plan(samples, plan, MODEL, max_tokens=max_tokens)
-    assert time.perf_counter() - started < SECONDS
+    with linear_time():
+        report = report_plan(samples, plan, MODEL, max_tokens=max_tokens)
     assert report.unique_tokens == unique
     assert report.over_lower_bound >= 1 - 1e-9
 
@@ -103,16 +97,15 @@ def test_a_comb_of_100_000_nodes_in_depth(dp_size):
     """Has five billion tokens; planning reads only their lengths."""
     count = 100_000
     shared, lengths = np.arange(count), np.arange(count) + 2
-    started = time.perf_counter()
-    trie = trie_from_order(np.arange(count), shared, lengths)
-    assert trie.num_nodes == 2 * count - 1  # nothing turns off from the last token but one
-    leaves = Leaves.of_samples(shared, lengths)
-    options = {"dp_size": dp_size, "micro_batches": 2, "max_tokens": 150_000}
-    ranks = balance(leaves, MODEL, **options)
-    held = np.concatenate([chosen for rank in ranks for chosen in rank])
-    assert np.array_equal(np.sort(held), np.arange(count))
-    slowest = max(sum(leaves.some(chosen).units(MODEL) for chosen in rank) for rank in ranks)
-    assert least_makespan(trie, MODEL, **options) <= slowest
-    metadata = TreeMetadata.from_nodes(trie.cu_node_lens, trie.node_parent)
-    assert metadata.max_path_len == count + 1
-    assert time.perf_counter() - started < SECONDS
+    with linear_time():
+        trie = trie_from_order(np.arange(count), shared, lengths)
+        assert trie.num_nodes == 2 * count - 1  # nothing turns off from the last token but one
+        leaves = Leaves.of_samples(shared, lengths)
+        options = {"dp_size": dp_size, "micro_batches": 2, "max_tokens": 150_000}
+        ranks = balance(leaves, MODEL, **options)
+        held = np.concatenate([chosen for rank in ranks for chosen in rank])
+        assert np.array_equal(np.sort(held), np.arange(count))
+        slowest = max(sum(leaves.some(chosen).units(MODEL) for chosen in rank) for rank in ranks)
+        assert least_makespan(trie, MODEL, **options) <= slowest
+        metadata = TreeMetadata.from_nodes(trie.cu_node_lens, trie.node_parent)
+        assert metadata.max_path_len == count + 1

@@ -193,4 +193,4 @@ def test_comparison_is_fast():
     groups = [[Sample(tokens=rng.integers(0, 1 << 17, size=3_400))] for _ in range(2_400)]  # 8 M tokens
     started = time.process_time()
     check_same_samples(groups, ["d.jsonl"], Ranks(size=2, gather=lambda digest: [digest, digest]))
-    assert time.process_time() - started < 2  # 0.3 here; walking over tokens in Python would take 10
+    assert time.process_time() - started < 5  # 0.3 here; walking over tokens in Python would take 10

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from harness.oracles import comb, parent_path, paths_of, sample_lists, samples_through
+from harness.speed import linear_time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,28 +130,23 @@ def test_comb_of_depth_5000():
     """Each sample is the spine up to some depth and one token off it: 12.5 million logical tokens, 10,000 nodes."""
     depth = 5_000
     samples = comb(depth)
-    started = time.perf_counter()
-    trie = build_trie(samples)
-    elapsed = time.perf_counter() - started
+    with linear_time():
+        trie = build_trie(samples)
     assert trie.num_nodes == 2 * depth - 1
     assert trie.num_tokens == 2 * depth
     assert trie.node_depth.max() == depth - 1
-    # Anything quadratic in a node's descendants or in path lengths, in Python, takes minutes here.
-    assert elapsed < 10
 
 
 def test_star_of_20000_leaves():
     leaves = 20_000
     samples = [Sample(tokens=[7, 7, leaf]) for leaf in range(leaves)]
-    started = time.perf_counter()
-    trie = build_trie(samples)
-    elapsed = time.perf_counter() - started
+    with linear_time():
+        trie = build_trie(samples)
     assert trie.num_nodes == leaves + 1
     assert (trie.node_parent[1:] == 0).all()
     assert (np.diff(trie.cu_node_lens) == [2] + [1] * leaves).all()
     assert trie.node_subtree_end[0] == leaves + 2
     assert trie.sample_node.tolist() == list(range(1, leaves + 1))
-    assert elapsed < 5
 
 
 def common(left, right, share="all", least=0):
@@ -223,16 +217,14 @@ def test_a_hundred_thousand_samples(shape):
         "equal": (np.where(index, 9, 0), np.full(count, 9), 1, 9),
         "alone": (0 * index, np.full(count, 5), count, 5 * count),
     }[shape]
-    started = time.perf_counter()
-    trie = trie_from_order(index, shared, lengths)
-    elapsed = time.perf_counter() - started
+    with linear_time():
+        trie = trie_from_order(index, shared, lengths)
     assert (trie.num_nodes, trie.num_tokens) == (nodes, tokens)
     path_ends = trie.node_depth + np.diff(trie.cu_node_lens)
     np.testing.assert_array_equal(path_ends[trie.sample_node], lengths)
     below = trie.node_parent >= 0
     np.testing.assert_array_equal(trie.node_depth[below], path_ends[trie.node_parent[below]])
     assert trie.node_depth.max() == {"comb": count - 1, "star": 3, "equal": 0, "alone": 0}[shape]
-    assert elapsed < 5
 
 
 def test_a_path_of_a_hundred_thousand_tokens_with_teeth():

@@ -131,7 +131,7 @@ def test_a_rank_that_hangs_is_given_up_and_ended() -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="world of 2"):
         world(2).run(sleep_in_rank_one, layout=Layout(), timeout_s=1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # the rank sleeps for 600
     for result in before:
         with pytest.raises(ProcessLookupError):
             os.kill(result[5], 0)
