@@ -63,10 +63,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, small: bool = 
         dtype: dtype of the product.
         small: use little work; the rates are then meaningless.
     """
-    is_large = device.type == "cuda" and not small
-    size = 8192 if is_large else 1024
+    size, count = (64, 1 << 12) if small else (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 24)
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    numbers = torch.randn(1 << (30 if is_large else 24), device=device, dtype=torch.float32)
+    numbers = torch.randn(count, device=device, dtype=torch.float32)
     copy = torch.empty_like(numbers)
 
     def product() -> None:

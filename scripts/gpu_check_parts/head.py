@@ -15,7 +15,7 @@ from mcore_prefix_tree.utils.memory import available_bytes
 
 # The size of a model with a large vocabulary first.
 CASES = ((16384, 4096, 131072), (16384, 2048, 32768), (32768, 4096, 131072))
-SMOKE_CASES = ((64, 32, 256),)
+SMOKE_CASES = ((8, 32, 256),)
 PACKAGES = ("torch", "triton", "liger-kernel")
 
 

@@ -23,6 +23,7 @@ from gpu_check_parts.results import FAILED
 RECIPES = {"rollouts": "one_gpu", "one_gpu": "one_gpu", "quickstart": "quickstart"}
 # Of ``rollouts``: tokens of the prompt and of each of its answers.
 PROMPT, ANSWERS, ANSWER = 4096, 16, 1024
+VOCAB = 32768
 OVERRIDES = ("model.dtype=bfloat16", "verify.enabled=false", "compare=false", "device=cuda")
 SMOKE = (
     "model.num_layers=1",
@@ -59,7 +60,11 @@ def _step(context: Context, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "step.json")
         command = [sys.executable, "-m", "mcore_prefix_tree", "bench", "step", f"recipes/{RECIPES[name]}.yaml"]
-        command += [*OVERRIDES, *(_rollouts(Path(folder), smoke=context.options.smoke) if name == "rollouts" else ())]
+        command += OVERRIDES
+        if name == "rollouts":
+            command += _rollouts(Path(folder), smoke=context.options.smoke)
+        elif context.options.smoke:
+            command += _short_chat(Path(folder))
         command += SMOKE if context.options.smoke else ()
         command += ["--repeats", str(context.options.repeats), "--output", str(output)]
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -75,16 +80,27 @@ def _step(context: Context, name: str) -> dict[str, Any]:
 
 def _rollouts(folder: Path, *, smoke: bool) -> list[str]:
     """Write rollouts of one prompt, as tokens, and return the recipe's settings for them."""
-    prompt, answer = (64, 16) if smoke else (PROMPT, ANSWER)
+    prompt, answer, vocab = (64, 16, 256) if smoke else (PROMPT, ANSWER, VOCAB)
     draw = random.Random(0)
-    tokens = [draw.randrange(32768) for _ in range(prompt)]
+    tokens = [draw.randrange(vocab) for _ in range(prompt)]
     lines = [
-        {"tokens": tokens + [draw.randrange(32768) for _ in range(answer)], "loss_mask": [0] * prompt + [1] * answer}
+        {"tokens": tokens + [draw.randrange(vocab) for _ in range(answer)], "loss_mask": [0] * prompt + [1] * answer}
         for _ in range(ANSWERS)
     ]
-    path = folder / "rollouts.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return [
-        *(f"data.path={path}", "data.tokenizer=null", "data.expand_turns=false", "model.vocab_size=32768"),
+        *(_data(folder, lines), "data.tokenizer=null", "data.expand_turns=false", f"model.vocab_size={vocab}"),
         *(f"batch.global_batch_size={ANSWERS}", "batch.max_tokens=32768"),
     ]
+
+
+def _short_chat(folder: Path) -> list[str]:
+    """Write conversations of few tokens: Triton's interpreter takes milliseconds for each that is scored."""
+    roles = {"user": "Yes or no?", "assistant": "No."}
+    lines = [{"messages": [{"role": role, "content": words} for role, words in roles.items()]}] * ANSWERS
+    return [_data(folder, lines)]
+
+
+def _data(folder: Path, lines: list[dict[str, Any]]) -> str:
+    path = folder / "data.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return f"data.path={path}"

@@ -321,7 +321,7 @@ def check_on(machine: Path, out: Path, *words: str, **more: str) -> tuple[str, l
         **more,
     }
     command = [str(ROOT / "scripts" / "gpu_check"), "--smoke", "--repeats", "2", *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode in (0, 1), done.stderr
     (file,) = out.glob("*.json")
     return done.stdout, results.rows_of(file)

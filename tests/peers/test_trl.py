@@ -17,7 +17,16 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed")
 import peft
 from harness.transformers_models import InDouble
-from trl_jobs import JOBS, STEPS, load_model, save_model, train
+from trl_jobs import (
+    JOBS,
+    PICTURE_JOBS,
+    STEPS,
+    load_model,
+    load_picture_model,
+    save_model,
+    save_picture_model,
+    train,
+)
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone
 
@@ -45,6 +54,17 @@ def test_losses_and_gradient_norms_equal_those_of_the_stock_model(folder, name):
     for folds in (False, True):
         with InDouble():
             logs[folds] = JOBS[name].run(load_model(folder, classifies=classifies, folds=folds), folder)
+    assert_equal(logs[True], logs[False], 1e-12)
+
+
+@pytest.mark.parametrize("name", PICTURE_JOBS)
+def test_trainers_of_models_with_pictures_train_the_same(folder, name):
+    pytest.importorskip("torchvision", reason="processors of pictures need torchvision")
+    save_picture_model(folder)
+    logs = {}
+    for folds in (False, True):
+        with InDouble():
+            logs[folds] = PICTURE_JOBS[name].run(load_picture_model(folder, folds=folds), folder)
     assert_equal(logs[True], logs[False], 1e-12)
 
 

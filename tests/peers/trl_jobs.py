@@ -11,6 +11,7 @@ import transformers
 import trl
 from datasets import Dataset
 from harness.tokenizer_folders import CHATML, make_folder, official
+from PIL import Image
 
 from mcore_prefix_tree.integrations.trl import LogFolding, fold_backbone
 
@@ -24,10 +25,26 @@ PAIRS = [
     for at in range(STEPS * 4)
 ]
 PROMPTS = [{"prompt": PROMPT}] * 8
+PICTURES = [
+    Image.fromarray((torch.rand(16, 24, 3, generator=torch.Generator().manual_seed(at)) * 255).byte().numpy())
+    for at in range(2)
+]
+PICTURE, VIDEO, BEGIN, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+PICTURE_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}" + BEGIN + PICTURE + END + "{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
-def count_letters(completions: list[str], **_: Any) -> list[float]:
-    return [completion.count("e") + 0.1 * len(completion) for completion in completions]
+def count_letters(completions: list[Any], **_: Any) -> list[float]:
+    words = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [text.count("e") + 0.1 * len(text) for text in words]
+
+
+def said(role: str, words: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": words}]
 
 
 @dataclass(frozen=True)
@@ -39,13 +56,17 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_pictures(self) -> bool:
+        return "images" in self.rows[0]
+
     def run(self, model: Any, folder: Path, **arguments: Any) -> list[dict[str, Any]]:
         """Train, and return the trainer's log of each step; for the arguments see :meth:`make`."""
         return train(self.make(model, folder, **arguments))
 
     def make(self, model: Any, folder: Path, *, settings: Any = None, **arguments: Any) -> Any:
         """Return the trainer of a model, or of the name of one."""
-        tokenizer = official(folder)
+        tokenizer = transformers.AutoProcessor.from_pretrained(folder) if self.has_pictures else official(folder)
         config = getattr(trl, f"{self.name}Config")(
             output_dir=str(folder / "out"), max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, seed=3,
             # Adam would make a full step of a gradient that is rounding only.
@@ -75,6 +96,43 @@ JOBS = {
     "GRPO": Job("GRPO", PROMPTS, ONLINE | {"beta": 0.1}, {"reward_funcs": count_letters}),
     "RLOO": Job("RLOO", PROMPTS, ONLINE, {"reward_funcs": count_letters}),
 }
+# One picture of all rows, and online two, each with a group of its own.
+PICTURE_JOBS = {
+    "SFT": Job(
+        "SFT",
+        [
+            {
+                "images": PICTURES[:1],
+                "prompt": said("user", PROMPT),
+                "completion": said("assistant", row["completion"]),
+            }
+            for row in COMPLETIONS
+        ],
+        {"max_length": None},
+    ),
+    "DPO": Job(
+        "DPO",
+        [
+            {
+                "images": PICTURES[:1],
+                "prompt": said("user", row["prompt"]),
+                "chosen": said("assistant", row["chosen"]),
+                "rejected": said("assistant", row["rejected"]),
+            }
+            for row in PAIRS
+        ],
+        {"max_length": None},
+    ),
+    **{
+        name: Job(
+            name,
+            [{"images": [PICTURES[at % 2]], "prompt": said("user", PROMPT)} for at in range(8)],
+            JOBS[name].settings,
+            JOBS[name].arguments,
+        )
+        for name in ("GRPO", "RLOO")
+    },
+}
 
 
 def save_model(folder: Path, *, classifies: bool = False) -> None:
@@ -90,6 +148,41 @@ def save_model(folder: Path, *, classifies: bool = False) -> None:
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
     )  # fmt: skip
     _auto(classifies).from_config(config).double().save_pretrained(folder)
+
+
+def save_picture_model(folder: Path) -> None:
+    """Save a tiny Qwen2.5-VL with its processor."""
+    make_folder(folder, PICTURE_CHATML, joins=(PICTURE, VIDEO, BEGIN, END))
+    tokenizer = official(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    patches = {"patch_size": 4, "temporal_patch_size": 2}
+    transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(**patches, merge_size=2, min_pixels=64, max_pixels=4096),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(**patches, merge_size=2),
+        chat_template=PICTURE_CHATML,
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    tower = patches | {
+        "depth": 2, "num_heads": 2, "in_channels": 3, "spatial_merge_size": 2, "hidden_size": 16,
+        "intermediate_size": 24, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    names = {"image": PICTURE, "video": VIDEO, "vision_start": BEGIN, "vision_end": END}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=tower, **ids)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).double().save_pretrained(folder)
+
+
+def load_picture_model(folder: Path, *, folds: bool) -> Any:
+    """Load the saved model that reads pictures."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    return fold_backbone(model) if folds else model
 
 
 def load_model(folder: Path, *, classifies: bool = False, dtype: torch.dtype = torch.float64, folds: bool) -> Any:
