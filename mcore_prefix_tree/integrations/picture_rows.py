@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 
+from mcore_prefix_tree.layout.picture_features import compare_pictures, number_features, read_grids
 from mcore_prefix_tree.layout.trainer_rows import HostRows, Int64Array
 from mcore_prefix_tree.logprob.restore import expand
 from mcore_prefix_tree.utils.upload import upload
@@ -65,7 +65,7 @@ class Pictures:
     @classmethod
     def read(cls, backbone: Any, call: dict[str, Any], rows: HostRows) -> Pictures | None:
         """Read the pictures of a call, None without any; raise ValueError if they do not fit its rows."""
-        grids = _read_grids(call)
+        grids = read_grids(*(call.get(name) for name in _INPUTS))
         size = grids.prod(1) // backbone.config.vision_config.spatial_merge_size**2
         at = np.flatnonzero(rows.ids == (token := backbone.config.image_token_id)) if len(grids) else _NONE
         if len(at) != size.sum():
@@ -76,10 +76,9 @@ class Pictures:
         position = _read_positions(backbone, call, rows)
         if position is None and not len(grids):
             return None
-        same, first = _compare(call["pixel_values"], grids) if len(grids) else (_NONE, _NONE)
-        start = np.cumsum(size[first]) - size[first]
+        same, first = compare_pictures(call["pixel_values"], grids) if len(grids) else (_NONE, _NONE)
         feature = np.full(rows.size, -1)
-        feature[at] = np.arange(len(at)) + np.repeat(start[same] - (np.cumsum(size) - size), size)
+        feature[at] = number_features(size, same, first)
         return cls(feature=feature, position=position, first=first, grids=grids)
 
     @property
@@ -120,21 +119,6 @@ class Pictures:
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-def _read_grids(call: dict[str, Any]) -> Int64Array:
-    """Return the grids of a call's pictures, ``[N, 3]``; raise ValueError if its pixels do not have them."""
-    pixels, grids = (call.get(name) for name in _INPUTS)
-    if pixels is None:
-        return _NONE.reshape(0, 3)
-    if grids is None:
-        raise ValueError("pixel_values have no image_grid_thw: pass the grid of each picture")
-    if pixels.requires_grad:
-        raise ValueError("fold_backbone does not support gradients of pixel_values: equal pictures share them")
-    host = np.array(grids.tolist(), dtype=np.int64).reshape(-1, 3)
-    if (patches := int(host.prod(1).sum())) != len(pixels):
-        raise ValueError(f"image_grid_thw describes {patches} patches, but pixel_values have {len(pixels)}")
-    return host
-
-
 def _read_positions(backbone: Any, call: dict[str, Any], rows: HostRows) -> Int64Array | None:
     """Return positions ``[3, B T]`` from each row's first token, by the caller or the model; None for those of text."""
     positions = call.get("position_ids")
@@ -148,15 +132,3 @@ def _read_positions(backbone: Any, call: dict[str, Any], rows: HostRows) -> Int6
     if positions.shape[1:] not in {size, (1, size[1])}:
         raise ValueError(f"position_ids of shape {list(positions.shape)} do not give the rows of {list(size)}")
     return rows.from_first(positions[-3:].expand(3, *size).flatten(1).cpu().numpy())
-
-
-def _compare(pixels: torch.Tensor, grids: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return the kind of each picture ``[N]`` and the first picture of each kind ``[U]``, by bytes and grid."""
-    parts = pixels.detach().cpu().contiguous().split(grids.prod(1).tolist())
-    first: dict[tuple[bytes, bytes], int] = {}
-    same = [
-        first.setdefault((blake2b(part.flatten().view(torch.uint8).numpy()).digest(), grid.tobytes()), at)
-        for at, (part, grid) in enumerate(zip(parts, grids, strict=True))
-    ]
-    firsts = np.array(list(first.values()), dtype=np.int64)
-    return np.searchsorted(firsts, same), firsts

@@ -7,16 +7,14 @@ with it in ``packed_seq_params``. The model keeps its class, parameters and stat
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -24,6 +22,13 @@ from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
+from mcore_prefix_tree.mcore.packed.bridge_pictures import (
+    is_with_tower,
+    number_pictures,
+    take_deepstack,
+    takes_deepstack,
+)
+from mcore_prefix_tree.mcore.packed.call_checks import call_arguments, check_call, check_foldable
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import check_parts, cut_decoder, run_in_parts
 from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import (
@@ -38,22 +43,15 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
 )
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
+from mcore_prefix_tree.mcore.seam.built_layers import follow_trees
 from mcore_prefix_tree.mcore.seam.experts import check_routers
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
-from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.routes import check_routes
-from mcore_prefix_tree.mcore.seam.validation import check_draws, check_interleaving, check_model, check_positions
+from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.utils.upload import moved
-
-_MODELS: tuple[type[Any], ...] = (GPTModel,)
-if HAS_HYBRID_MODEL:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    _MODELS += (HybridModel,)
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +59,6 @@ logger = logging.getLogger(__name__)
 _TYPICAL = TreeShape(tokens=4 * (2048 + 8 * 1024), segments=36, pairs=4 * (2048**2 // 2 + 8 * 1024 * 2560), depth=1)
 # Arguments of the packed micro-batch that the folded one has no counterpart of.
 _OF_ROWS = {"labels", "loss_mask", "padding_mask", "output_processor", "output_processor_context"}
-# Arguments that must be None.
-_REFUSED = {
-    "attention_mask": "the tree is the mask, and it is causal; pass None",
-    "inference_context": "generation does not read packed rows; generate with a model that does not fold inside",
-    "inference_params": "generation does not read packed rows; generate with a model that does not fold inside",
-}
-
 Target = TypeVar("Target")
 
 
@@ -153,10 +144,10 @@ class Folding:
             NotImplementedError: folding does not support an argument, or a module that draws random numbers; names it.
             ValueError: the arguments do not describe packed rows.
         """
-        call = dict(zip(_arguments(model.__class__), args, strict=False)) | kwargs
+        call = dict(zip(call_arguments(model.__class__), args, strict=False)) | kwargs
         if isinstance(call.get("packed_seq_params"), TreePackedSeqParams):
             return None  # the caller folded it
-        _check_call(model, call)
+        check_call(model, call)
         learned = model.position_embedding_type == "learned_absolute"
         rows = read_rows(
             call["input_ids"],
@@ -227,7 +218,7 @@ class Folding:
             rotary_by_token=rows.spatial is not None,
         )
         kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
-        return kept | folded | take_tokens(model, rows, call) | asked
+        return kept | folded | take_tokens(model, rows, call) | take_deepstack(model, rows, call) | asked
 
     def _may_cut(self, model: Any, rows: PackedRows) -> bool:
         """Return whether this rank, or one that shares experts with it, may run the rows in parts."""
@@ -303,99 +294,13 @@ def _is_last(model: Any) -> bool:
     return bool(last_chunk and model.pp_group.rank() == model.pp_group.size() - 1)
 
 
-@cache
-def _arguments(kind: Any) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]
-
-
-def _check_call(model: Any, call: dict[str, Any]) -> None:
-    """Reject arguments that folding does not support, by name."""
-    if not isinstance(call.get("output_processor"), RowLogprobs | None):
-        kind: Any = next(kind for kind in _MODELS if isinstance(model, kind))
-        if "output_processor" not in _arguments(kind):
-            raise NotImplementedError(
-                "folding inside the model does not support another output_processor than RowLogprobs here: this "
-                f"Megatron-Core's {kind.__name__} takes none; pass RowLogprobs, or labels"
-            )
-    for name, reason in _REFUSED.items():
-        if call.get(name) is not None:
-            raise NotImplementedError(f"folding inside the model does not support {name}: {reason}")
-    params: Any = call.get("packed_seq_params")
-    _check_embeddings(model, call.get("decoder_input"), getattr(params, "picture_tokens", None), call.get("input_ids"))
-    if getattr(params, "qkv_format", None) != "thd":
-        found = "None" if params is None else f"qkv_format={params.qkv_format!r}"
-        raise ValueError(
-            "folding inside the model takes packed rows: pass packed_seq_params with qkv_format='thd' and "
-            f"cu_seqlens_q, not {found}"
-        )
-    if (params.local_cp_size or 1) > 1:
-        raise NotImplementedError(
-            f"folding inside the model does not support packed_seq_params.local_cp_size={params.local_cp_size}: a tree "
-            "is not split over context-parallel ranks"
-        )
-    ids = call.get("input_ids")
-    if ids is None or ids.is_nested or ids.ndim != 2 or len(ids) != 1:
-        found = "None" if ids is None else "a nested tensor" if ids.is_nested else f"a tensor of {list(ids.shape)}"
-        raise ValueError(
-            f"folding inside the model takes input_ids [1, T], not {found}; every pipeline stage folds for itself, so "
-            "pass them to all"
-        )
-
-
-def _check_embeddings(model: Any, embeddings: Any, pictures: Any, ids: Any) -> None:
-    """Reject embeddings that come without what compares them, in another shape, or for another model."""
-    if embeddings is None and pictures is None:
-        return
-    if model.position_embedding_type != "mrope" or pictures is None:
-        raise NotImplementedError(
-            "folding inside the model does not support decoder_input except with position_embedding_type='mrope' and "
-            "PicturePackedSeqParams(picture_tokens=...): rows are folded by their token ids; pass input_ids"
-        )
-    parts = count_splits(model)
-    if model.pre_process and (embeddings is None or (len(embeddings) * parts, embeddings.shape[1]) != ids.shape[::-1]):
-        found = "None" if embeddings is None else list(embeddings.shape)
-        shape = "[T, 1, h]" if parts == 1 else f"[T / {parts}, 1, h] with sequence_parallel=True"
-        raise ValueError(f"pictures need decoder_input {shape} for input_ids {list(ids.shape)}, not {found}")
-
-
-def _check_model(model: Any) -> None:
-    """Refuse models that cannot fold, by the name of the setting or the layer."""
-    if not isinstance(model, _MODELS):
-        kinds = " or ".join(kind.__name__ for kind in _MODELS)
-        raise TypeError(f"fold_inside takes a {kinds} or a provider of a GPTModel, not a {type(model).__name__}")
-    check_model(model, takes_spatial=True)
-    kind: Any = type(model)
-    if model.position_embedding_type == "mrope" and kind.forward is not cast("Any", GPTModel).forward:
-        raise NotImplementedError(
-            f"position_embedding_type='mrope' of {kind.__name__}, whose own forward may give pictures to its layers: "
-            "folding inside the model supports M-RoPE only of GPTModel"
-        )
-    if model.config.mtp_num_layers:
-        raise NotImplementedError(
-            f"mtp_num_layers={model.config.mtp_num_layers}: folding inside the model does not compute the losses of "
-            "further tokens; set mtp_num_layers=None"
-        )
-    check_attention(model)
-    if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
-        raise NotImplementedError(
-            "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "
-            "variable_seq_lengths=True"
-        )
-    check_interleaving(model.config)
-    if getattr(model.config, "moe_enable_routing_replay", False):
-        raise NotImplementedError(
-            "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "
-            "moe_enable_routing_replay=False, and give routes in RoutedPackedSeqParams(routed_experts=...)"
-        )
-
-
 def fold_inside(target: Target, **settings: Any) -> Target:
     """Let a model fold the packed rows of its calls.
 
     Args:
         target: a ``GPTModel`` or ``HybridModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline
             chunks, bare; or a Megatron-Bridge provider of a ``GPTModel``, whose layer spec and models are changed when
-            it provides them. Changed in place.
+            it provides them; or Megatron-Bridge's Qwen3-VL or Qwen3.5-VL, or a provider of one. Changed in place.
         settings: fields of :class:`Inside`.
 
     Returns:
@@ -412,7 +317,13 @@ def fold_inside(target: Target, **settings: Any) -> Target:
         model.transformer_layer_spec = partial(provided_spec, model.transformer_layer_spec)
         model.register_pre_wrap_hook(lambda chunks: [fold_inside(chunk, **settings) for chunk in chunks])
         return target
-    _check_model(model)
+    if is_with_tower(model):
+        follow_trees(model.language_model)
+        fold_inside(model.language_model, **settings)
+        number_pictures(model)
+        model.folding = model.language_model.folding
+        return target
+    check_foldable(model)
     if inside.check_first:
         check_comparable(model.config)
         if model.position_embedding_type == "mrope":
@@ -420,6 +331,11 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     if hasattr(model, "folding"):
         raise ValueError("this model folds inside already")
     if inside.max_tokens is not None:
+        if takes_deepstack(model):
+            raise NotImplementedError(
+                f"max_tokens of folding inside the model does not support {type(model).__name__}, whose first layers "
+                "add features of pictures; set max_tokens=None"
+            )
         check_parts(model.config)
         run_in_parts(model)
     with_vocab_size(model, inside.vocab_size or getattr(model.config, "vocab_size", None))

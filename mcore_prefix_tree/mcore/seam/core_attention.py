@@ -101,6 +101,10 @@ class TreeCoreAttentionMixin:
                 f"{layer_number}: samples that share a token would share its dropout; set attention_dropout=0"
             )
         super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
+        self.read_settings(config, layer_number, softmax_scale)
+
+    def read_settings(self, config: Any, layer_number: int, softmax_scale: float | None) -> None:
+        """Read the settings of a layer that a tree's attention needs."""
         # With apply_query_key_layer_scaling upstream divides here and multiplies in its softmax: the product is this.
         self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.tree_deterministic = is_deterministic(config)

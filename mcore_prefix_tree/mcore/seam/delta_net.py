@@ -63,9 +63,13 @@ class TreeDeltaNetMixin:
                 "pip install flash-linear-attention"
             )
         super().__init__(config, submodules, layer_number, *args, **kwargs)  # type: ignore[call-arg]
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Check the functions that the layer was built with, and sum the gradients that upstream does not."""
         if self.gated_delta_rule is not gdn.torch_chunk_gated_delta_rule:
             check_kernels()
-        if self.tp_size > 1 and not config.sequence_parallel:
+        if self.tp_size > 1 and not self.config.sequence_parallel:
             # Each rank's gradient has its own heads only, and upstream sums it under sequence parallelism alone.
             for parameter in filter(lambda one: one.requires_grad, self.out_norm.parameters()):
                 parameter.register_hook(self._summed_over_ranks)

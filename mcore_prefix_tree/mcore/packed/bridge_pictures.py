@@ -1,0 +1,114 @@
+"""Megatron-Bridge's Qwen3-VL and Qwen3.5-VL, whose language model folds the rows of a call with their pictures.
+
+The model runs its tower and puts the pictures' embeddings into the packed rows, as ever. Two of torch's forward hooks
+tell its language model which pictures are equal: one reads their pixels from the call, the other finds their tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from mcore_prefix_tree.layout.picture_features import compare_pictures, number_features, read_grids
+from mcore_prefix_tree.layout.trainer_rows import Int64Array
+from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PicturePackedSeqParams
+from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
+from mcore_prefix_tree.utils.upload import upload
+
+_ROOM = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
+
+
+@dataclass
+class _FeaturePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Packed rows with a number for each token of their pictures, in order; equal for equal features."""
+
+    features: Int64Array | None = None
+
+
+def is_with_tower(model: Any) -> bool:
+    """Return whether a model is Megatron-Bridge's Qwen3-VL or Qwen3.5-VL, with its tower."""
+    return _is(model, "model", "Qwen3VLModel")
+
+
+def takes_deepstack(model: Any) -> bool:
+    """Return whether a model is the language model of one, whose first layers add features of pictures."""
+    return _is(model, "text_model", "Qwen3VLGPTModel")
+
+
+def _is(model: Any, module: str, name: str) -> bool:
+    # Nobody has such a model before Megatron-Bridge's module is imported, which takes seconds.
+    kind: Any = getattr(sys.modules.get(f"{_ROOM}.{module}"), name, None)
+    return kind is not None and isinstance(model, kind)
+
+
+def number_pictures(model: Any) -> None:
+    """Give the language model of each call of a model the numbers of its pictures' tokens."""
+    model.register_forward_pre_hook(_read_pictures, with_kwargs=True)
+    model.language_model.register_forward_pre_hook(_find_tokens(model.image_token_id), with_kwargs=True, prepend=True)
+
+
+def _read_pictures(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Compare the pictures of a call, as torch's forward pre-hook."""
+    params = kwargs.get("packed_seq_params")
+    if params is None:
+        return None  # its language model refuses rows that are not packed
+    if kwargs.get("pixel_values_videos") is not None:
+        raise NotImplementedError("folding inside the model does not support pixel_values_videos: pass pictures only")
+    pixels, grids_given = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
+    if pixels is None and grids_given is not None:
+        raise ValueError("image_grid_thw has no pixel_values: every pipeline stage compares pictures; pass both to all")
+    grids = read_grids(pixels, grids_given)
+    features = np.zeros(0, dtype=np.int64)
+    if pixels is not None:
+        features = number_features(grids.prod(1) // model.square_merge_size, *compare_pictures(pixels, grids))
+    given = _FeaturePackedSeqParams(**vars(params), features=features)
+    return args, kwargs | {"packed_seq_params": given}
+
+
+def _find_tokens(token: int) -> Any:
+    def number(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Number the tokens of pictures, as torch's forward pre-hook; raise ValueError if a picture has none."""
+        params = kwargs.get("packed_seq_params")
+        if not isinstance(params, _FeaturePackedSeqParams):
+            return args, kwargs
+        assert params.features is not None
+        ids = kwargs["input_ids"].flatten()
+        at = (ids == token).nonzero().flatten().cpu()
+        if len(at) != len(params.features):
+            raise ValueError(
+                f"the rows have {len(at)} tokens of pictures (id {token}), but image_grid_thw describes "
+                f"{len(params.features)}: pass pixel_values and image_grid_thw of all rows, on every pipeline stage"
+            )
+        numbers = torch.full((len(ids),), -1)
+        numbers[at] = torch.from_numpy(params.features)
+        own = {name: value for name, value in vars(params).items() if name != "features"}
+        return args, kwargs | {"packed_seq_params": PicturePackedSeqParams(**own, picture_tokens=numbers)}
+
+    return number
+
+
+def take_deepstack(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
+    """Return what the first layers add to unique tokens of pictures."""
+    layers = call.get("deepstack_visual_embeds")
+    if not layers:
+        return {}
+    source, numbers = rows.sources_in(rows.layout), call["packed_seq_params"].picture_tokens.cpu().numpy()
+    at = upload(source, layers[0].device)
+    given = call["visual_pos_masks"].flatten()
+    parts = upload(numbers[source] >= 0, layers[0].device).chunk(count_splits(model))
+    taken = parts[model.tp_group.rank() if len(parts) > 1 else 0]
+
+    def take(features: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this rank's unique tokens; under sequence parallelism they may be another rank's."""
+        every = features.new_zeros(len(given), 1, features.shape[-1])
+        every = every.index_put((given.nonzero().flatten(),), features.unsqueeze(1))
+        return split_tokens(gather_tokens(every, model).index_select(0, at), model)[taken].squeeze(1)
+
+    return {"visual_pos_masks": taken.unsqueeze(0), "deepstack_visual_embeds": [take(one) for one in layers]}
