@@ -101,8 +101,11 @@ def on_the_cpu(provider: Any) -> Iterator[None]:
         yield
 
 
-def model_of(job: VisionJob, layout: Any, **inside: Any) -> Any:
-    """The model that a trainer on Megatron-Bridge builds, folding inside if ``inside`` has settings."""
+def model_of(job: VisionJob, layout: Any, *, hooks: Sequence[Any] = (), **inside: Any) -> Any:
+    """The model that a trainer on Megatron-Bridge builds, folding inside if ``inside`` has settings.
+
+    ``hooks`` change its chunks before they are wrapped.
+    """
     from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen35_vl_provider
 
     kind = getattr(qwen35_vl_provider if job.family == "Qwen35VL" else qwen3_vl_provider, f"{job.family}ModelProvider")
@@ -125,6 +128,8 @@ def model_of(job: VisionJob, layout: Any, **inside: Any) -> Any:
         provider.vision_config.deepstack_visual_indexes = [0, 1]
     if inside:
         assert fold_inside(provider, **inside) is provider
+    for hook in hooks:
+        provider.register_pre_wrap_hook(hook)
     provider.finalize()
     provider.params_dtype = torch.float64
     torch.manual_seed(0)
@@ -240,7 +245,7 @@ def errors(job: VisionJob, layout: Any) -> tuple[dict[str, float], float]:
         assert (expected is None) == (actual is None), name
         if expected is None:
             continue
-        # Upstream gives each rank of sequence parallelism the gradients of its tokens, also of deepstack's features.
+        # Each rank of sequence parallelism has the gradients of its tokens; Megatron-Bridge leaves deepstack's so, too.
         if getattr(parameter, "sequence_parallel", False) or (layout.sequence_parallel and "heads" in name):
             group = parallel_state.get_tensor_model_parallel_group()
             torch.distributed.all_reduce(expected, group=group)

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ import torch
 pytest.importorskip("verl", reason="verl is not installed")
 from harness.layouts import in_layouts
 from harness.worlds import Layout, world
+from qwen_vl_jobs import BEGIN, END, PICTURE, pictures_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from verl_engines import compare, emulated, engine, track
+from verl_engines import compare, compare_pictures, emulated, engine, track
 
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
 
@@ -37,6 +39,40 @@ def test_answers_losses_and_gradients(size: int, layout: Layout, kind: str) -> N
     assert {"loss", *(f"{name} {run}" for name in answers for run in (0, 1))} <= {*last["names"]}
     assert last["fold"]["fold/fold_ratio"][0] > 1.3
     assert (last["fold"]["fold/expanded_bytes"] == [0]) == (kind == "language_model")
+
+
+@in_layouts("single", "tp2-sp", "pp2")
+def test_rows_with_pictures(size: int, layout: Layout) -> None:
+    pytest.importorskip("einops", reason="Megatron-Bridge is not installed")
+    results = world(size).run(compare_pictures, layout, layout=layout)
+    assert results[-1]["fold"]["fold/fold_ratio"][0] > 1.3
+
+
+def test_micro_batches_count_the_tokens_of_each_picture() -> None:
+    from verl.utils import tensordict_utils as tu
+
+    from mcore_prefix_tree.integrations.verl.engine import FoldingEngine
+
+    row = torch.tensor([12, BEGIN, *[PICTURE] * 6, END, 13])
+    rows = torch.nested.as_nested_tensor([row, row, row, row[-1:]], layout=torch.jagged)
+    inputs = [pictures_of([[name]]) for name in "aba"] + [{}]
+    data = tu.get_tensordict({"input_ids": rows, "multi_modal_inputs": inputs}, {})
+    config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2), image_token_id=PICTURE)
+    engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    first, other, again, text = FoldingEngine._compared_rows(engine, data).unbind()
+    assert torch.equal(first, again)
+    assert (first != other).tolist() == (row == PICTURE).tolist()
+    assert (first == row).tolist() == (row != PICTURE).tolist()
+    assert text.tolist() == [13]
+
+
+def test_critics_with_pictures_are_refused() -> None:
+    with (
+        cpu_emulation(force=True),
+        emulated("mcore_prefix_tree"),
+        pytest.raises(NotImplementedError, match="a vision model as a critic"),
+    ):
+        engine("value_model", pictures=True)
 
 
 @in_layouts("single", "tp2-sp", "pp2", "ep2")

@@ -6,6 +6,7 @@ make of a checkpoint is a tiny one. Everything else is verl's.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -18,13 +19,16 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from bridge_models import auto_bridge
 from harness.seam_models import build, local_spec, tiny_config
+from harness.worlds import Layout
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from qwen_vl_jobs import BEGIN, END, PICTURE, pictures_of
 from stand_ins import StandIn
 
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
@@ -87,13 +91,28 @@ class Provider:
         return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
 
 
+class VisionProvider(Provider):
+    """One of a model that reads pictures, Megatron-Bridge's own."""
+
+    def provide_distributed_model(self, *, wrap_with_ddp: bool, ddp_config: Any, **_: Any) -> list[Any]:
+        from qwen_vl_jobs import VisionJob, model_of
+
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+        tp, pp, sequence_parallel = (self.overrides[name] for name in names)
+        layout = Layout(tp=tp, pp=pp, sequence_parallel=sequence_parallel)
+        chunk = model_of(VisionJob(family="Qwen3VL"), layout, hooks=self.hooks)
+        return [DistributedDataParallel(chunk.config, ddp_config, chunk)]
+
+
 class AutoBridge:
+    provider: type[Provider] = Provider
+
     @classmethod
     def from_hf_pretrained(cls, *_: Any, **__: Any) -> AutoBridge:
         return cls()
 
     def to_megatron_provider(self, load_weights: bool) -> Provider:
-        return Provider()
+        return self.provider()
 
     def load_hf_weights(self, *_: Any, **__: Any) -> None:
         pass
@@ -115,6 +134,7 @@ def emulated(vendor: str) -> Iterator[None]:
         f"{bridge}.training.utils.config_utils": {"create_ddp_config": _ddp_config},
     }
     modules = {name: StandIn(name, **found) for name, found in members.items()}
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules.update(modules)
     settings = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": vendor}
     try:
@@ -125,19 +145,22 @@ def emulated(vendor: str) -> Iterator[None]:
     finally:
         for name in modules:
             del sys.modules[name]
+        sys.modules.update(before)
 
 
 def _ddp_config(*, use_distributed_optimizer: bool, overrides: dict[str, Any], **_: Any) -> Any:
     return DistributedDataParallelConfig(use_distributed_optimizer=use_distributed_optimizer, **overrides)
 
 
-def engine(kind: str = "language_model", **settings: Any) -> Any:
-    """The engine that verl's registry chooses."""
+def engine(kind: str = "language_model", *, pictures: bool = False, **settings: Any) -> Any:
+    """The engine that verl's registry chooses, of a model that reads pictures if ``pictures``."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig, MtpConfig
     from verl.workers.engine import EngineRegistry
 
     hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"], hidden_size=32, rope_theta=1e4, model_type="llama")
+    if pictures:
+        hf_config.vision_config, hf_config.image_token_id = SimpleNamespace(spatial_merge_size=2), PICTURE
     model_config = SimpleNamespace(
         model_type=kind,
         hf_config=hf_config,
@@ -175,20 +198,36 @@ def routes_of(tokens: Any, *, strays: bool) -> Any:
 
 
 def batch(
-    seed: int, *, max_tokens: int, dynamic: bool, groups: int = 3, rollouts: int = 4, replays: bool = False
+    seed: int,
+    *,
+    max_tokens: int,
+    dynamic: bool,
+    groups: int = 3,
+    rollouts: int = 4,
+    replays: bool = False,
+    pictures: bool = False,
 ) -> Any:
-    """A mini-batch as verl's trainer sends it: groups of rollouts of one prompt, not side by side."""
+    """A mini-batch as verl's trainer sends it: groups of rollouts of one prompt, not side by side.
+
+    With ``pictures``, two of the groups have prompts that differ only in their pictures.
+    """
     from verl.utils import tensordict_utils as tu
 
     rng = np.random.default_rng(seed)
-    pairs = []
-    for _ in range(groups):
-        prompt = rng.integers(VOCAB, size=rng.integers(5, 12))
-        stem = rng.integers(VOCAB, size=3)
+    draw = partial(rng.integers, END + 1 if pictures else 0, VOCAB)
+    pairs, inputs = [], []
+    prompts = [draw(size=rng.integers(5, 12)) for _ in range(groups)]
+    if pictures:
+        picture = [BEGIN, *[PICTURE] * 6, END]
+        prompts[0] = prompts[1] = np.concatenate((picture, prompts[0]))
+    for group, prompt in enumerate(prompts):
+        stem = draw(size=3)
         for rollout in range(rollouts):
-            answer = rng.integers(VOCAB, size=rng.integers(2, 7))
+            answer = draw(size=rng.integers(2, 7))
             pairs.append((prompt, np.concatenate((stem, answer)) if rollout % 2 else answer))
-    pairs = [pairs[index] for index in rng.permutation(len(pairs))]
+            inputs.append(pictures_of([["ab"[group]] if pictures and group < 2 else []]))
+    order = rng.permutation(len(pairs))
+    pairs, inputs = [pairs[index] for index in order], [inputs[index] for index in order]
 
     def jagged(rows: list[Any]) -> torch.Tensor:
         return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
@@ -208,6 +247,8 @@ def batch(
     if replays:
         rows = [np.concatenate(pair) for pair in pairs]
         tensors["routed_experts"] = jagged([routes_of(row, strays=at == 1) for at, row in enumerate(rows)])
+    if pictures:
+        tensors["multi_modal_inputs"] = inputs
     settings = {
         "use_dynamic_bsz": dynamic,
         "max_token_len_per_gpu": max_tokens,
@@ -251,13 +292,23 @@ def unpatched(*classes: type) -> Iterator[None]:
                     setattr(kind, name, member)
 
 
-def compare(layout: Any, kind: str, dynamic: bool = True, *, replays: bool = False, **settings: Any) -> dict[str, Any]:
+def compare(layout: Any, kind: str, dynamic: bool = True, **of_batch: Any) -> dict[str, Any]:
     """Every rank: results of verl's own engine and ours for the same batch, and the metrics of ours."""
     with unpatched(TopKRouter, TransformerConfig, MoEAlltoAllTokenDispatcher):
-        return _compare(layout, kind, dynamic, replays=replays, **settings)
+        return _compare(layout, kind, dynamic, **of_batch)
 
 
-def _compare(layout: Any, kind: str, dynamic: bool, *, replays: bool, **settings: Any) -> dict[str, Any]:
+def compare_pictures(layout: Any) -> dict[str, Any]:
+    """The same with a model that reads pictures."""
+    auto_bridge()
+    importlib.import_module("megatron.bridge.models.qwen_vl.qwen35_vl_provider")
+    with mock.patch.object(AutoBridge, "provider", VisionProvider):
+        return compare(layout, "language_model", pictures=True)
+
+
+def _compare(
+    layout: Any, kind: str, dynamic: bool, *, replays: bool = False, pictures: bool = False, **settings: Any
+) -> dict[str, Any]:
     from verl.workers.config.engine import EngineRouterReplayConfig
 
     answers: list[dict[str, Any]] = []
@@ -276,7 +327,7 @@ def _compare(layout: Any, kind: str, dynamic: bool, *, replays: bool, **settings
         shape["router_replay"] = EngineRouterReplayConfig(mode="R3")
     for vendor, max_tokens, own in (("nvidia", 80, {}), ("mcore_prefix_tree", 50, settings)):
         with emulated(vendor):
-            built = engine(kind, **shape, **own)
+            built = engine(kind, pictures=pictures, **shape, **own)
             assert type(built).__name__.startswith("Folding") == (vendor != "nvidia")
             built.initialize()
             parameters = {
@@ -288,13 +339,17 @@ def _compare(layout: Any, kind: str, dynamic: bool, *, replays: bool, **settings
             for parameter, weight in zip(parameters.values(), weights, strict=True):
                 parameter.data.copy_(weight)
             rank = parallel_state.get_data_parallel_rank()
-            data = batch(rank, max_tokens=max_tokens, dynamic=dynamic, replays=replays)
+            data = batch(rank, max_tokens=max_tokens, dynamic=dynamic, replays=replays, pictures=pictures)
             with built.eval_mode(disable_auto_offload=True):
                 inferred = built.infer_batch(data.clone())
             with built.train_mode(disable_auto_offload=True):
                 built.optimizer_zero_grad()
                 trained = built.forward_backward_batch(data.clone(), loss_of(kind))
                 gradients = {f"gradient of {name}": p.main_grad.clone() for name, p in parameters.items()}
+            # Megatron-Bridge leaves each rank the gradients of its own tokens.
+            for name, gradient in gradients.items():
+                if layout.sequence_parallel and "vision_model" in name:
+                    torch.distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         metrics = trained.get("metrics", {})
         outputs = [run.get("model_output", {}) for run in (inferred, trained)]
         answers.append(

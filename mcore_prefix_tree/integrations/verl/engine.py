@@ -23,12 +23,14 @@ from verl.utils.device import get_device_id
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data
 from verl.utils.megatron_utils import unwrap_model
+from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from mcore_prefix_tree.integrations.verl import VENDOR
 from mcore_prefix_tree.integrations.verl.micro_batches import cut
+from mcore_prefix_tree.layout.picture_features import compare_pictures, number_features, read_grids
 from mcore_prefix_tree.mcore.packed import RoutedPackedSeqParams, RowLogprobs, fold_inside
 
 # Requests of a batch that only verl's own engine supports.
@@ -36,6 +38,10 @@ _NEED_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillati
 # verl's TrainingWorker averages metrics of these prefixes over data-parallel ranks. It makes lists of the others,
 # which SFT's trackers get as they are and TensorBoard rejects; train_mini_batch, of the RL trainers, flattens them.
 _AVERAGED = "mtp_losses/"
+# Of a row's multi_modal_inputs, what verl's own engine gives the model.
+_OF_PICTURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+# No tokenizer has as many tokens; the features of a mini-batch's pictures are numbered from here.
+_ABOVE_IDS = 1 << 30
 _register = partial(EngineRegistry.register, backend="megatron", vendor=VENDOR)
 
 
@@ -73,6 +79,8 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
     ``override_mcore_model_config.prefix_tree`` takes the settings of :func:`fold_inside`.
     """
 
+    _is_critic = False
+
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         replay = engine_config.router_replay
         _refuse(
@@ -86,7 +94,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 "router_replay.mode=R2 (R3 replays the rollout engine's routes)": replay.mode == "R2",
                 "qat.enable=True": engine_config.qat.enable,
                 "mtp.enable=True": model_config.mtp.enable,
-                "a vision model": hasattr(model_config.hf_config, "vision_config"),
+                "a vision model as a critic": self._is_critic and hasattr(model_config.hf_config, "vision_config"),
             }
         )
         if replay.mode != "disabled":
@@ -153,7 +161,7 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         routes = _routes(data)
         indices = cut(
-            data["input_ids"].unbind(),
+            self._compared_rows(data).unbind(),
             max_tokens=data["max_token_len_per_gpu"],
             group=self.get_data_parallel_group(),
             device=get_device_id(),
@@ -162,6 +170,20 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             routes=None if routes is None else routes.unbind(),
         )
         return [tu.index_select_tensor_dict(data, rows) for rows in indices], indices
+
+    def _compared_rows(self, data: TensorDict) -> Any:
+        """Return the rows' token ids; tokens of pictures are equal only where their pictures and places are."""
+        rows: Any = data["input_ids"]
+        config = self.model_config.hf_config
+        given = extract_multi_modal_inputs(data.get("multi_modal_inputs", []))
+        grids = read_grids(given.get("pixel_values"), given.get("image_grid_thw"))
+        if not len(grids):
+            return rows
+        sizes = grids.prod(1) // config.vision_config.spatial_merge_size**2
+        ids = rows.values().cpu().clone()
+        numbers = number_features(sizes, *compare_pictures(given["pixel_values"], grids))
+        ids[ids == config.image_token_id] = torch.from_numpy(_ABOVE_IDS + numbers).to(ids.dtype)
+        return torch.nested.nested_tensor_from_jagged(ids, offsets=rows.offsets().cpu())
 
     def forward_step(
         self,
@@ -181,9 +203,9 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         routes = _routes(batch)
         if routes is not None:
             params = RoutedPackedSeqParams.of(params, preprocess_thd_engine(routes)[0][0])
-        output = model(
-            input_ids=packed, position_ids=None, attention_mask=None, packed_seq_params=params, **self._asked(batch)
-        )
+        given = extract_multi_modal_inputs(batch.get("multi_modal_inputs", []))
+        asked = self._asked(batch) | {name: given[name].to(packed.device) for name in _OF_PICTURES if name in given}
+        output = model(input_ids=packed, position_ids=None, attention_mask=None, packed_seq_params=params, **asked)
         if unwrap_model(model).post_process:
             answers = [postprocess_thd_engine(column, params, rows, len(rows)) for column in output.unbind(-1)]
             output = self._named(answers)
@@ -206,6 +228,8 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
 @_register(model_type="value_model")
 class FoldingValueEngine(FoldingEngine, MegatronEngineWithValueHead):  # type: ignore[misc]
     """verl's engine for critics, folding inside."""
+
+    _is_critic = True
 
     def _asked(self, batch: TensorDict) -> dict[str, Any]:
         return {}
