@@ -61,6 +61,7 @@ class Tower(torch.nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self.pictures = len(grid_thw)
         merged = hidden_states.reshape(-1, 4 * PIXELS)
         features, *deep = (head(merged) for head in self.heads)
         return features, deep
@@ -233,6 +234,9 @@ def errors(job: VisionJob, layout: Any) -> tuple[dict[str, float], float]:
         wanted = step(stock, calls_by_row(job.rows, multiple))
         call = call_of(job.rows, multiple, by_rows=job.by_rows)
         found = step(folds, [call])
+    different_pictures = {part for row in job.rows for part in row if isinstance(part, str)}
+    if folds.vision_model is not None and different_pictures:
+        assert folds.vision_model.pictures == len(different_pictures)
     slots = call["packed_seq_params"].cu_seqlens_q_padded.tolist()
     different = {}
     for at, loss in enumerate(wanted):

@@ -1,7 +1,7 @@
 """Megatron-Bridge's Qwen3-VL and Qwen3.5-VL, whose language model folds the rows of a call with their pictures.
 
-The model runs its tower and puts the pictures' embeddings into the packed rows, as ever. Two of torch's forward hooks
-tell its language model which pictures are equal: one reads their pixels from the call, the other finds their tokens.
+The model puts the embeddings of pictures into the packed rows, as ever. Torch's forward hooks compare the pictures of a
+call by their pixels, give its tower those that differ, and number their tokens for its language model.
 """
 
 from __future__ import annotations
@@ -47,29 +47,67 @@ def _is(model: Any, module: str, name: str) -> bool:
 
 
 def number_pictures(model: Any) -> None:
-    """Give the language model of each call of a model the numbers of its pictures' tokens."""
-    model.register_forward_pre_hook(_read_pictures, with_kwargs=True)
+    """Compare the pictures of each call: the tower runs each once, and the language model gets their numbers."""
+    pictures = _Pictures()
+    model.register_forward_pre_hook(pictures.read, with_kwargs=True)
+    if model.vision_model is not None:
+        model.vision_model.register_forward_pre_hook(pictures.take_different, with_kwargs=True)
+        model.vision_model.register_forward_hook(pictures.repeat)
     model.language_model.register_forward_pre_hook(_find_tokens(model.image_token_id), with_kwargs=True, prepend=True)
 
 
-def _read_pictures(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Compare the pictures of a call, as torch's forward pre-hook."""
-    params = kwargs.get("packed_seq_params")
-    if params is None:
-        return None  # its language model refuses rows that are not packed
-    if kwargs.get("pixel_values_videos") is not None:
-        raise NotImplementedError("folding inside the model does not support pixel_values_videos: pass pictures only")
-    pixels, grids_given = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
-    if pixels is None and grids_given is not None:
-        raise ValueError("image_grid_thw has no pixel_values: every pipeline stage compares pictures; pass both to all")
-    grids = read_grids(pixels, grids_given)
-    features = np.zeros(0, dtype=np.int64)
-    if pixels is not None:
-        features = number_features(grids.prod(1) // model.square_merge_size, *compare_pictures(pixels, grids))
-    given = _FeaturePackedSeqParams(**vars(params), features=features)
-    return args, kwargs | {"packed_seq_params": given}
+class _Pictures:
+    """The pictures of a call, N of them, U different ones, from the call to the end of its tower."""
+
+    first: Int64Array  # [U], the first picture of each kind
+    grids: Int64Array  # [N, 3]
+    features: Int64Array  # a number for each token of all pictures, which counts the features of the different ones
+
+    def read(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Compare the pictures of a call, as torch's forward pre-hook of the model."""
+        params = kwargs.get("packed_seq_params")
+        self.grids = np.zeros((0, 3), dtype=np.int64)
+        if params is None:
+            return None  # its language model refuses rows that are not packed
+        if kwargs.get("pixel_values_videos") is not None:
+            raise NotImplementedError(
+                "folding inside the model does not support pixel_values_videos: pass pictures only"
+            )
+        pixels, grids = kwargs.get("pixel_values"), kwargs.get("image_grid_thw")
+        if pixels is None and grids is not None:
+            raise ValueError(
+                "image_grid_thw has no pixel_values: every pipeline stage compares pictures; pass both to all"
+            )
+        self.grids = read_grids(pixels, grids)
+        self.features = self.first = np.zeros(0, dtype=np.int64)
+        if pixels is not None:
+            same, self.first = compare_pictures(pixels, self.grids)
+            self.features = number_features(self.grids.prod(1) // model.square_merge_size, same, self.first)
+        given = _FeaturePackedSeqParams(**vars(params), features=self.features)
+        return args, kwargs | {"packed_seq_params": given}
+
+    def take_different(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace patches ``[patches, size]`` and grids by those of different pictures, as a pre-hook of the tower."""
+        if not len(self.grids):
+            return None
+        patches = self.grids.prod(1)
+        parts = kwargs["hidden_states"].split(patches.tolist())
+        grids = kwargs["grid_thw"]
+        different = {
+            "hidden_states": torch.cat([parts[at] for at in self.first]),
+            "grid_thw": grids.index_select(0, upload(self.first, grids.device)),
+        }
+        return args, kwargs | different
+
+    def repeat(self, tower: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the features of every picture, as a hook of the tower."""
+        if not len(self.grids):
+            return None
+        features, deep = output
+        at = upload(self.features, features.device)
+        return features.index_select(0, at), [layer.index_select(0, at) for layer in deep]
 
 
 def _find_tokens(token: int) -> Any:
