@@ -48,9 +48,6 @@ class Backend(Protocol):
 # A setting of a job, which becomes the name of a back-end before its first micro-batch; see auto.py.
 AUTO = "auto"
 
-# Back-ends that attend for no query that nobody reads (``TreeMetadata.unread``).
-SKIP_UNREAD = frozenset({"path", "triton", "fa4", "flex"})
-
 # The module is imported when its name is first used.
 BACKENDS: dict[str, str] = {
     "path": "mcore_prefix_tree.attention.path",

@@ -18,7 +18,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from mcore_prefix_tree.attention.api import SKIP_UNREAD, load_backend
+from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.backend_options import Case
 from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.spans import cut_into_spans
@@ -76,18 +76,16 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(case: Case, shape: TreeShape, *, device_name: str | None = None, in_parts: bool = False) -> Choice:
+def choose(case: Case, shape: TreeShape, *, device_name: str | None = None) -> Choice:
     """Choose the back-end for a run, among those that train it, so that validation runs the same one.
 
     ``shape`` is that of the first step, the same on every rank; measurements of GPUs with another name do not count.
-    A run ``in_parts`` has long stacks of keys, whose own queries the back-end must not attend for.
 
     Raises:
         ValueError: no back-end supports the case; the message gives each one's reason.
     """
     trains = replace(case, needs_grad=True)
-    names = [name for name in PREFERENCE[case.device.type] if name in SKIP_UNREAD or not in_parts]
-    refusals = {name: load_backend(name).refusal(trains) for name in names}
+    refusals = {name: load_backend(name).refusal(trains) for name in PREFERENCE[case.device.type]}
     reasons = _in_order(case, shape, [name for name, refusal in refusals.items() if refusal is None], device_name)
     wrong: dict[str, str] = {}
     for name, reason in reasons.items():

@@ -7,9 +7,10 @@ child and so on is a contiguous *run* along a single path. So the visible pairs 
 - a rectangle per *branch*, a segment with tokens below it outside its run: they too are one flat span, and each of them
   sees the complete segment.
 
-Empty segments have neither queries nor keys and do not appear; neither does padding, which is no part of the tree.
+Empty segments have neither queries nor keys and do not appear; neither does padding, which is no part of the tree. Nor
+do queries among the ``unread`` first tokens: every segment of these is a branch, for what is below it behind them.
 
-Legend: T tokens, R runs, B branches.
+Legend: T tokens, U of them unread, R runs, B branches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Spans:
     """Flat spans, each a start and an exclusive end, in depth-first pre-order. No pair is in two of them.
 
     Attributes:
-        runs: int64 ``[R + 1]``, borders of the runs, which follow each other from 0 to T.
+        runs: int64 ``[R + 1]``, borders of the runs, which follow each other from U to T.
         queries: int64 ``[B, 2]``, tokens below a branch and outside its run. Two of these are nested or disjoint.
         keys: int64 ``[B, 2]``, the branch itself. These are disjoint.
         depth: int64 ``[B]``, number of other spans of queries that a branch's lies in.
@@ -43,15 +44,19 @@ class Spans:
 
 def cut_into_spans(metadata: TreeMetadata) -> Spans:
     """Return the spans of a micro-batch."""
-    cu_lens = metadata.segments.cu_lens.astype(np.int64)
-    exists = (np.diff(cu_lens) > 0) & (cu_lens[1:] <= metadata.num_tokens)
-    start, end = cu_lens[:-1][exists], cu_lens[1:][exists]
+    unread, tokens = min(metadata.unread, metadata.num_tokens), metadata.num_tokens
+    borders = np.union1d(metadata.segments.cu_lens.astype(np.int64), [0, unread])
+    start, end = borders[:-1][borders[1:] <= tokens], borders[1:][borders[1:] <= tokens]
     subtree_end = metadata.host_subtree_end[start].astype(np.int64)
 
     # In pre-order the next segment is a child of this one exactly if there is anything below this one.
     is_head = np.append(True, subtree_end[:-1] == end[:-1])[: len(start)]
-    runs = np.append(start[is_head], metadata.num_tokens)
-    run_end = runs[np.cumsum(is_head)]
+    is_head[start == unread] = True
+    is_read = start >= unread
+    runs = np.append(start[is_head & is_read], tokens)
+    # Of a segment that is not read, all queries below it are behind those tokens.
+    run_end = np.full(len(start), unread)
+    run_end[is_read] = runs[np.cumsum(is_head[is_read])]
     branches = subtree_end > run_end
     queries = np.stack([run_end, subtree_end], axis=1)[branches]
     return Spans(

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mcore_prefix_tree.plan.cost import UNITS_PER_TOKEN, CostModel
+from mcore_prefix_tree.plan.cost import CostModel
 from mcore_prefix_tree.plan.cuts import Int64Array, least_repeating_runs
 from mcore_prefix_tree.plan.pack import Leaves
 from mcore_prefix_tree.utils.choices import OverBudget
@@ -257,13 +257,11 @@ def carry_tree(
     cost_model: CostModel | None,
     *,
     full: bool = False,
-    attends_stacks: bool = True,
     scores_first: bool = False,
 ) -> CarriedTree:
     """Return a tree's chunks and cost; ``shared`` and ``lengths``, int64 ``[S]``, are of its samples in order.
 
-    With ``attends_stacks`` attention attends for the tokens of a stack again, though nobody reads that; with
-    ``scores_first`` all chunks run forward once more.
+    With ``scores_first`` all chunks run forward once more.
     """
     position = np.concatenate(
         [np.arange(start, end) for start, end in zip(shared.tolist(), lengths.tolist(), strict=True)]
@@ -277,11 +275,8 @@ def carry_tree(
     fresh = units_of_path(lengths, cost_model) - units_of_path(shared, cost_model)
     units = (1 + FORWARD * scores_first) * fresh.sum() + FORWARD * first.sum()
     if cost_model is not None:
-        runs = [(run.stack, FORWARD if run.forward_only else 1) for run in with_first_pass(chunks, max_tokens)]
-        runs += [(chunk.stack, FORWARD) for chunk in chunks if scores_first]
-        for stack, share in runs:
-            pairs = int(units_of_path(np.array([stack]), cost_model)[0]) - stack * UNITS_PER_TOKEN
-            units += attends_stacks * share * pairs + cost_model.units_of_micro_batch
+        runs = len(list(with_first_pass(chunks, max_tokens))) + scores_first * len(chunks)
+        units += runs * cost_model.units_of_micro_batch
     return CarriedTree(samples=samples, chunks=chunks, units=int(units))
 
 
@@ -323,7 +318,6 @@ def carried_trees(
     dp_size: int,
     cost_model: CostModel | None,
     over_budget: OverBudget,
-    attends_stacks: bool,
     *,
     together: Sequence[Hashable] | None = None,
     scores_first: bool = False,
@@ -347,7 +341,6 @@ def carried_trees(
             max_tokens,
             cost_model,
             full=full,
-            attends_stacks=attends_stacks,
             scores_first=scores_first,
         )
         keys = None if together is None else [together[place] for place in own.tolist()]

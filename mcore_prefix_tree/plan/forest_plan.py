@@ -137,7 +137,6 @@ def plan_step(
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
-    attends_stacks: bool = True,
     scores_first: bool = False,
     trains: bool = True,
 ) -> ForestPlan:
@@ -163,7 +162,6 @@ def plan_step(
             be found, and a cost model only decides their distribution over the ranks.
         over_budget: way to cut a tree above ``max_tokens``. With ``auto`` a tree is not carried where only that keeps
             to ``micro_batches``.
-        attends_stacks: whether the attention of a carried tree computes more than is read; ``auto`` counts that.
         scores_first: whether the loss of a carried tree needs the scores of all its tokens before the step.
         trains: whether the step runs backward: see :class:`~mcore_prefix_tree.plan.carry.Carrying`.
 
@@ -178,7 +176,7 @@ def plan_step(
         )
     step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
     for full in (False, True) if over_budget != "repeat" else ():  # full chunks are fewer, and carry more
-        trees = step.cut_trees(over_budget, full=full, attends_stacks=attends_stacks, scores_first=scores_first)
+        trees = step.cut_trees(over_budget, full=full, scores_first=scores_first)
         try:
             if trees:
                 return step.plan_carrying(trees, micro_batches, scores_first=scores_first, trains=trains)
@@ -198,14 +196,13 @@ def fewest_micro_batches(
     sharing: Sharing = SHARE_ALL,
     together: Sequence[Hashable] | None = None,
     over_budget: OverBudget = "repeat",
-    attends_stacks: bool = True,
     scores_first: bool = False,
 ) -> int:
     """Return the least K that :func:`plan_step` can keep to in training; arguments and errors as there."""
     step = _Step(samples, max_tokens, dp_size, micro_batch_multiple, cost_model, sharing, together)
     if over_budget == "repeat":
         return step.count_repeating()
-    trees = step.cut_trees(over_budget, full=True, attends_stacks=attends_stacks, scores_first=scores_first)
+    trees = step.cut_trees(over_budget, full=True, scores_first=scores_first)
     if not trees:
         return step.count_repeating()
     carrying = step.round_up(len(step.deal_trees(trees)[0]))
@@ -262,13 +259,10 @@ class _Step:
             )
         return fewest if asked is None else asked
 
-    def cut_trees(
-        self, over_budget: OverBudget, *, full: bool, attends_stacks: bool, scores_first: bool
-    ) -> list[CarriedTree]:
+    def cut_trees(self, over_budget: OverBudget, *, full: bool, scores_first: bool) -> list[CarriedTree]:
         """Return the trees that are carried."""
         return carried_trees(
-            *(self.order, self.shared, self.lengths, self.max_tokens, self.dp_size, self.cost_model),
-            *(over_budget, attends_stacks),
+            *(self.order, self.shared, self.lengths, self.max_tokens, self.dp_size, self.cost_model, over_budget),
             together=self.keys,
             scores_first=scores_first,
             full=full,

@@ -41,7 +41,6 @@ from packed_calls import (
     spans,
 )
 
-from mcore_prefix_tree.attention.api import SKIP_UNREAD
 from mcore_prefix_tree.mcore import PicturePackedSeqParams, RoutedPackedSeqParams, fold_inside
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import recomputation
 from mcore_prefix_tree.mcore.seam.experts import TreeRouterMixin
@@ -266,12 +265,6 @@ def test_a_micro_batch_without_rows() -> None:
     losses = model(**call, labels=call["input_ids"])
     assert losses.tolist() == [[0.0] * 3]
     losses.sum().backward()
-
-
-def test_a_backend_is_chosen_that_attends_for_no_part_before() -> None:
-    model = inside(make("attention")[1], max_tokens=5)
-    model(**packed(ROWS))
-    assert model.folding._backend in SKIP_UNREAD
 
 
 def test_what_cannot_run_in_parts_is_refused() -> None:

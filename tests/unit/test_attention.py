@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -327,6 +328,22 @@ def test_plans_of_the_host_move_to_the_device(backend, tmp_path, monkeypatch):
     moved.cache["rotary"] = "rows"
     assert "rotary" not in metadata.cache
     install(tmp_path)  # its modules are forgotten
+
+
+@pytest.mark.parametrize("backend", EXACT)
+@pytest.mark.parametrize("share", [1, 30, 60, 100])
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_reads_the_first_tokens(backend, seed, share):
+    """Keys that a chunk reads of others: their own queries give no gradient, whatever their result is."""
+    whole = metadata_of(*random_forest(seed, nodes=12, node_lens=(0, 1, 3, 40)), padding=2)
+    inputs, grad_out = random_inputs(whole.padded_size, seed=seed)
+    unread = whole.num_tokens * share // 100
+    grad_out[:unread] = 0
+    expected = run("reference", inputs, grad_out, whole)
+    found = run(backend, inputs, grad_out, replace(whole, unread=unread, cache={}))
+    for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        rows = slice(unread, None) if name == "out" else slice(None)
+        assert (one[rows] - other[rows]).norm() <= 1e-12 * (1 + other[rows].norm()), name
 
 
 @pytest.mark.parametrize("backend", EXACT)

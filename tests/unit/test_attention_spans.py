@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from harness.oracles import metadata_of, random_forest, sample_lists
@@ -41,9 +43,19 @@ def test_empty_nodes_and_many_roots(seed, nodes, padding):
     assert torch.equal(times_covered(metadata), visible(metadata))
 
 
-@given(st.integers(0, 10_000))
-def test_spans_of_the_same_depth_are_disjoint_and_ascending(seed):
-    metadata = metadata_of(*random_forest(seed, nodes=30, node_lens=(0, 1, 4)))
+@given(st.integers(0, 10_000), st.integers(0, 100))
+def test_queries_that_nobody_reads_are_in_no_span(seed, share):
+    metadata = metadata_of(*random_forest(seed, nodes=20, node_lens=(0, 1, 2, 5), root_rate=0.2), padding=1)
+    unread = metadata.num_tokens * share // 100
+    metadata = replace(metadata, unread=unread, cache={})
+    expected = visible(metadata)
+    expected[:unread] = 0
+    assert torch.equal(times_covered(metadata), expected)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 40))
+def test_spans_of_the_same_depth_are_disjoint_and_ascending(seed, unread):
+    metadata = replace(metadata_of(*random_forest(seed, nodes=30, node_lens=(0, 1, 4))), unread=unread, cache={})
     spans = cut_into_spans(metadata)
     for depth in range(int(spans.depth.max(initial=-1)) + 1):
         for side in (spans.queries, spans.keys):

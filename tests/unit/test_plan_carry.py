@@ -263,15 +263,6 @@ def test_auto_takes_what_costs_less() -> None:
     model = CostModel(micro_batch=5.0)
     assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="auto").carrying is None
     assert plan_step(halves, max_tokens=62, cost_model=model, over_budget="carry").carrying is not None
-    # Attention that computes a chunk's stack again can cost more than the stack that is repeated.
-    answers = [Sample(tokens=[*range(60), *[100 + at] * 10]) for at in range(9)]
-    ways = {
-        again: plan_step(
-            answers, max_tokens=120, cost_model=CostModel(pair=1.0), over_budget="auto", attends_stacks=again
-        )
-        for again in (False, True)
-    }
-    assert (ways[False].carrying is None, ways[True].carrying is None) == (False, True)
     # Samples can be on two ranks, the chunks of a tree on one only.
     answers = [Sample(tokens=[*range(90), 100 + at, 200 + at]) for at in range(30)]
     assert plan_step(answers, max_tokens=100, dp_size=2, over_budget="auto").carrying is None

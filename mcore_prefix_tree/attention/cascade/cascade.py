@@ -137,13 +137,17 @@ def attention_through(
     padding = _alone(query[tokens:], key[tokens:], value[tokens:], options)
     if query.is_cuda:
         check_size(f"the attention kernel of {kernel.name}", query)
-    if not tokens:
+    unread = min(metadata.unread, tokens)
+    if tokens == unread:
         # With a gradient of 0 instead of none: a rank without work takes part in the reductions of all parameters.
-        return (padding + (query[:0].sum() + key[:0].sum()))[..., :width]
+        padding = padding + (query[:0].sum() + key[:0].sum())
+        return torch.cat([value.new_zeros(unread, *padding.shape[1:]), padding])[..., :width]
     out: torch.Tensor = _CascadeAttention.apply(  # type: ignore[no-untyped-call]
-        query[:tokens], key[:tokens], value[:tokens], options.sinks, plan, kernel, options
+        query[unread:tokens], key[:tokens], value[:tokens], options.sinks, plan, kernel, options
     )
-    return torch.cat([out, padding])[..., :width] if len(padding) else out[..., :width]
+    if unread or len(padding):
+        out = torch.cat([out.new_zeros(unread, *out.shape[1:]), out, padding])
+    return out[..., :width]
 
 
 def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -175,9 +179,9 @@ class _CascadeAttention(torch.autograd.Function):
         kernel: VarlenKernel,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Return ``[P, H, W]`` for ``[P, H, D], [P, K, D], [P, K, W]`` and sinks ``[H]``."""
+        """Return ``[Q, H, W]`` for ``[Q, H, D], [T, K, D], [T, K, W]``, the last Q of T tokens, and sinks ``[H]``."""
         qkv = QKV(query, key, value)
-        part, lse = _forward(kernel, qkv, plan.runs, options)
+        part, lse = _forward(kernel, QKV(query, key[plan.unread :], value[plan.unread :]), plan.runs, options)
         assert lse.shape == (query.shape[1], query.shape[0]), f"{kernel.name} returned statistics {tuple(lse.shape)}"
         out = part.to(exact(part.dtype)) if plan.levels or sinks is not None else part
         for level in plan.levels:
@@ -201,9 +205,12 @@ class _CascadeAttention(torch.autograd.Function):
         plan: CascadePlan = ctx.plan
         qkv = QKV(query, key, value)
         grad_out = grad_outputs[0].contiguous()
-        grad_query, grad_key, grad_value = _backward(
-            ctx.kernel, grad_out, qkv, Result(out, lse), plan.runs, ctx.options
-        )
+        own, result = QKV(query, key[plan.unread :], value[plan.unread :]), Result(out, lse)
+        grad_query, grad_key, grad_value = _backward(ctx.kernel, grad_out, own, result, plan.runs, ctx.options)
+        if plan.unread:
+            grad_key, grad_value = (
+                torch.cat([grad.new_zeros(plan.unread, *grad.shape[1:]), grad]) for grad in (grad_key, grad_value)
+            )
         # One part per level adds to a query's gradient; a key has two parts at most, so its sum is rounded once.
         if plan.levels:
             grad_query = grad_query.to(exact(query.dtype))

@@ -65,7 +65,7 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Level:
-    """One full call: rows of the flat tokens that attend and that are attended to, ascending, and their sequences."""
+    """One full call: rows of the queries that attend and of the keys, ascending, and their sequences."""
 
     queries: Rows
     keys: Rows
@@ -74,8 +74,12 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CascadePlan:
-    """All calls of a micro-batch: the causal one over all T tokens, and full ones, outermost branches first."""
+    """All calls of a micro-batch: the causal one, and full ones, outermost branches first.
 
+    Queries are the tokens from ``unread`` on, keys all T tokens.
+    """
+
+    unread: int
     runs: Sequences
     levels: tuple[Level, ...]
 
@@ -85,10 +89,12 @@ def build_plan(metadata: TreeMetadata) -> CascadePlan:
     device = metadata.subtree_end.device
     spans = cut_into_spans(metadata)
     run_lens = np.diff(spans.runs)
+    unread = int(spans.runs[0])
     return CascadePlan(
+        unread=unread,
         runs=Sequences.of(run_lens, run_lens, causal=True, device=device),
         levels=tuple(
-            _level(spans.queries[spans.depth == depth], spans.keys[spans.depth == depth], device)
+            _level(spans.queries[spans.depth == depth] - unread, spans.keys[spans.depth == depth], device)
             for depth in range(int(spans.depth.max(initial=-1)) + 1)
         ),
     )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_prefix_tree.attention import Case
-from mcore_prefix_tree.attention.api import SKIP_UNREAD, load_backend
+from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.layout import NO_PADDING, FlatLayout, Padding, fold
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.routes import check_sample_routes
@@ -104,7 +104,6 @@ class Folding:
             "cost_model": self.cost_model,
             "sharing": self.sharing,
             "over_budget": self.over_budget,
-            "attends_stacks": self.attention_backend not in SKIP_UNREAD,
             "scores_first": self.scores_first,
         }
 

@@ -240,8 +240,7 @@ class Folding:
             case = attention_case(config, device=device)
             if name == AUTO:
                 gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-                in_parts = self._settings.max_tokens is not None
-                name = choose(case, _TYPICAL, device_name=gpu, in_parts=in_parts).backend
+                name = choose(case, _TYPICAL, device_name=gpu).backend
             with spelled({"deterministic_attention=false": "deterministic_mode=False"}):
                 check_case(name, case)
             self._backend = name
