@@ -20,7 +20,7 @@ from harness.in_double import kept_double
 from harness.worlds import Layout
 from megatron.core import parallel_state
 
-from mcore_prefix_tree.mcore import fold_inside
+from mcore_prefix_tree.mcore import RoutedPackedSeqParams, fold_inside
 
 PICTURE, VIDEO, BEGIN, END, PIXELS, HIDDEN = 7, 8, 9, 10, 3, 32
 # Grids of patches; "c" has the pixels of "a" in another grid.
@@ -48,6 +48,7 @@ class VisionJob:
     family: str
     rows: tuple[tuple[Any, ...], ...] = tuple(map(tuple, ROWS))
     by_rows: bool = False  # whether the trainer gives rows of equal length, which the model packs
+    routed: bool = False  # whether tokens bring their experts; here the model routes all
     recompute: bool = False
 
 
@@ -233,6 +234,9 @@ def errors(job: VisionJob, layout: Any) -> tuple[dict[str, float], float]:
         folds.load_state_dict(stock.state_dict())
         wanted = step(stock, calls_by_row(job.rows, multiple))
         call = call_of(job.rows, multiple, by_rows=job.by_rows)
+        if job.routed:
+            routes = torch.full((call["input_ids"].numel(), 4, 2), -1)
+            call["packed_seq_params"] = RoutedPackedSeqParams.of(call["packed_seq_params"], routes)
         found = step(folds, [call])
     different_pictures = {part for row in job.rows for part in row if isinstance(part, str)}
     if folds.vision_model is not None and different_pictures:

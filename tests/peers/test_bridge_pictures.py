@@ -37,6 +37,7 @@ def test_rows_with_pictures_equal_each_row_by_itself(family: str) -> None:
         pytest.param(VisionJob(family="Qwen3VL", rows=tuple(map(tuple, TEXT))), id="text"),
         pytest.param(VisionJob(family="Qwen3VL", by_rows=True), id="rows that the model packs"),
         pytest.param(VisionJob(family="Qwen3VL", recompute=True), id="recompute"),
+        pytest.param(VisionJob(family="Qwen3VLMoE", routed=True), id="routes"),
     ],
 )
 def test_other_calls(job: VisionJob) -> None:

@@ -7,27 +7,19 @@ call by their pixels, give its tower those that differ, and number their tokens 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from mcore_prefix_tree.layout.picture_features import compare_pictures, number_features, read_grids
 from mcore_prefix_tree.layout.trainer_rows import Int64Array
-from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PicturePackedSeqParams
+from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
 from mcore_prefix_tree.utils.upload import upload
 
 _ROOM = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
-
-
-@dataclass
-class _FeaturePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
-    """Packed rows with a number for each token of their pictures, in order; equal for equal features."""
-
-    features: Int64Array | None = None
 
 
 def is_with_tower(model: Any) -> bool:
@@ -85,8 +77,7 @@ class _Pictures:
         if pixels is not None:
             same, self.first = compare_pictures(pixels, self.grids)
             self.features = number_features(self.grids.prod(1) // model.square_merge_size, same, self.first)
-        given = _FeaturePackedSeqParams(**vars(params), features=self.features)
-        return args, kwargs | {"packed_seq_params": given}
+        return args, kwargs | {"packed_seq_params": _with(params, picture_features=self.features)}
 
     def take_different(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace patches ``[patches, size]`` and grids by those of different pictures, as a pre-hook of the tower."""
@@ -114,22 +105,28 @@ def _find_tokens(token: int) -> Any:
     def number(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Number the tokens of pictures, as torch's forward pre-hook; raise ValueError if a picture has none."""
         params = kwargs.get("packed_seq_params")
-        if not isinstance(params, _FeaturePackedSeqParams):
+        features = getattr(params, "picture_features", None)
+        if features is None:
             return args, kwargs
-        assert params.features is not None
         ids = kwargs["input_ids"].flatten()
         at = (ids == token).nonzero().flatten().cpu()
-        if len(at) != len(params.features):
+        if len(at) != len(features):
             raise ValueError(
                 f"the rows have {len(at)} tokens of pictures (id {token}), but image_grid_thw describes "
-                f"{len(params.features)}: pass pixel_values and image_grid_thw of all rows, on every pipeline stage"
+                f"{len(features)}: pass pixel_values and image_grid_thw of all rows, on every pipeline stage"
             )
         numbers = torch.full((len(ids),), -1)
-        numbers[at] = torch.from_numpy(params.features)
-        own = {name: value for name, value in vars(params).items() if name != "features"}
-        return args, kwargs | {"packed_seq_params": PicturePackedSeqParams(**own, picture_tokens=numbers)}
+        numbers[at] = torch.from_numpy(features)
+        return args, kwargs | {"packed_seq_params": _with(params, picture_tokens=numbers)}
 
     return number
+
+
+def _with(params: Any, **own: Any) -> Any:
+    """Return a copy of packed rows' parameters, of whichever class, with further attributes."""
+    found = copy(params)
+    vars(found).update(own)
+    return found
 
 
 def take_deepstack(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
