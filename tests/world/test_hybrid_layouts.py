@@ -108,7 +108,7 @@ def test_state_spaces_in_every_layout(size: int, layout: Layout, job: Job) -> No
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.pattern == "ME*E" else FP64)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 7], ids=["at once", "in parts"])
+@pytest.mark.parametrize("max_tokens", [None, 24], ids=["at once", "in parts"])
 def test_state_spaces_fold_inside_the_model(max_tokens: int | None) -> None:
     job = InsideJob(pattern=SPACES.pattern, config=SPACES.config, double=True, check_first=True, max_tokens=max_tokens)
     check(inside(2, TP2_SP, job), oracle(SPACES), FP64)
@@ -149,7 +149,7 @@ def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads
 
 
 @pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
-@pytest.mark.parametrize("max_tokens", [None, 7], ids=["at once", "in parts"])
+@pytest.mark.parametrize("max_tokens", [None, 24], ids=["at once", "in parts"])
 def test_states_fold_inside_the_model(max_tokens: int | None) -> None:
     job = InsideJob(pattern=STATES.pattern, config=STATES.config, double=True, check_first=True, max_tokens=max_tokens)
     check(inside(2, TP2_SP, job), oracle(STATES), FP64)
@@ -158,5 +158,5 @@ def test_states_fold_inside_the_model(max_tokens: int | None) -> None:
 @pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
 @pytest.mark.parametrize("pattern", [CHOOSES.pattern, None], ids=["hybrid", "gpt in parts"])
 def test_sparse_attention_folds_inside_the_model(pattern: str | None) -> None:
-    job = InsideJob(pattern=pattern, config=CHOOSES.config, double=True, max_tokens=None if pattern else 7)
+    job = InsideJob(pattern=pattern, config=CHOOSES.config, double=True, max_tokens=None if pattern else 24)
     check(inside(2, TP2_SP, job), oracle(replace(CHOOSES, pattern=pattern)), FP64)

@@ -29,7 +29,7 @@ def test_every_layout(size: int, layout: Layout, reads: str) -> None:
 
 @in_layouts("tp2-sp", "pp2-vpp2", "dp2", ci=["single", "tp2", "pp2", "tp2-pp2"])
 def test_parts(size: int, layout: Layout) -> None:
-    check(inside(size, layout, InsideJob(max_tokens=7)), unfolded_oracle(), FP64)
+    check(inside(size, layout, InsideJob(max_tokens=24)), unfolded_oracle(), FP64)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_parts(size: int, layout: Layout) -> None:
 def test_parts_of_other_models(layout: Layout, job: InsideJob) -> None:
     config = () if job.positions == "mrope" else job.config
     limit = FP32_INSIDE if job.config == MOE else FP64
-    check(inside(2, layout, replace(job, max_tokens=7)), unfolded_oracle(config), limit)
+    check(inside(2, layout, replace(job, max_tokens=24)), unfolded_oracle(config), limit)
 
 
 def test_parts_give_a_gradient_to_be_summed_once() -> None:
@@ -57,7 +57,7 @@ def test_parts_give_a_gradient_to_be_summed_once() -> None:
     check(inside(2, Layout(), job), unfolded_oracle(), FP64)
 
 
-@pytest.mark.parametrize("max_tokens", [3, 30], ids=["all ranks", "the larger"])
+@pytest.mark.parametrize("max_tokens", [12, 30], ids=["all ranks", "the larger"])
 def test_parts_of_ranks_that_share_experts(max_tokens: int) -> None:
     """A rank with fewer parts than the other, or none, runs parts of padding."""
     job = InsideJob(config=MOE, max_tokens=max_tokens)
