@@ -80,8 +80,11 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
     if kind == "gemma4_text":
         is_dense = names_own_layers(provider)
         fields |= _heads_by_kind(path, config, _DENSE_HEADS if is_dense else _HEADS)
-        # Of its layers alone Megatron-Bridge's provider knows that they normalise queries and keys.
-        fields |= {"qk_layernorm": True, "make_vocab_size_divisible_by": 1} if is_dense else {}
+        if is_dense:
+            # Only its layers know that they normalise queries and keys, whose gradients Megatron-Core then adds up over
+            # tensor-parallel ranks; and whether a layer has a window is no integer.
+            windows = [int(one == "sliding_attention") for one in config["layer_types"]]
+            fields |= {"qk_layernorm": True, "make_vocab_size_divisible_by": 1, "window_attn_skip_freq": windows}
     if "shared" in (config.get("indexer_types") or ()):
         fields |= _shared_choice(path, config["indexer_types"])
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))

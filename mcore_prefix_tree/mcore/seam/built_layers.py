@@ -96,6 +96,11 @@ def _check_own_layers(config: Any) -> None:
             "Megatron-Bridge cannot recompute layers with embeddings of their own, and keys that layers share would "
             "lose gradients; set recompute_granularity='selective' or None"
         )
+    elif config.tensor_model_parallel_size > 1 and not config.qk_layernorm:
+        found = (
+            f"qk_layernorm=False with tensor_model_parallel_size={config.tensor_model_parallel_size}: Megatron-Core "
+            "would not add up the gradients of the norms that these layers have anyway; set qk_layernorm=True"
+        )
     if found is not None:
         raise NotImplementedError(f"prefix-tree training does not support {found}")
 
