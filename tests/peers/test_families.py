@@ -19,7 +19,20 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 from hf_folders import FAMILIES, saved_model
-from hf_jobs import EP2, LOCAL, OWN_LAYERS, PP2, QUICK, REFERENCE, TP2, TP2_SP, check_layout, errors_of, run_with_engine
+from hf_jobs import (
+    EP2,
+    LOCAL,
+    OWN_LAYERS,
+    PP2,
+    QUICK,
+    REFERENCE,
+    TP2,
+    TP2_SP,
+    check_checkpoints,
+    check_layout,
+    errors_of,
+    run_with_engine,
+)
 
 from mcore_prefix_tree.mcore.models.bridge import make_provider
 from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, RecipeError
@@ -153,6 +166,12 @@ def test_separate_inputs_of_experts_are_resumed_and_split(tmp_path: Path) -> Non
     call = f"check_checkpoints('Gemma 4', pathlib.Path(sys.argv[1]), REFERENCE, *{options})"
     ranks = "from harness import forks; forks.PRELOADED.insert(0, 'te_stand_in')"
     run_with_engine(f"{ranks}; from hf_jobs import REFERENCE, check_checkpoints; {call}", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_layers_that_the_bridge_names_itself_are_resumed_and_split(family: str, tmp_path: Path) -> None:
+    check_checkpoints(family, tmp_path, REFERENCE, split=TP2)
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def _check_own_layers(config: Any) -> None:
     elif (embeddings or shared) and config.recompute_granularity == "full":
         found = (
             f"recompute_granularity='full' with per_layer_embed_dim={embeddings} and num_kv_shared_layers={shared}: "
-            "Megatron-Bridge cannot recompute layers with embeddings of their own, and keys that layers share would "
-            "lose gradients; set recompute_granularity='selective' or None"
+            "Megatron-Bridge cannot recompute layers with embeddings of their own, nor layers that take the keys which "
+            "another has kept; set recompute_granularity='selective' or None"
         )
     elif config.tensor_model_parallel_size > 1 and not config.qk_layernorm:
         found = (
