@@ -54,7 +54,8 @@ def measure(layers: str, families: list[str], *, with_layouts: bool) -> list[dic
                 try:
                     result[layout] = check_layout(family, Path(name), *options, *settings, *verify)
                 except (AssertionError, RuntimeError) as error:
-                    result[layout] = str(error).strip().splitlines()[-1]
+                    lines = str(error).replace(f"{name}/", "").strip().splitlines()
+                    result[layout] = [lines[-1], *(line for line in lines if "rror: " in line)][-1]
         if with_layouts and "logprob" in result and FAMILIES[family].has_experts:
             result["EP=2"] = experts_over_ranks(family, layers)
         print(json.dumps(result), file=sys.stderr)

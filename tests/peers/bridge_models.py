@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from harness.in_double import kept_double
 from harness.worlds import Layout
 from hf_folders import GEMMA4_31B
 from megatron.core import parallel_state
@@ -100,9 +101,18 @@ def model_of(folder: str, layout: Any, **inside: Any) -> Any:
     return chunks[0]
 
 
-def run(folder: str, rows: list[Any], layout: Any, backend: str = AUTO) -> dict[str, Any]:
+def run_in_double(folder: str, rows: list[Any], layout: Any) -> dict[str, Any]:
+    """Run :func:`run` in double precision, with the back-end for windows."""
+    with kept_double():
+        return run(folder, rows, layout, "reference", torch.float64)
+
+
+def run(
+    folder: str, rows: list[Any], layout: Any, backend: str = AUTO, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Every rank: logits of each row and the error of the gradients, from the stock model and the one that folds."""
-    stock, folds = model_of(folder, layout), model_of(folder, layout, check_first=True, attention_backend=backend)
+    stock = model_of(folder, layout).to(dtype)
+    folds = model_of(folder, layout, check_first=True, attention_backend=backend).to(dtype)
     assert stock.state_dict().keys() == folds.state_dict().keys()
     multiple = layout.tp if layout.sequence_parallel else 1
     alone = []

@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from bridge_models import logged, read_back, refused, refused_settings, run
+from bridge_models import logged, read_back, refused, refused_settings, run, run_in_double
 from harness.worlds import Layout, world
 from hf_folders import folder_of, rows
 from hf_jobs import OWN_LAYERS
@@ -40,7 +40,12 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_rows_of_layers_that_it_names_itself(family: str, tmp_path: Path) -> None:
     folder, logits = folder_of(family, tmp_path)
-    check(world(1).run(run, folder, rows(), Layout(), "reference", layout=Layout()), logits)
+    results = world(1).run(run_in_double, folder, rows(), Layout(), layout=Layout())
+    check(results, logits)
+    (result,) = results
+    assert max(result["errors"].values()) <= 1e-12
+    for alone, together in zip(result["alone"], result["together"], strict=True):
+        assert np.abs(alone - together).max() <= 1e-12
 
 
 @pytest.mark.parametrize(
