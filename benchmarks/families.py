@@ -34,12 +34,11 @@ def measure(layers: str, families: list[str], *, with_layouts: bool) -> list[dic
     import bridge_loaded  # noqa: F401
     from harness import forks
     from hf_folders import FAMILIES
-    from hf_jobs import PP2, REFERENCE, TP2_SP, check_layout, errors_of
+    from hf_jobs import OWN_LAYERS, PP2, REFERENCE, TP2, TP2_SP, check_layout, errors_of
 
     first = ["te_stand_in"] if layers == "transformer_engine" else []
     forks.PRELOADED[:] = [*first, *forks.PRELOADED, "bridge_loaded"]
     options = (REFERENCE, f"model.transformer_impl={layers}")
-    layouts = {"TP=2": TP2_SP, "PP=2": PP2} if with_layouts else {}
     results = []
     for family in families or FAMILIES:
         result: dict[str, Any] = {"family": family, "layers": layers}
@@ -48,13 +47,15 @@ def measure(layers: str, families: list[str], *, with_layouts: bool) -> list[dic
                 result |= errors_of(family, Path(name), *options)
             except RuntimeError as error:
                 result["refused"] = str(error).replace(f"{name}/", "")
+        layouts = {"TP=2": TP2 if family in OWN_LAYERS else TP2_SP, "PP=2": PP2} if with_layouts else {}
         verify = () if layers == "local" else ("verify.enabled=false",)  # attention without a tree has no stand-in
         for layout, settings in layouts.items() if "logprob" in result else ():
             with tempfile.TemporaryDirectory() as name:
                 try:
                     result[layout] = check_layout(family, Path(name), *options, *settings, *verify)
                 except (AssertionError, RuntimeError) as error:
-                    result[layout] = str(error).strip().splitlines()[-1]
+                    lines = str(error).replace(f"{name}/", "").strip().splitlines()
+                    result[layout] = [lines[-1], *(line for line in lines if "rror: " in line)][-1]
         if with_layouts and "logprob" in result and FAMILIES[family].has_experts:
             result["EP=2"] = experts_over_ranks(family, layers)
         print(json.dumps(result), file=sys.stderr)

@@ -554,8 +554,8 @@ def families_table(result: dict[str, Any]) -> str:
         for layers in ("transformer_engine", "local")
     }
     rows = []
-    for family, one in by_layers["transformer_engine"].items():
-        local = by_layers["local"][family]
+    for family, local in by_layers["local"].items():
+        one = max(by_layers["transformer_engine"][family], local, key=lambda result: "logprob" in result)
         kept = ", ".join(name for name in ("TP=2", "PP=2", "EP=2") if isinstance(one.get(name), float | bool))
         on_cpu = _with_layouts(local) if "logprob" in local else f"no: {_reason(local)}"
         rows.append((family, f"{one['logprob']:.1e}", f"{one['gradient']:.1e}", kept, on_cpu))
@@ -599,7 +599,8 @@ def long_sample_table(result: dict[str, Any]) -> str:
 
 
 def _with_layouts(result: dict[str, Any]) -> str:
-    return "yes" if all(isinstance(result[name], float) for name in ("TP=2", "PP=2")) else "yes, without TP"
+    without = [name[:2] for name in ("TP=2", "PP=2") if not isinstance(result[name], float)]
+    return "yes" + (f", without {' and '.join(without)}" if without else "")
 
 
 REASONS = {

@@ -87,6 +87,13 @@ COMPARED: dict[str, Allowed] = {
         "num_experts_per_tok": _ABOVE_ONE,
     },
 }
+# Of Gemma 4 without experts, by other layers of Megatron-Bridge: the norm of its values has a constant.
+WITHOUT_EXPERTS: Allowed = {
+    "attention_bias": (False,),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "rms_norm_eps": (1e-6,),
+    "use_bidirectional_attention": (None, "vision"),
+}
 # Models of pictures and text by model_type: the model_type of their text model, and the model_type and architecture of
 # the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
 TEXT_MODELS = {

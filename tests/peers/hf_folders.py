@@ -46,19 +46,32 @@ LATENT: dict[str, Any] = {
 }
 # So many heads of an indexer that no key's score is exactly 0, and ties with another's.
 SPARSE: dict[str, Any] = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 32, "n_group": 1}
-GEMMA4: dict[str, Any] = {
+GEMMA4_31B: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 4,
     "global_head_dim": 32,
-    "num_global_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
+GEMMA4_E2B: dict[str, Any] = GEMMA4_31B | {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_key_value_heads": 1,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+GEMMA4: dict[str, Any] = GEMMA4_31B | {
+    "num_global_key_value_heads": 2,
     "enable_moe_block": True,
     "num_experts": 4,
     "top_k_experts": 2,
     "moe_intermediate_size": 48,
-    "hidden_size_per_layer_input": 0,
-    "tie_word_embeddings": True,
 }
 DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
@@ -142,6 +155,8 @@ FAMILIES = {
         | {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     ),
     "Gemma 4": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4),
+    "Gemma 4 E2B": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4_E2B),
+    "Gemma 4 31B": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4_31B),
     "Hy3": Family(name="HYV3", settings=SIZES | EXPERTS | {"num_shared_experts": 1, "num_hidden_layers": 4}),
     "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import transformers
 from harness.commands import run_command
-from hf_folders import DELTA_NET, EXPERTS, GEMMA4, SIZES, rows
+from hf_folders import DELTA_NET, EXPERTS, GEMMA4, GEMMA4_E2B, SIZES, rows
 from hf_jobs import REFERENCE, gradient_errors, gradients, nll, weights_in, worst_score, write_recipe
 
 from mcore_prefix_tree.mcore.loop.jobs import run_once
@@ -22,6 +22,8 @@ TOWER = {"hidden_size": 32, "intermediate_size": 48}
 PIXTRAL = TOWER | {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 QWEN = TOWER | {"depth": 2, "num_heads": 2, "out_hidden_size": SIZES["hidden_size"]}
 PARTLY = M_ROPE | {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+GEMMA4_TOWER = TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+# By the first part of their classes' names.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
         {"num_hidden_layers": 6, "sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
@@ -29,8 +31,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Gemma4": (
         GEMMA4 | {"use_bidirectional_attention": "vision", "final_logit_softcapping": 0.1},
-        TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+        GEMMA4_TOWER,
     ),
+    "Gemma4 E2B": (GEMMA4_E2B, GEMMA4_TOWER),
     "Mistral3": ({"model_type": "mistral", "sliding_window": None}, PIXTRAL | {"image_size": 28, "patch_size": 14}),
     "Qwen2_5_VL": ({"rope_parameters": M_ROPE}, QWEN | {"fullatt_block_indexes": [0]}),
     "Qwen3_5": (DELTA_NET | {"rope_parameters": PARTLY}, QWEN | {"num_position_embeddings": 16}),
@@ -46,10 +49,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def saved_model(family: str, folder: Path) -> Any:
-    text, tower = FAMILIES[family]
+    (text, tower), kind = FAMILIES[family], family.partition(" ")[0]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(text_config=SIZES | text, vision_config=tower)
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
+    config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=tower)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     for parameter in model.parameters():
         # A step of any size changes the bits of a zero.
         parameter.data = torch.where(parameter.data == 0, 0.1 * torch.randn_like(parameter), parameter.data)

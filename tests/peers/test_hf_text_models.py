@@ -36,7 +36,7 @@ from mcore_prefix_tree.settings.hf_families import TEXT_MODELS
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
-LOCAL = ("Mistral3", "Qwen2_5_VL", "Qwen3VL")
+LOCAL = ("Gemma4 E2B", "Mistral3", "Qwen2_5_VL", "Qwen3VL")
 
 
 @pytest.mark.parametrize("names", TEXT_MODELS.values(), ids=TEXT_MODELS)

@@ -15,9 +15,10 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from bridge_models import logged, read_back, refused, run
+from bridge_models import logged, read_back, refused, refused_settings, run, run_in_double
 from harness.worlds import Layout, world
 from hf_folders import folder_of, rows
+from hf_jobs import OWN_LAYERS
 
 
 def check(results: list[Any], logits: list[np.ndarray]) -> None:
@@ -34,6 +35,34 @@ def check(results: list[Any], logits: list[np.ndarray]) -> None:
 def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     folder, logits = folder_of(family, tmp_path)
     check(world(1).run(run, folder, rows(), Layout(), layout=Layout()), logits)
+
+
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_rows_of_layers_that_it_names_itself(family: str, tmp_path: Path) -> None:
+    folder, logits = folder_of(family, tmp_path)
+    results = world(1).run(run_in_double, folder, rows(), Layout(), layout=Layout())
+    check(results, logits)
+    (result,) = results
+    assert max(result["errors"].values()) <= 1e-12
+    for alone, together in zip(result["alone"], result["together"], strict=True):
+        assert np.abs(alone - together).max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "inside", "says"),
+    [
+        ({"sequence_parallel": True}, {}, "does not add up gradients of per_layer_input_gate"),
+        ({"recompute_granularity": "full"}, {}, "cannot recompute layers with embeddings of their own"),
+        ({"tensor_model_parallel_size": 2}, {}, "set qk_layernorm=True"),
+        ({}, {"max_tokens": 8}, "does not support a decoder with a forward of its own"),
+    ],
+)
+def test_settings_of_layers_that_it_names_itself(
+    settings: dict[str, Any], inside: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    folder, _ = folder_of("Gemma 4 E2B", tmp_path)
+    (said,) = world(1).run(refused_settings, folder, settings, inside, layout=Layout())
+    assert says in said
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 def head_dims(config: Any) -> tuple[int, int]:
     """Return the head dims of queries and keys, and of values, under this ``TransformerConfig``.
 
-    They are the largest if layers differ: those of Gemma 4 without a window, in Megatron-Bridge's provider.
+    They are the largest if layers differ: those of Gemma 4 without a window, in Megatron-Bridge's providers.
     """
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    largest = max(config.kv_channels, getattr(config, "global_head_dim", 0))
+    largest = max(config.kv_channels, *(getattr(config, name, 0) for name in ("global_head_dim", "global_kv_channels")))
     return largest, largest
 
 

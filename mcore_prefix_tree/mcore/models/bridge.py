@@ -31,6 +31,7 @@ from mcore_prefix_tree.mcore.models.bridge_settings import (
     READ_BY_BRIDGE,
     TRAINED_DEPTHS,
     check_depths,
+    check_own_layers,
     settings_of_folder,
 )
 from mcore_prefix_tree.mcore.models.bridge_weights import (
@@ -58,6 +59,7 @@ from mcore_prefix_tree.mcore.models.model_layers import (
     stack_of_folder,
 )
 from mcore_prefix_tree.mcore.ranks import everyone
+from mcore_prefix_tree.mcore.seam.built_layers import follow_trees, names_own_layers
 from mcore_prefix_tree.mcore.seam.core_attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
 from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, RecipeError
@@ -221,8 +223,11 @@ def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool,
         check_depths(model, config, provider)
     of_folder = settings_of_folder(model.hf, config, provider, parallel)
     is_hybrid = has_pattern(provider)
-    if is_hybrid:
-        spec: Any = stack_of_folder(model, parallel)
+    if names_own_layers(provider):
+        check_own_layers(model, parallel)
+        spec: Any = None
+    elif is_hybrid:
+        spec = stack_of_folder(model, parallel)
     elif model.transformer_impl == "transformer_engine":
         check_transformer_engine()
         spec = partial(engine_layers, provider.transformer_layer_spec)
@@ -335,7 +340,10 @@ def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
     if scalar_head:
         provider.share_embeddings_and_output_weights = False
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    return provider.provide(**ends)
+    chunk = provider.provide(**ends)
+    if names_own_layers(provider):
+        follow_trees(chunk)
+    return chunk
 
 
 def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
@@ -414,9 +422,11 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
 
 
 def _folder_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters that are not an adapter's."""
+    """Yield the parameters that are not an adapter's, nor a norm of keys that a layer of Gemma 4 takes from another."""
+    modules = chain.from_iterable(one.named_modules() for one in models)
+    unused = {f"{name}.k_layernorm.weight" for name, one in modules if getattr(one, "is_kv_shared_layer", False)}
     for name, parameter in chain.from_iterable(one.named_parameters() for one in models):
-        if ADAPTER not in name:
+        if ADAPTER not in name and name not in unused:
             yield name, parameter
 
 

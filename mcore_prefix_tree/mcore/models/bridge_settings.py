@@ -11,9 +11,10 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from mcore_prefix_tree.mcore.seam.built_layers import names_own_layers
 from mcore_prefix_tree.mcore.seam.core_attention import layer_window
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
-from mcore_prefix_tree.settings.hf_families import COMPARED
+from mcore_prefix_tree.settings.hf_families import COMPARED, WITHOUT_EXPERTS
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 # Constants in Megatron-Core's source for the rotary embeddings of Llama 3.1.
@@ -31,8 +32,9 @@ READ_BY_BRIDGE: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"indexer_rope_interleave": True},
     "hy_v3": {"first_k_dense_replace": 0},
 }
-# Fields of Gemma 4's provider for layers without a window, by the settings that each layer may have.
+# Fields of Gemma 4's providers, with experts and without, for layers without a window, by the settings of a layer.
 _HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+_DENSE_HEADS = {"head_dim": "global_kv_channels", "num_key_value_heads": "num_global_query_groups"}
 # Families whose depths of multi-token prediction are trained: those whose mapping in Megatron-Bridge was tried.
 TRAINED_DEPTHS = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 NUM_DEPTHS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of folders; transformers has no such layers
@@ -55,11 +57,6 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
             f"model.hf={path}: config.json has the architecture {architecture}, and model_type={kind}, which is "
             f"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)} in transformers; correct one of them"
         )
-    if not config.get("enable_moe_block", True):
-        raise RecipeError(
-            f"model.hf={path}: config.json has enable_moe_block=False, and Megatron-Bridge's Gemma 4 without experts "
-            "takes no layer spec, by which attention follows trees; give a model with experts"
-        )
     tensor_parallel = parallel.tensor_model_parallel_size
     if tensor_parallel > 1 and kind == "olmoe":
         raise RecipeError(
@@ -80,8 +77,14 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
         fields |= {"mscale": 1.0, "mscale_all_dim": 0.0} if is_latent else dict.fromkeys(_YARN_SCALES)
     if config.get("mlp_layer_types"):
         fields["moe_layer_freq"] = [int(layer == "sparse") for layer in config["mlp_layer_types"]]
-    if hasattr(provider, "global_head_dim"):
-        fields |= _heads_by_kind(path, config)
+    if kind == "gemma4_text":
+        is_dense = names_own_layers(provider)
+        fields |= _heads_by_kind(path, config, _DENSE_HEADS if is_dense else _HEADS)
+        if is_dense:
+            # Only its layers know that they normalise queries and keys, whose gradients Megatron-Core then adds up over
+            # tensor-parallel ranks; and whether a layer has a window is no integer.
+            windows = [int(one == "sliding_attention") for one in config["layer_types"]]
+            fields |= {"qk_layernorm": True, "make_vocab_size_divisible_by": 1, "window_attn_skip_freq": windows}
     if "shared" in (config.get("indexer_types") or ()):
         fields |= _shared_choice(path, config["indexer_types"])
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -95,17 +98,24 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
     return fields
 
 
-def _heads_by_kind(path: str, config: Mapping[str, Any]) -> dict[str, int]:
+def _heads_by_kind(path: str, config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
     """Return the fields of heads in Gemma 4's layers without a window, which transformers keeps layer by layer."""
-    own, common = config.get("per_layer_config") or {}, {name: config[name] for name in _HEADS}
+    own, common = config.get("per_layer_config") or {}, {name: config[name] for name in names}
     layers = [common | own.get(str(at), {}) for at in range(len(config["layer_types"]))]
     by_kind = {"sliding_attention": common, "full_attention": layers[-1]}
     if layers[-1].keys() != common.keys() or layers != [by_kind.get(kind) for kind in config["layer_types"]]:
         raise RecipeError(
             f"model.hf={path}: config.json has per_layer_config={dict(own)}, and Megatron-Bridge's layers of this "
-            f"architecture differ only in {' and '.join(_HEADS)}, of those without a window"
+            f"architecture differ only in {' and '.join(names)}, of those without a window"
         )
-    return {name: layers[-1][key] for key, name in _HEADS.items()}
+    # Megatron-Bridge fills the unused keys of a layer that takes another's by num_key_value_heads.
+    if config["num_kv_shared_layers"] and layers[-1]["num_key_value_heads"] != common["num_key_value_heads"]:
+        raise RecipeError(
+            f"model.hf={path}: config.json has num_kv_shared_layers={config['num_kv_shared_layers']} and "
+            f"per_layer_config={dict(own)}, and Megatron-Bridge loads layers that share keys only with "
+            f"num_key_value_heads={common['num_key_value_heads']} in all"
+        )
+    return {name: layers[-1][key] for key, name in names.items()}
 
 
 def _shared_choice(path: str, indexers: Sequence[str]) -> dict[str, int]:
@@ -154,7 +164,8 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
         factor = getattr(provider, "rope_scaling_factor", None)
         supported["linear"] = lambda one: one is rope.get("full_attention") and one.get("factor") == factor
     if config["model_type"] == "gemma4_text":
-        full, share = rope.get("full_attention"), provider.global_rotary_percent
+        full, is_dense = rope.get("full_attention"), names_own_layers(provider)
+        share = provider.full_attention_rope_partial_factor if is_dense else provider.global_rotary_percent
         supported = {
             "default": lambda one: one is not full,
             "proportional": lambda one: (
@@ -172,7 +183,8 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
 
 def _check_needed(path: str, config: Mapping[str, Any]) -> None:
     given = {**config, **_read_rope(config)}
-    for name, allowed in COMPARED[config["model_type"]].items():
+    allowed_by_name = COMPARED[config["model_type"]] if config.get("enable_moe_block", True) else WITHOUT_EXPERTS
+    for name, allowed in allowed_by_name.items():
         value = given.get(name)
         # A range would look for anything but an integer by counting.
         is_counted = isinstance(allowed, range) and not isinstance(value, int)
@@ -224,6 +236,21 @@ def _check_windows(path: str, config: Mapping[str, Any], provider: Any) -> None:
         raise RecipeError(
             f"model.hf={path}: config.json has layer_types={kinds}, and Megatron-Bridge's layers of this architecture "
             f"are {built}"
+        )
+
+
+def check_own_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Reject other layers than Megatron-Core's, and stages, for a model whose layers Megatron-Bridge names itself."""
+    if model.transformer_impl == "transformer_engine":
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge builds this architecture of Megatron-Core's own layers; set "
+            "model.transformer_impl=local"
+        )
+    if parallel.pipeline_model_parallel_size > 1:
+        raise RecipeError(
+            f"model.hf={model.hf}: Megatron-Bridge builds this architecture in one stage; set parallel."
+            f"pipeline_model_parallel_size=1 (given {parallel.pipeline_model_parallel_size}) and split it by tensor "
+            "parallelism"
         )
 
 

@@ -43,7 +43,7 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
 )
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
 from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
-from mcore_prefix_tree.mcore.seam.built_layers import follow_trees
+from mcore_prefix_tree.mcore.seam.built_layers import follow_trees, names_own_layers
 from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
@@ -299,7 +299,8 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     Args:
         target: a ``GPTModel`` or ``HybridModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline
             chunks, bare; or a Megatron-Bridge provider of a ``GPTModel``, whose layer spec and models are changed when
-            it provides them; or Megatron-Bridge's Qwen3-VL or Qwen3.5-VL, or a provider of one. Changed in place.
+            it provides them; or Megatron-Bridge's Qwen3-VL, Qwen3.5-VL or Gemma 4 without experts, or a provider of
+            one. Changed in place.
         settings: fields of :class:`Inside`.
 
     Returns:
@@ -322,6 +323,8 @@ def fold_inside(target: Target, **settings: Any) -> Target:
         number_pictures(model)
         model.folding = model.language_model.folding
         return target
+    if names_own_layers(getattr(model, "config", None)):
+        follow_trees(model)
     check_foldable(model)
     if inside.check_first:
         check_comparable(model.config)
@@ -334,6 +337,11 @@ def fold_inside(target: Target, **settings: Any) -> Target:
             raise NotImplementedError(
                 f"max_tokens of folding inside the model does not support {type(model).__name__}, whose first layers "
                 "add features of pictures; set max_tokens=None"
+            )
+        if "forward" in vars(model.decoder):
+            raise NotImplementedError(
+                "max_tokens of folding inside the model does not support a decoder with a forward of its own, as "
+                "Megatron-Bridge gives Gemma 4 without experts; set max_tokens=None"
             )
         check_parts(model.config)
         run_in_parts(model)

@@ -1,7 +1,8 @@
 """Layers that are built already, and follow trees from then on.
 
-Megatron-Bridge's Qwen3-VL and Qwen3.5-VL make the specs of their layers themselves, and take no other. Each module gets
-a subclass of its class, as torch's ``fully_shard`` does; parameters, state-dict keys and the names of classes stay.
+Megatron-Bridge's Qwen3-VL, Qwen3.5-VL and Gemma 4 without experts make the specs of their layers themselves, and take
+no other. Each module gets a subclass of its class, as torch's ``fully_shard`` does; parameters, state-dict keys and the
+names of classes stay.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.validation import check_config
 
-_Follow = Callable[[Any], None]
+_Follow = Callable[[Any, Any], None]
 
 
 class TreeFlatAttentionMixin(TreeSelfAttentionMixin):
@@ -51,28 +52,62 @@ class TreeFlatAttentionMixin(TreeSelfAttentionMixin):
         )
 
 
+def names_own_layers(config: Any) -> bool:
+    """Return whether a configuration is Megatron-Bridge's of Gemma 4 without experts, whose model ignores any spec."""
+    return hasattr(config, "num_global_query_groups")
+
+
 def follow_trees(model: Any) -> None:
     """Let the layers of a built model follow trees: self-attention, Gated DeltaNet and experts. Others stay.
 
     Raises:
         ImportError: Gated DeltaNet lacks functions that a tree needs.
-        NotImplementedError: a setting is not supported; see :func:`check_config`.
+        NotImplementedError: a setting is not supported; see :func:`check_config`. Or Megatron-Bridge's own layers fail
+            with it, or get wrong gradients.
     """
     check_config(model.config)
+    _check_own_layers(model.config)
     for module in list(model.modules()):
         if not isinstance(module, TransformerLayer):
             continue
         for kind, follow in _KINDS.items():
             if isinstance(module.self_attention, kind):
-                follow(module.self_attention)
+                follow(model, module.self_attention)
         if isinstance(getattr(module.mlp, "router", None), TopKRouter):
             _change(module, TreeExpertLayerMixin)
             _change(module.mlp, TreeExpertsMixin)
             module.mlp.router = _made_again(module.mlp.router, TreeRouterMixin)
 
 
-def _follow_attention(attention: Any) -> None:
-    _change(attention, TreeFlatAttentionMixin)
+def _check_own_layers(config: Any) -> None:
+    """Reject settings with which layers of Gemma 4 without experts fail, or get wrong gradients, unfolded too."""
+    if not names_own_layers(config):
+        return
+    embeddings, shared = config.per_layer_embed_dim, config.num_kv_shared_layers
+    found = None
+    if embeddings and config.sequence_parallel:
+        found = (
+            f"sequence_parallel=True with per_layer_embed_dim={embeddings}: Megatron-Bridge does not add up gradients "
+            "of per_layer_input_gate and per_layer_projection over tensor-parallel ranks; set sequence_parallel=False"
+        )
+    elif (embeddings or shared) and config.recompute_granularity == "full":
+        found = (
+            f"recompute_granularity='full' with per_layer_embed_dim={embeddings} and num_kv_shared_layers={shared}: "
+            "Megatron-Bridge cannot recompute layers with embeddings of their own, nor layers that take the keys which "
+            "another has kept; set recompute_granularity='selective' or None"
+        )
+    elif config.tensor_model_parallel_size > 1 and not config.qk_layernorm:
+        found = (
+            f"qk_layernorm=False with tensor_model_parallel_size={config.tensor_model_parallel_size}: Megatron-Core "
+            "would not add up the gradients of the norms that these layers have anyway; set qk_layernorm=True"
+        )
+    if found is not None:
+        raise NotImplementedError(f"prefix-tree training does not support {found}")
+
+
+def _follow_attention(model: Any, attention: Any) -> None:
+    is_flat = model.position_embedding_type == "mrope"  # of the models above Qwen's alone
+    _change(attention, TreeFlatAttentionMixin if is_flat else TreeSelfAttentionMixin)
     config, core = attention.config, attention.core_attention
     _change(core, TreeCoreAttentionMixin)
     core.read_settings(config, attention.layer_number, config.softmax_scale)
@@ -84,7 +119,7 @@ if HAS_DELTA_NET:
 
     from mcore_prefix_tree.mcore.seam.delta_net import TreeDeltaNetMixin
 
-    def _follow_delta_net(layer: Any) -> None:
+    def _follow_delta_net(model: Any, layer: Any) -> None:
         _change(layer, TreeDeltaNetMixin)
         layer.prepare()
 
