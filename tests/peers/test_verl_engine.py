@@ -41,9 +41,9 @@ def test_answers_losses_and_gradients(size: int, layout: Layout, kind: str) -> N
     assert (last["fold"]["fold/expanded_bytes"] == [0]) == (kind == "language_model")
 
 
+@pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed")
 @in_layouts("single", "tp2-sp", "pp2")
 def test_rows_with_pictures(size: int, layout: Layout) -> None:
-    pytest.importorskip("einops", reason="Megatron-Bridge is not installed")
     results = world(size).run(compare_pictures, layout, layout=layout)
     assert results[-1]["fold"]["fold/fold_ratio"][0] > 1.3
 
