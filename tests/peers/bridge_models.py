@@ -171,7 +171,7 @@ def refused(folder: str, rows: list[Any], kind: str) -> list[str]:
 
 
 def refused_settings(folder: str, settings: dict[str, Any], inside: dict[str, Any]) -> str:
-    """What a model says that is told to fold, with settings of its configuration and of its folding."""
+    """Return the refusal of a model with changed settings of its configuration and of folding; empty without any."""
     model = model_of(folder, Layout())
     with mock.patch.dict(vars(model.config), settings):
         try:

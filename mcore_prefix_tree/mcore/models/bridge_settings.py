@@ -78,13 +78,7 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
     if config.get("mlp_layer_types"):
         fields["moe_layer_freq"] = [int(layer == "sparse") for layer in config["mlp_layer_types"]]
     if kind == "gemma4_text":
-        is_dense = names_own_layers(provider)
-        fields |= _heads_by_kind(path, config, _DENSE_HEADS if is_dense else _HEADS)
-        if is_dense:
-            # Only its layers know that they normalise queries and keys, whose gradients Megatron-Core then adds up over
-            # tensor-parallel ranks; and whether a layer has a window is no integer.
-            windows = [int(one == "sliding_attention") for one in config["layer_types"]]
-            fields |= {"qk_layernorm": True, "make_vocab_size_divisible_by": 1, "window_attn_skip_freq": windows}
+        fields |= _fields_of_gemma4(path, config, provider)
     if "shared" in (config.get("indexer_types") or ()):
         fields |= _shared_choice(path, config["indexer_types"])
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -96,6 +90,17 @@ def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, para
             "of this architecture"
         )
     return fields
+
+
+def _fields_of_gemma4(path: str, config: Mapping[str, Any], provider: Any) -> dict[str, Any]:
+    """Return the fields of Gemma 4's providers that Megatron-Bridge does not find, or leaves to the layers."""
+    if not names_own_layers(provider):
+        return _heads_by_kind(path, config, _HEADS)
+    # Only its layers know that they normalise queries and keys, whose gradients Megatron-Core then adds up over
+    # tensor-parallel ranks; and whether a layer has a window is no integer.
+    windows = [int(one == "sliding_attention") for one in config["layer_types"]]
+    found = {"qk_layernorm": True, "make_vocab_size_divisible_by": 1, "window_attn_skip_freq": windows}
+    return found | _heads_by_kind(path, config, _DENSE_HEADS)
 
 
 def _heads_by_kind(path: str, config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ def number_pictures(model: Any) -> None:
     if model.vision_model is not None:
         model.vision_model.register_forward_pre_hook(pictures.take_different, with_kwargs=True)
         model.vision_model.register_forward_hook(pictures.repeat)
-    model.language_model.register_forward_pre_hook(_find_tokens(model.image_token_id), with_kwargs=True, prepend=True)
+    number = partial(_number_tokens, model.image_token_id)
+    model.language_model.register_forward_pre_hook(number, with_kwargs=True, prepend=True)
 
 
 class _Pictures:
@@ -83,8 +85,7 @@ class _Pictures:
         """Replace patches ``[patches, size]`` and grids by those of different pictures, as a pre-hook of the tower."""
         if not len(self.grids):
             return None
-        patches = self.grids.prod(1)
-        parts = kwargs["hidden_states"].split(patches.tolist())
+        parts = kwargs["hidden_states"].split(self.grids.prod(1).tolist())
         grids = kwargs["grid_thw"]
         different = {
             "hidden_states": torch.cat([parts[at] for at in self.first]),
@@ -101,25 +102,24 @@ class _Pictures:
         return features.index_select(0, at), [layer.index_select(0, at) for layer in deep]
 
 
-def _find_tokens(token: int) -> Any:
-    def number(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Number the tokens of pictures, as torch's forward pre-hook; raise ValueError if a picture has none."""
-        params = kwargs.get("packed_seq_params")
-        features = getattr(params, "picture_features", None)
-        if features is None:
-            return args, kwargs
-        ids = kwargs["input_ids"].flatten()
-        at = (ids == token).nonzero().flatten().cpu()
-        if len(at) != len(features):
-            raise ValueError(
-                f"the rows have {len(at)} tokens of pictures (id {token}), but image_grid_thw describes "
-                f"{len(features)}: pass pixel_values and image_grid_thw of all rows, on every pipeline stage"
-            )
-        numbers = torch.full((len(ids),), -1)
-        numbers[at] = torch.from_numpy(features)
-        return args, kwargs | {"packed_seq_params": _with(params, picture_tokens=numbers)}
-
-    return number
+def _number_tokens(
+    token: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Number the tokens of pictures, as torch's forward pre-hook; raise ValueError if a picture has none."""
+    params = kwargs.get("packed_seq_params")
+    features = getattr(params, "picture_features", None)
+    if features is None:
+        return args, kwargs
+    ids = kwargs["input_ids"].flatten()
+    at = (ids == token).nonzero().flatten().cpu()
+    if len(at) != len(features):
+        raise ValueError(
+            f"the rows have {len(at)} tokens of pictures (id {token}), but image_grid_thw describes "
+            f"{len(features)}: pass pixel_values and image_grid_thw of all rows, on every pipeline stage"
+        )
+    numbers = torch.full((len(ids),), -1)
+    numbers[at] = torch.from_numpy(features)
+    return args, kwargs | {"packed_seq_params": _with(params, picture_tokens=numbers)}
 
 
 def _with(params: Any, **own: Any) -> Any:
@@ -142,8 +142,7 @@ def take_deepstack(model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[s
 
     def take(features: torch.Tensor) -> torch.Tensor:
         """Return the rows of this rank's unique tokens; under sequence parallelism they may be another rank's."""
-        every = features.new_zeros(len(given), 1, features.shape[-1])
-        every = every.index_put((given.nonzero().flatten(),), features.unsqueeze(1))
+        every = features.new_zeros(len(given), 1, features.shape[-1]).index_put((given,), features.unsqueeze(1))
         return split_tokens(gather_tokens(every, model).index_select(0, at), model)[taken].squeeze(1)
 
     return {"visual_pos_masks": taken.unsqueeze(0), "deepstack_visual_embeds": [take(one) for one in layers]}

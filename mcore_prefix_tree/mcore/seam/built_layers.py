@@ -106,7 +106,7 @@ def _check_own_layers(config: Any) -> None:
 
 
 def _follow_attention(model: Any, attention: Any) -> None:
-    is_flat = model.position_embedding_type == "mrope"  # of the models above Qwen's alone
+    is_flat = model.position_embedding_type == "mrope"  # among these models only Qwen's
     _change(attention, TreeFlatAttentionMixin if is_flat else TreeSelfAttentionMixin)
     config, core = attention.config, attention.core_attention
     _change(core, TreeCoreAttentionMixin)
