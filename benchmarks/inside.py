@@ -114,7 +114,7 @@ def models(shape: dict[str, int], device: torch.device, parts: Sequence[int] = (
 
     from mcore_prefix_tree.cpu.dot_product import PackedAttention
     from mcore_prefix_tree.cpu.specs import exchanged
-    from mcore_prefix_tree.mcore import fold_inside, with_prefix_tree
+    from mcore_prefix_tree.mcore import fold_inside
 
     on_cpu = device.type == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
@@ -137,7 +137,7 @@ def models(shape: dict[str, int], device: torch.device, parts: Sequence[int] = (
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     stock, *trees = (
         GPTModel(config, one, VOCAB, 32768, position_embedding_type="rope").to(device, dtype)
-        for one in (spec, *[with_prefix_tree(spec)] * (1 + len(parts)))
+        for one in (spec, *[spec] * (1 + len(parts)))
     )
     for tree, most in zip(trees, (None, *parts), strict=True):
         tree.load_state_dict(stock.state_dict())

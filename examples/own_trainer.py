@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.mcore import Logprobs, MicroBatch, restore, single_process, tree_forward, with_prefix_tree
+from mcore_prefix_tree.mcore import Logprobs, MicroBatch, follow_trees, restore, single_process, tree_forward
 
 PROMPTS = [[5, 17, 3, 42, 8, 30], [5, 17, 3, 9, 11]]
 ANSWERS = [[[7, 1], [7, 2, 2], [12, 1]], [[4, 4, 1], [4, 1]]]
@@ -65,9 +65,9 @@ def main() -> None:
             params_dtype=torch.float64,
             use_cpu_initialization=True,
         )
-        # This is new: with_prefix_tree wraps your layer spec.
-        spec = with_prefix_tree(get_gpt_layer_local_spec())
+        spec = get_gpt_layer_local_spec()
         model = GPTModel(config, spec, vocab_size=64, max_sequence_length=64, position_embedding_type="rope").double()
+        follow_trees(model)  # this is new
 
         samples = rollouts()
         policy_loss(model, samples).backward()

@@ -1,18 +1,15 @@
 """NeMo-RL's Megatron policy worker with a model that folds inside; see docs/trainers.md.
 
 ``Policy(worker_extension_cls_fqn="mcore_prefix_tree.integrations.nemo_rl.FoldingPolicyWorker")`` takes it in place of
-NeMo-RL's worker, which builds, trains, scores and saves as before: only its model's layer spec differs, and the model
-folds the rows that NeMo-RL packs.
+NeMo-RL's worker, which builds, trains, scores and saves as before; only its model folds the rows that NeMo-RL packs.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar
 
 import ray
 import torch
-from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
@@ -21,7 +18,6 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
 from mcore_prefix_tree.mcore.packed import FoldReport, RoutedPackedSeqParams, fold_inside
-from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
 from mcore_prefix_tree.plan.model_shape import layers_with_experts
 
 
@@ -114,7 +110,6 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Build as NeMo-RL does, then let the model fold; raises NotImplementedError that names a setting."""
         _check(config)
-        register_allowed_target_prefix("mcore_prefix_tree")  # checkpoints name the layer spec
         super().__init__(config, *args, **kwargs)
         model = unwrap_model(self.model)
         if model.config.moe_enable_routing_replay:  # policy.router_replay.enabled
@@ -147,18 +142,6 @@ class FoldingPolicyWorkerImpl(MegatronPolicyWorkerImpl):  # type: ignore[misc]
         numbers = report.over_ranks(group, next(self.model.parameters()).device).to_log()
         shares = {name: [value / group.size()] for name, value in numbers.items()}
         return metrics | {"all_mb_metrics": metrics["all_mb_metrics"] | shares}
-
-    @property
-    def megatron_cfg(self) -> Any:
-        """Return the configuration that NeMo-RL's worker keeps and builds its models from."""
-        return self._megatron_cfg
-
-    @megatron_cfg.setter
-    def megatron_cfg(self, config: Any) -> None:
-        spec = config.model.transformer_layer_spec
-        if getattr(spec, "func", None) is not provided_spec:  # the spec of a checkpoint is tree-capable already
-            config.model.transformer_layer_spec = partial(provided_spec, spec)
-        self._megatron_cfg = config
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))  # type: ignore[untyped-decorator]

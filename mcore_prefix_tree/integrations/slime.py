@@ -1,12 +1,11 @@
 """slime's own model, folding inside, and losses that need no logits; see docs/trainers.md.
 
 A user only sets ``--custom-model-provider-path mcore_prefix_tree.integrations.slime.model_provider``. slime builds the
-model, with its own arguments and its own layers; only their spec is made tree-capable.
+model, with its own arguments and its own layers; built layers follow trees.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from argparse import Namespace
@@ -20,7 +19,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_args
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
@@ -28,7 +26,6 @@ from slime.utils.ppo_utils import compute_approx_kl, compute_cispo_loss, compute
 from slime.utils.routing_replay import RoutingReplay
 
 from mcore_prefix_tree.mcore.packed import RoutedPackedSeqParams, RowLogprobs, fold_inside
-from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 
 try:
     from slime.observability.logging_utils import log
@@ -67,7 +64,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
         )
     own = copy(args)
     own.custom_model_provider_path = None
-    own.spec, own.spec_to_fold = (__name__, "layer_spec"), args.spec
+    own.spec = args.spec or (__name__, "layer_spec")
     model = get_model_provider_func(own)(pre_process, post_process, vp_stage=vp_stage)
     model.register_forward_pre_hook(partial(_ask_for_logprobs, args), with_kwargs=True)
     if os.environ.get("ENABLE_ROUTING_REPLAY") == "1":  # slime sets it for actors
@@ -149,16 +146,9 @@ def _steps_of_a_rollout(args: Namespace) -> int:
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
-    """Return the tree-capable spec of slime's layers, or of ``--spec``; NotImplementedError if that builds a model."""
-    if args.spec_to_fold is None:
-        with_te = args.transformer_impl == "transformer_engine"
-        return with_prefix_tree(get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, vp_stage=vp_stage))
-    spec = import_module(args.spec_to_fold)
-    if callable(spec):
-        spec = spec(args, config, vp_stage)
-    builds = callable(spec) and "pre_process" in inspect.signature(spec).parameters
-    _refuse({f"--spec {' '.join(args.spec_to_fold)}, which builds the model itself": builds})
-    return with_prefix_tree(spec)
+    """Return the spec of slime's layers without ``--spec``; slime's own takes options of older releases."""
+    with_te = args.transformer_impl == "transformer_engine"
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, vp_stage=vp_stage)
 
 
 def _ask_for_logprobs(

@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token  # noqa: E
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head  # noqa: E402
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams  # noqa: E402
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head  # noqa: E402
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees  # noqa: E402
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size  # noqa: E402
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "Values",
     "fold_inside",
     "folding_model",
+    "follow_trees",
     "local_layer_spec",
     "plan_step",
     "restore",

@@ -20,8 +20,8 @@ STABLE = {
     },
     "mcore_prefix_tree.mcore": {
         "Logprobs", "MicroBatch", "PicturePackedSeqParams", "RoutedPackedSeqParams", "RowLogprobs",
-        "TreePackedSeqParams", "Values", "fold_inside", "folding_model", "local_layer_spec", "plan_step",
-        "restore", "single_process", "te_layer_spec", "tree_forward", "with_edge_head",
+        "TreePackedSeqParams", "Values", "fold_inside", "folding_model", "follow_trees", "local_layer_spec",
+        "plan_step", "restore", "single_process", "te_layer_spec", "tree_forward", "with_edge_head",
         "with_multi_token", "with_prefix_tree", "with_scalar_head", "with_vocab_size",
     },
     f"{INTEGRATIONS}.transformers": {"check_model", "model_inputs", "sample_logprobs"},

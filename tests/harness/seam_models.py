@@ -107,10 +107,12 @@ def noisy(model: Any) -> Any:
     return built
 
 
-def twins(config: TransformerConfig, spec: Any = None, **model: Any) -> tuple[GPTModel, GPTModel]:
-    """A stock model and a tree-capable one with the same weights."""
+def twins(
+    config: TransformerConfig, spec: Any = None, *, follows: bool = True, **model: Any
+) -> tuple[GPTModel, GPTModel]:
+    """A stock model and one whose layers follow trees, or do so later, with the same weights."""
     spec = local_spec(config) if spec is None else spec
-    stock, tree = build(config, spec, **model), build(config, with_prefix_tree(spec), **model)
+    stock, tree = build(config, spec, **model), build(config, with_prefix_tree(spec) if follows else spec, **model)
     tree.load_state_dict(stock.state_dict(), strict=True)
     return stock, tree
 
@@ -126,12 +128,12 @@ def hybrid(config: Any, pattern: str, spec: Any = None, **model: Any) -> Any:
     return noisy(HybridModel(config, hybrid_stack if spec is None else spec, hybrid_layer_pattern=pattern, **settings))
 
 
-def hybrid_twins(config: Any, pattern: str, **model: Any) -> tuple[Any, Any]:
-    """A stock model and one whose layers follow a tree, with the same weights."""
+def hybrid_twins(config: Any, pattern: str, *, follows: bool = True, **model: Any) -> tuple[Any, Any]:
+    """A stock model and one whose layers follow trees, or do so later, with the same weights."""
     from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
     stock = hybrid(config, pattern, **model)
-    tree = hybrid(config, pattern, with_prefix_tree(hybrid_stack), **model)
+    tree = hybrid(config, pattern, with_prefix_tree(hybrid_stack) if follows else hybrid_stack, **model)
     tree.load_state_dict(stock.state_dict(), strict=True)
     return stock, tree
 

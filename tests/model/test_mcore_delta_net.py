@@ -36,9 +36,9 @@ from mcore_prefix_tree.mcore import with_prefix_tree
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
-from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.levels import Levels
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
 
 if not HAS_DELTA_NET:
     pytest.skip("Gated DeltaNet follows a tree since megatron-core 0.19", allow_module_level=True)
@@ -188,7 +188,9 @@ def test_deterministic_attention_runs_no_kernel(monkeypatch: pytest.MonkeyPatch)
 
 def test_missing_fla_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "HAVE_FLA", False)
-    with pytest.raises(ImportError, match=r"^layer 1 is a Gated DeltaNet, which needs flash-linear-attention; pip"):
+    with pytest.raises(
+        ImportError, match=r"^layers of Gated DeltaNet need flash-linear-attention, which is not installed; pip"
+    ):
         make_tree("G")
 
 
@@ -203,7 +205,8 @@ def test_more_than_one_row_is_refused() -> None:
         )
 
 
-def test_stray_layer_is_found() -> None:
-    stock, _ = make_twins("G")
-    with pytest.raises(NotImplementedError, match="self_attention is a GatedDeltaNet, which does not follow a tree"):
-        check_attention(stock)
+def test_a_built_layer_follows() -> None:
+    stock, tree = make_twins("G")
+    follow_trees(stock)
+    batch = batch_of(deep_samples())
+    assert torch.equal(tree_forward(stock, batch), tree_forward(tree, batch))

@@ -54,7 +54,7 @@ UNLIKE = [np.array([1, 2, 3]), np.array([2, 3]), np.array([4])]
 
 def inside(config: Any = None, **model: Any) -> tuple[Any, Any]:
     """A model that folds, and a stock one with its weights."""
-    stock, tree = twins(tiny_config() if config is None else config, **model)
+    stock, tree = twins(tiny_config() if config is None else config, follows=False, **model)
     return fold_inside(tree, attention_backend=backend_of(tree.config)), stock
 
 
@@ -94,7 +94,7 @@ def test_a_micro_batch_without_tokens_answers_nothing(
 ) -> None:
     """Also if the stock attention takes packed rows: its layers fail on no tokens."""
     config = tiny_config()
-    spec = with_prefix_tree(packed_attention_spec(config) if packs else local_spec(config))
+    spec = packed_attention_spec(config) if packs else local_spec(config)
     model = fold_inside(build(config, spec), check_first=check_first)
     ends, ids = torch.tensor(borders, dtype=torch.int32), torch.full((1, tokens), 7)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=0, max_seqlen_kv=0)
@@ -248,7 +248,7 @@ def test_a_class_that_folds() -> None:
     assert kind.__name__ == "FoldingGPTModel"
     config = tiny_config()
     stock = build(config, local_spec(config))
-    model = kind(config, with_prefix_tree(local_spec(config)), VOCAB, 64, position_embedding_type="rope").double()
+    model = kind(config, local_spec(config), VOCAB, 64, position_embedding_type="rope").double()
     model.load_state_dict(stock.state_dict(), strict=True)
     check_logits(model, stock, packed(ROWS))
 
@@ -265,9 +265,11 @@ def test_a_provider_of_megatron_bridge() -> None:
     provider = SimpleNamespace(
         transformer_layer_spec=lambda config: local_spec(config), register_pre_wrap_hook=hooks.append
     )
+    given = provider.transformer_layer_spec
     assert fold_inside(provider, fused_head=False) is provider
+    assert provider.transformer_layer_spec is given  # checkpoints name it
     stock = build(config, local_spec(config))
-    (model,) = hooks[0]([build(config, provider.transformer_layer_spec(config, vp_stage=None))])
+    (model,) = hooks[0]([build(config, provider.transformer_layer_spec(config))])
     check_logits(model, stock, packed(ROWS))
 
 
@@ -321,7 +323,7 @@ def packed_attention_spec(config: Any) -> Any:
 
 def test_rows_without_sharing_use_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
-    model = fold_inside(build(config, with_prefix_tree(packed_attention_spec(config))))
+    model = fold_inside(build(config, packed_attention_spec(config)))
     stock = build(config, local_spec(config))
     seen = []
 
@@ -458,16 +460,14 @@ def test_positions_that_do_not_restart_are_refused() -> None:
 
 def test_models_that_are_refused() -> None:
     config = tiny_config()
-    with pytest.raises(NotImplementedError, match=r"self_attention is a SelfAttention.*with_prefix_tree"):
-        fold_inside(build(config, local_spec(config)))
-    spec = with_prefix_tree(local_spec(config))
+    spec = local_spec(config)
     spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
     with pytest.raises(NotImplementedError, match="attn_mask_type=no_mask"):
         fold_inside(build(config, spec))
-    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
-    spec.submodules.self_attention.submodules.core_attention = DotProductAttention
-    with pytest.raises(NotImplementedError, match=r"core_attention is a DotProductAttention.*attention_backend=local"):
-        fold_inside(build(config, spec))
+    model = build(config, local_spec(config))
+    model.decoder.layers[1] = torch.nn.Identity()
+    with pytest.raises(NotImplementedError, match="layers of class Identity: use one of TransformerLayer"):
+        fold_inside(model)
     with pytest.raises(TypeError, match="not a Linear"):
         fold_inside(torch.nn.Linear(1, 1))
     model, _ = inside(config)

@@ -18,7 +18,7 @@ from packed_calls import (
     packed,
 )
 
-from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
+from mcore_prefix_tree.mcore import fold_inside, folding_model, with_scalar_head
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
@@ -51,7 +51,7 @@ def inside(name: str, **settings: Any) -> tuple[Any, Any]:
     pattern, fields, model = VARIANTS[name]
     if not set(pattern) <= Symbols.VALID_LAYERS:
         pytest.skip("latent attention in a pattern came with megatron-core 0.19")
-    stock, tree = hybrid_twins(tiny_config(num_layers=len(pattern), **fields), pattern, **model)
+    stock, tree = hybrid_twins(tiny_config(num_layers=len(pattern), **fields), pattern, follows=False, **model)
     return fold_inside(tree, **settings), stock
 
 
@@ -85,7 +85,7 @@ def test_a_class_that_folds() -> None:
     config = tiny_config(num_layers=2)
     stock = hybrid(config, "*-")
     model = folding_model(HybridModel)(
-        config, with_prefix_tree(hybrid_stack), VOCAB, 64, hybrid_layer_pattern="*-", position_embedding_type="rope"
+        config, hybrid_stack, VOCAB, 64, hybrid_layer_pattern="*-", position_embedding_type="rope"
     )
     assert type(model).__name__ == "FoldingHybridModel"
     model.double().load_state_dict(stock.state_dict(), strict=True)
@@ -109,5 +109,3 @@ def test_unsupported_calls_are_rejected() -> None:
     model, _ = inside("attention and MLPs")
     with pytest.raises(NotImplementedError, match="HybridModel takes none; pass RowLogprobs, or labels"):
         model(**packed(ROWS), output_processor=lambda **_: torch.zeros(1))
-    with pytest.raises(NotImplementedError, match="with_prefix_tree"):
-        fold_inside(hybrid(tiny_config(num_layers=2), "*-"))

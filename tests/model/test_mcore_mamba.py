@@ -31,9 +31,9 @@ from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.seam import mamba
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL
-from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.levels import BranchPoints, Levels
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)
@@ -108,10 +108,10 @@ def test_mixers_without_a_norm_and_with_a_weight_of_every_channel() -> None:
 
 
 def test_other_mixers_are_refused() -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"does not support Linear as the mixer of a Mamba layer: use MambaMixer"
-    ):
-        with_prefix_tree(with_mixer(module=torch.nn.Linear))
+    stock, _ = make_twins("M")
+    stock.decoder.layers[0].mixer = torch.nn.Linear(1, 1)
+    with pytest.raises(NotImplementedError, match=r"support Linear as the mixer of a Mamba layer, in layer 1"):
+        follow_trees(stock)
 
 
 def test_samples_that_share_nothing() -> None:
@@ -246,10 +246,10 @@ def test_scan_of_a_cpu_is_the_recurrence(chunk: int) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mamba_mixer, "causal_conv1d_fn", None)
-    with pytest.raises(ImportError, match=r"^layer 2 is Mamba, which needs causal-conv1d; pip install causal-conv1d"):
+    with pytest.raises(ImportError, match=r"^Mamba layers need causal-conv1d; pip install causal-conv1d"):
         make_twins("-M")
     monkeypatch.setattr(mamba_mixer, "HAVE_MAMBA_SSM", False)
-    with pytest.raises(ImportError, match=r"needs mamba-ssm and causal-conv1d; pip install mamba-ssm causal-conv1d"):
+    with pytest.raises(ImportError, match=r"need mamba-ssm and causal-conv1d; pip install mamba-ssm causal-conv1d"):
         hybrid(tiny_config(**MAMBA | {"num_layers": 1}), "M", with_prefix_tree(hybrid_stack))
 
 
@@ -290,7 +290,8 @@ def test_more_than_one_row_is_refused() -> None:
         mixers(tree)[0](rows, packed_seq_params=batch.packed_seq_params)
 
 
-def test_stray_layer_is_found() -> None:
-    stock, _ = make_twins("M")
-    with pytest.raises(NotImplementedError, match="mixer is a MambaMixer, which does not follow a tree"):
-        check_attention(stock)
+def test_a_built_layer_follows() -> None:
+    stock, tree = make_twins("M")
+    follow_trees(stock)
+    batch = batch_of(deep_samples())
+    assert torch.equal(tree_forward(stock, batch), tree_forward(tree, batch))

@@ -27,6 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.mcore import (
@@ -39,11 +40,12 @@ from mcore_prefix_tree.mcore import (
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
 from mcore_prefix_tree.mcore.seam import layer_specs
-from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin, tree_class
+from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
 from mcore_prefix_tree.mcore.seam.validation import _refusals, check_config, check_model, check_positions
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
@@ -103,10 +105,10 @@ def test_building_a_model_refuses_before_any_forward(setting):
 
 
 def test_dropout_that_only_a_layer_asks_for_is_refused():
-    core = tree_class(TreeCoreAttentionMixin, DotProductAttention)
-    with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.25 of layer 3"):
-        core(tiny_config(), 3, AttnMaskType.causal, "self", attention_dropout=0.25)
-    assert core(tiny_config(), 3, AttnMaskType.causal, "self", attention_dropout=0.0).layer_number == 3
+    model = build(tiny_config(), with_prefix_tree(local_spec(tiny_config())))
+    model.decoder.layers[1].self_attention.core_attention.attention_dropout.p = 0.25
+    with pytest.raises(NotImplementedError, match=r"layers\.1\..*attention_dropout has p=0\.25"):
+        tree_forward(model, batch())
 
 
 # Calls that a forward rejects.
@@ -220,19 +222,52 @@ def attention_of(spec: ModuleSpec):
     return spec.submodules.self_attention
 
 
-def test_with_prefix_tree_changes_two_classes_and_not_its_input():
+def test_with_prefix_tree_changes_the_layer_and_not_its_input():
     spec = get_gpt_layer_local_spec(qk_layernorm=True)
     before = repr(spec)
     tree = with_prefix_tree(spec)
     assert repr(spec) == before
-    assert attention_of(spec).module is SelfAttention
-    assert issubclass(attention_of(tree).module, TreeSelfAttentionMixin)
-    assert issubclass(attention_of(tree).module, SelfAttention)
-    assert issubclass(attention_of(tree).submodules.core_attention, TreeCoreAttentionMixin)
-    assert issubclass(attention_of(tree).submodules.core_attention, DotProductAttention)
-    assert attention_of(tree).params == attention_of(spec).params
-    for name in (field.name for field in dataclasses.fields(spec.submodules) if field.name != "self_attention"):
-        assert getattr(tree.submodules, name) is getattr(spec.submodules, name), name
+    assert issubclass(tree.module, TransformerLayer)
+    assert tree.submodules is spec.submodules
+
+
+def first_attention(spec, **settings):
+    return build(tiny_config(**settings), spec).decoder.layers[0].self_attention
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["from a spec", "when it is built"])
+def test_a_layer_follows(built):
+    if built:
+        model = build(tiny_config(), local_spec(tiny_config()))
+        follow_trees(model)
+        attention = model.decoder.layers[0].self_attention
+    else:
+        attention = first_attention(with_prefix_tree(local_spec(tiny_config())))
+    assert isinstance(attention, TreeSelfAttentionMixin)
+    assert isinstance(attention, SelfAttention)
+    assert type(attention).__name__ == "SelfAttention"
+    assert isinstance(attention.core_attention, TreeCoreAttentionMixin)
+    assert isinstance(attention.core_attention, DotProductAttention)
+
+
+def test_following_again_changes_nothing():
+    model = build(latent_config(), local_spec(latent_config()))
+    follow_trees(model)
+    attention = model.decoder.layers[0].self_attention
+    classes, rotary = [type(module) for module in model.modules()], attention.rotary_pos_emb
+    follow_trees(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert attention.rotary_pos_emb is rotary
+
+
+def test_another_core_attention_follows_too():
+    """Megatron-Bridge exchanges it under attention_backend=local after the layer was built."""
+    model = build(tiny_config(), with_prefix_tree(local_spec(tiny_config())))
+    attention = model.decoder.layers[0].self_attention
+    attention.core_attention = DotProductAttention(tiny_config(), 1, AttnMaskType.causal, "self")
+    follow_trees(model)
+    assert isinstance(attention.core_attention, TreeCoreAttentionMixin)
+    assert attention.core_attention.tree_window is None
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -245,9 +280,9 @@ def test_with_prefix_tree_can_be_applied_twice(block):
 
 
 def test_equal_bases_give_the_same_class():
-    first, second = (attention_of(with_prefix_tree(get_gpt_layer_local_spec())) for _ in range(2))
-    assert first.module is second.module
-    assert first.module.__qualname__ == "TreeSelfAttention"
+    first, second = (first_attention(with_prefix_tree(local_spec(tiny_config()))) for _ in range(2))
+    assert type(first) is type(second)
+    assert type(first).__qualname__ == "TreeSelfAttention"
 
 
 def test_subclasses_of_attention_are_followed():
@@ -259,11 +294,11 @@ def test_subclasses_of_attention_are_followed():
 
     spec = get_gpt_layer_local_spec()
     attention_of(spec).module = MySelfAttention
-    attention_of(spec).submodules.core_attention = ModuleSpec(module=MyCore, params={"cp_comm_type": "p2p"})
-    tree = attention_of(with_prefix_tree(spec))
-    assert issubclass(tree.module, MySelfAttention)
-    assert issubclass(tree.submodules.core_attention.module, MyCore)
-    assert tree.submodules.core_attention.params == {"cp_comm_type": "p2p"}
+    attention_of(spec).submodules.core_attention = MyCore
+    attention = first_attention(with_prefix_tree(spec))
+    assert isinstance(attention, MySelfAttention)
+    assert isinstance(attention.core_attention, MyCore)
+    assert isinstance(attention.core_attention, TreeCoreAttentionMixin)
 
 
 @pytest.mark.parametrize(("name", "width"), [("linear_kv_down_proj", 24), ("linear_qkv_down_proj", 36)])
@@ -287,9 +322,8 @@ def latent_config(**changes):
 
 def test_a_spec_of_another_attention_is_refused_for_a_latent_model():
     """GPTModel would make no rotary embedding, and no layer either."""
-    for spec in (layer_specs.gpt_layer_local, local_layer_spec(qk_layernorm=True)):
-        with pytest.raises(NotImplementedError, match="take a spec made with multi_latent_attention=True"):
-            build(latent_config(), spec)
+    with pytest.raises(NotImplementedError, match="take a spec made with multi_latent_attention=True"):
+        build(latent_config(), layer_specs.gpt_layer_local)
     build(latent_config(), with_prefix_tree(local_spec(latent_config())))
 
 
@@ -312,25 +346,49 @@ def test_multi_token_prediction_of_an_older_release_is_refused():
         check_config(config)
 
 
+class Other(torch.nn.Module):
+    """Mixes tokens in a way that nobody knows."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
 def test_cross_attention_is_refused():
     spec = get_gpt_layer_local_spec()
-    spec.submodules.cross_attention = ModuleSpec(module=CrossAttention)
-    with pytest.raises(NotImplementedError, match=r"cross-attention \(CrossAttention\)"):
-        with_prefix_tree(spec)
+    spec.submodules.cross_attention = ModuleSpec(module=Other)
+    with pytest.raises(NotImplementedError, match=r"cross-attention \(Other\), which layer 1 has"):
+        build(tiny_config(), with_prefix_tree(spec))
 
 
-def test_self_attention_that_is_none_is_refused():
+def test_another_self_attention_is_refused():
     spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention = ModuleSpec(module=CrossAttention)
-    with pytest.raises(NotImplementedError, match="does not support CrossAttention as self-attention"):
-        with_prefix_tree(spec)
+    spec.submodules.self_attention = ModuleSpec(module=Other)
+    with pytest.raises(NotImplementedError, match="does not support Other as self-attention, in layer 1: use one of"):
+        build(tiny_config(), with_prefix_tree(spec))
 
 
-def test_core_attention_that_is_no_class_is_refused():
-    spec = get_gpt_layer_local_spec()
-    attention_of(spec).submodules.core_attention = batch
-    with pytest.raises(NotImplementedError, match="needs a class as core_attention, not batch"):
-        with_prefix_tree(spec)
+def test_an_attention_outside_a_layer_is_refused():
+    model = build(tiny_config(), local_spec(tiny_config()))
+    model.reader = CrossAttention.__new__(CrossAttention)
+    torch.nn.Module.__init__(model.reader)
+    with pytest.raises(NotImplementedError, match="reader is a CrossAttention, which does not follow a tree"):
+        follow_trees(model)
+
+
+def test_another_router_is_refused():
+    config = tiny_config(num_moe_experts=4, moe_router_load_balancing_type="none", moe_ffn_hidden_size=16)
+    model = build(config, local_spec(config))
+    model.decoder.layers[0].mlp.router = Other()
+    with pytest.raises(NotImplementedError, match="needs a TopKRouter in layer 1, not a Other"):
+        follow_trees(model)
+
+
+def test_a_stock_model_is_refused_a_tree():
+    model = build(tiny_config(), local_spec(tiny_config()))
+    with pytest.raises(NotImplementedError, match=r"SelfAttention does not follow a tree; call follow_trees\(model\)"):
+        tree_forward(model, batch())
+    follow_trees(model)
+    tree_forward(model, batch())
 
 
 def test_layers_that_are_no_transformer_layers_are_refused():

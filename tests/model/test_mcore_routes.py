@@ -298,13 +298,6 @@ def test_rows_that_an_engine_filled_with_zeros_are_refused():
     check_sample_routes(config, Sample(tokens=[1, 2], routed_experts=[[[0, 0], [0, 1], [2, 1]]]))
 
 
-def test_a_model_whose_routers_take_no_routes_is_refused():
-    stock, _ = models()
-    sample = Sample(tokens=[1, 2], routed_experts=[[[0, 1]] * 3])
-    with pytest.raises(NotImplementedError, match=r"layers\.0\.mlp\.router is a TopKRouter, which does not take"):
-        tree_forward(stock, MicroBatch.from_layout(fold([sample])))
-
-
 def test_a_model_without_experts_refuses_routes():
     sample = Sample(tokens=[1, 2], routed_experts=[[[0, 1]]], source="a:1")
     with pytest.raises(SampleError, match=r"^a:1: .* has routes, but the model has no experts \(num_moe_experts\)"):

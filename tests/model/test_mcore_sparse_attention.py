@@ -27,8 +27,8 @@ from mcore_prefix_tree.attention.reference import visibility
 from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION
-from mcore_prefix_tree.mcore.seam.layer_specs import check_attention
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
 
 if not HAS_SPARSE_ATTENTION:
     pytest.skip("sparse attention follows a tree since megatron-core 0.19", allow_module_level=True)
@@ -304,9 +304,8 @@ def test_no_tensor_has_all_pairs_of_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     assert largest.entries < size**2 / 8
 
 
-def test_stray_layer_is_found() -> None:
-    stock, _ = twins(tiny_config(**SPARSE))
-    with pytest.raises(
-        NotImplementedError, match="self_attention is a AbsorbedMLASelfAttention, which does not follow"
-    ):
-        check_attention(stock)
+def test_a_built_layer_follows() -> None:
+    stock, tree = twins(tiny_config(**SPARSE))
+    follow_trees(stock)
+    batch = MicroBatch.from_layout(fold(deep_samples()))
+    assert torch.equal(tree_forward(stock, batch), tree_forward(tree, batch))

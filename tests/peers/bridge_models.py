@@ -181,26 +181,6 @@ def refused_settings(folder: str, settings: dict[str, Any], inside: dict[str, An
     return ""
 
 
-def read_back() -> str:
-    """The layer spec of a provider that folds, written as Megatron-Bridge writes it into checkpoints and read again."""
-    auto_bridge()
-    import yaml
-    from megatron.bridge.models import GPTModelProvider
-    from megatron.bridge.models.gpt_provider import local_layer_spec
-    from megatron.bridge.utils.instantiate_utils import instantiate, register_allowed_target_prefix
-    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
-
-    register_allowed_target_prefix("mcore_prefix_tree")
-    provider = GPTModelProvider(
-        num_layers=1, hidden_size=8, num_attention_heads=1, transformer_layer_spec=local_layer_spec
-    )
-    fold_inside(provider)
-    with safe_yaml_representers():
-        written = yaml.safe_dump({"spec": provider.transformer_layer_spec})
-    read = instantiate(yaml.safe_load(written)["spec"])
-    return str(read(provider).submodules.self_attention.module.__qualname__)
-
-
 def logged(rows: list[Any]) -> dict[str, float]:
     """Megatron-Bridge's own log of a step with its callbacks, after an evaluation."""
     auto_bridge()

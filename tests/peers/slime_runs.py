@@ -24,6 +24,7 @@ from harness.routes import with_routes
 from harness.seam_models import local_spec, tiny_config
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import router as megatron_router
@@ -64,8 +65,19 @@ def packed_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
 def building_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     """``--spec``: a function that builds a model, as slime also takes."""
 
-    def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> None:
-        raise AssertionError
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        return GPTModel(
+            config,
+            packed_spec(args, config, vp_stage),
+            args.padded_vocab_size,
+            args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_base=args.rotary_base,
+            vp_stage=vp_stage,
+        )
 
     return build
 

@@ -126,7 +126,6 @@ def test_a_stage_without_experts_finds_no_routes() -> None:
     ("ours", "named"),
     [
         ({"use_routing_replay": True}, "--use-routing-replay without --use-rollout-routing-replay"),
-        ({"spec": ("slime_runs", "building_spec")}, "--spec slime_runs building_spec, which builds the model itself"),
         (
             {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.policy_loss", "use_tis": True},
             "--use-tis with this loss",
@@ -136,6 +135,10 @@ def test_a_stage_without_experts_finds_no_routes() -> None:
 def test_refusals_by_name(ours: dict[str, Any], named: str) -> None:
     with pytest.raises(WorkerError, match=f"folding in slime does not support {named}"):
         world(1).run(compare, Layout(), "actor", 1e-12, ours, {}, layout=Layout())
+
+
+def test_a_spec_that_builds_the_model() -> None:
+    world(1).run(compare, Layout(), "actor", 1e-12, {"spec": ("slime_runs", "building_spec")}, {}, layout=Layout())
 
 
 @pytest.mark.parametrize("experts", [None, 2])

@@ -64,7 +64,7 @@ def inside_gradients(layout: Any, job: InsideJob, samples: Sequence[Sample]) -> 
 
     config = tiny_gpt_config(layout=layout, **dict(job.config))
     padded = replace(job, vocab_size=-(-job.vocab_size // layout.tp) * layout.tp)
-    spec = packed_tree_spec if job.packed_attention else tree_spec
+    spec = packed_spec if job.packed_attention else stock_spec
     chunks = chunks_of(padded, config, spec, positions=job.positions)
     settings = {"check_first": job.check_first, "vocab_size": job.vocab_size, "max_tokens": job.max_tokens}
     chunks = [fold_inside(chunk, **settings) for chunk in chunks]
@@ -143,15 +143,14 @@ def rows_without_a_vocabulary(layout: Any, head: str, samples: Sequence[Sample])
     return errors
 
 
-def packed_tree_spec(config: Any, vp_stage: int | None) -> Any:
-    """Megatron's local block, whose attention takes packed rows, tree-capable."""
+def packed_spec(config: Any, vp_stage: int | None) -> Any:
+    """Megatron's local block, whose attention takes packed rows."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from mcore_prefix_tree.cpu.dot_product import PackedAttention
     from mcore_prefix_tree.cpu.specs import exchanged
-    from mcore_prefix_tree.mcore import with_prefix_tree
 
-    return with_prefix_tree(exchanged(stock_spec(config, vp_stage), {DotProductAttention: PackedAttention}))
+    return exchanged(stock_spec(config, vp_stage), {DotProductAttention: PackedAttention})
 
 
 def packed(samples: Sequence[Sample], multiple: int) -> dict[str, Any]:

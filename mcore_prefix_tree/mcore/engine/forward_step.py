@@ -12,9 +12,9 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mcore_prefix_tree.layout.tree_chunks import ChunkLayout
 from mcore_prefix_tree.mcore.outputs import Logits, Readout
-from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.routes import check_routes
+from mcore_prefix_tree.mcore.seam.tree_layers import check_follows
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions, check_step
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.objectives import LossOutput, LossRows, Objective, Targets
@@ -24,7 +24,7 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[..., A
 
 
 def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()) -> torch.Tensor:  # noqa: B008
-    """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec.
+    """Run one pipeline stage of a model built from a :func:`with_prefix_tree` spec, or passed to :func:`follow_trees`.
 
     Args:
         model: pipeline stage.
@@ -36,15 +36,15 @@ def tree_forward(model: Any, batch: MicroBatch, readout: Readout[Any] = Logits()
         hidden states before.
 
     Raises:
-        NotImplementedError: see :func:`check_draws` and :func:`check_routers`.
+        NotImplementedError: see :func:`check_draws` and :func:`check_follows`.
         ValueError: the longest path does not fit the model's learned positions, routes do not fit its experts, or the
             output layer of the last stage cannot answer the readout.
     """
     gpt_model = get_attr_wrapped_model(model, "position_embedding_type", return_model_obj=True)
+    check_follows(gpt_model)
     check_positions(gpt_model, batch.layout.max_path_len)
     if batch.layout.routes is not None and not batch.routes_fit:
         check_routes(gpt_model.config, batch.layout.routes)
-        check_routers(gpt_model)
     check_draws(gpt_model)
     run: Callable[[], torch.Tensor] = partial(
         model,

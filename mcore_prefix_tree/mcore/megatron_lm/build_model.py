@@ -68,7 +68,7 @@ def tree_model(
     model = build_model(args, config, exchange, **stage, pg_collection=pg_collection)
     check_model(model)
     if not has_scalar_head(args):
-        with_multi_token(model, exchange)
+        with_multi_token(model)
     return with_head(args, model)
 
 

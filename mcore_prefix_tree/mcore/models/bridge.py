@@ -59,9 +59,9 @@ from mcore_prefix_tree.mcore.models.model_layers import (
     stack_of_folder,
 )
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.seam.built_layers import follow_trees, names_own_layers
 from mcore_prefix_tree.mcore.seam.core_attention import window_settings
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import ScalarHead
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees, names_own_layers
 from mcore_prefix_tree.settings import LoraConfig, ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_folder import LM_HEAD, SCORE, HuggingFaceFolder
 from mcore_prefix_tree.utils.versions import install_command, installed_version_of, list_requirements
@@ -341,8 +341,7 @@ def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
         provider.share_embeddings_and_output_weights = False
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     chunk = provider.provide(**ends)
-    if names_own_layers(provider):
-        follow_trees(chunk)
+    follow_trees(chunk)
     return chunk
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from mcore_prefix_tree.mcore.seam.built_layers import names_own_layers
 from mcore_prefix_tree.mcore.seam.core_attention import layer_window
+from mcore_prefix_tree.mcore.seam.tree_layers import names_own_layers
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_families import COMPARED, WITHOUT_EXPERTS
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder

@@ -196,7 +196,9 @@ def _model_class(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         return HybridModel, {
-            "hybrid_stack_spec": (local_stack if config.use_cpu_initialization else engine_stack)(config),
+            "hybrid_stack_spec": with_prefix_tree(
+                (local_stack if config.use_cpu_initialization else engine_stack)(config)
+            ),
             "hybrid_layer_pattern": model.hybrid_layer_pattern,
         }
     block, depths = _specs(model, config, vp_stage)

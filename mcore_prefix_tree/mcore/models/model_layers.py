@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
 from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.models.config_fields import check_transformer_engine
-from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
-from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
-from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
-from mcore_prefix_tree.mcore.seam.layer_specs import with_prefix_tree
 from mcore_prefix_tree.plan.model_shape import PIPE
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 
@@ -63,26 +63,32 @@ def stack_of_folder(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def engine_stack(config: Any) -> Any:
-    """Return the spec of a hybrid stack of TransformerEngine's layers that follow the tree."""
+    """Return the spec of a hybrid stack of TransformerEngine's layers."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     check_transformer_engine()
-    return with_prefix_tree(hybrid_stack_spec)
+    return hybrid_stack_spec
 
 
 def local_stack(config: Any) -> Any:
-    """Return the spec of a hybrid stack of local layers that follow the tree."""
+    """Return the spec of a hybrid stack of local layers."""
     from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 
-    return with_prefix_tree(hybrid_stack)
+    return hybrid_stack
 
 
 def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return a provider's layer spec, tree-capable; the norms behind its linear layers have the model's epsilon."""
+    """Return a provider's layer spec; the norms behind its linear layers have the model's epsilon.
+
+    ``given`` is the spec, or a function of the configuration.
+    """
     compat.check(compat.TRANSFORMER_ENGINE)
     from megatron.bridge.models.common.te_layers import TERowParallelLinearLayerNorm as Given
 
-    return exchanged(provided_spec(given, config, vp_stage), {Given: _with_epsilon(Given)})
+    if not isinstance(given, ModuleSpec | TransformerBlockSubmodules):
+        takes_stage = "vp_stage" in inspect.signature(given).parameters
+        given = given(config, vp_stage=vp_stage) if takes_stage else given(config)
+    return exchanged(given, {Given: _with_epsilon(Given)})
 
 
 @cache
@@ -105,8 +111,7 @@ def latent_layers(layers: Callable[..., Any], config: Any, vp_stage: int | None 
     from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 
     stock = (MLASelfAttention, FusedMLASelfAttention, AbsorbedMLASelfAttention)
-    classes = [tree_class(TreeLatentAttentionMixin, one) for one in stock]
-    return exchanged(layers(config, vp_stage=vp_stage), {one: _with_latent_epsilon(one) for one in classes})
+    return exchanged(layers(config, vp_stage=vp_stage), {one: _with_latent_epsilon(one) for one in stock})
 
 
 @cache

@@ -42,12 +42,10 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
     with_spatial,
 )
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
-from mcore_prefix_tree.mcore.seam.bridge_provider import provided_spec
-from mcore_prefix_tree.mcore.seam.built_layers import follow_trees, names_own_layers
-from mcore_prefix_tree.mcore.seam.experts import check_routers
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.routes import check_routes
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
 from mcore_prefix_tree.mcore.seam.vocab_size import with_vocab_size
 from mcore_prefix_tree.utils.errors import spelled
@@ -119,7 +117,6 @@ class Folding:
         self._settings = settings
         self._backend: str | None = None
         self._unchecked = {True, False} if settings.check_first else set()  # modes: training or not
-        self._takes_routes = False  # whether its routers were checked
         self._work = count_model_flops(model)
         # Megatron's local attention takes no packed rows.
         self._always_folds = any(isinstance(module, DotProductAttention) for module in model.modules())
@@ -207,9 +204,6 @@ class Folding:
     def _folded(self, model: Any, rows: FoldedRows, call: dict[str, Any]) -> dict[str, Any]:
         if rows.layout.routes is not None:
             check_routes(model.config, rows.layout.routes)
-            if not self._takes_routes:
-                check_routers(model)
-                self._takes_routes = True
         asked, finish, head_rows = _asked(model, rows, call)
         folded = rows.make_call(
             self._resolved(model, rows.device),
@@ -297,10 +291,9 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     """Let a model fold the packed rows of its calls.
 
     Args:
-        target: a ``GPTModel`` or ``HybridModel`` built from a :func:`with_prefix_tree` spec, or one of its pipeline
-            chunks, bare; or a Megatron-Bridge provider of a ``GPTModel``, whose layer spec and models are changed when
-            it provides them; or Megatron-Bridge's Qwen3-VL, Qwen3.5-VL or Gemma 4 without experts, or a provider of
-            one. Changed in place.
+        target: a ``GPTModel`` or ``HybridModel`` built from any layer spec, or one of its pipeline chunks, bare; or
+            Megatron-Bridge's Qwen3-VL or Qwen3.5-VL; or a Megatron-Bridge provider of one of these, whose models are
+            changed when it provides them. Changed in place: its layers follow trees; see :func:`follow_trees`.
         settings: fields of :class:`Inside`.
 
     Returns:
@@ -313,19 +306,16 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     """
     inside = Inside(**settings)
     model: Any = target
-    if hasattr(model, "register_pre_wrap_hook") and hasattr(model, "transformer_layer_spec"):
-        model.transformer_layer_spec = partial(provided_spec, model.transformer_layer_spec)
+    if hasattr(model, "register_pre_wrap_hook"):
         model.register_pre_wrap_hook(lambda chunks: [fold_inside(chunk, **settings) for chunk in chunks])
         return target
     if is_with_tower(model):
-        follow_trees(model.language_model)
         fold_inside(model.language_model, **settings)
         number_pictures(model)
         model.folding = model.language_model.folding
         return target
-    if names_own_layers(getattr(model, "config", None)):
-        follow_trees(model)
     check_foldable(model)
+    follow_trees(model)
     if inside.check_first:
         check_comparable(model.config)
         if model.position_embedding_type == "mrope":

@@ -1,6 +1,6 @@
 """Subclasses of Megatron-Core's attention that follow the tree when a micro-batch carries one.
 
-Both are mixed into the class that a layer spec names. Without tree metadata they only call that class.
+Each is mixed into the class of a built module. Without tree metadata they only call that class.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from mcore_prefix_tree.attention import tree_attention
 from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES, TreePackedSeqParams, get_tree_params
-from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
 
 class TreeSelfAttentionMixin:
     """Self-attention that gives every token the rotary embedding of its position on its own path."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Initialise the base class; reject multi-latent attention, whose model would have no positions here."""
-        if config.multi_latent_attention:
+    config: Any
+
+    def follow_tree(self) -> None:
+        """Reject a model with ``multi_latent_attention``: it would have no positions here."""
+        if self.config.multi_latent_attention:
             raise NotImplementedError(
                 "multi_latent_attention=True, but the layer spec names another attention, whose model would have no "
                 "positions: take a spec made with multi_latent_attention=True"
             )
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def forward(
         self,
@@ -50,6 +50,34 @@ class TreeSelfAttentionMixin:
             assert tree.tree_metadata is not None
             rotary_pos_emb = _gather_rotary(rotary_pos_emb, tree.tree_metadata)
         return super().forward(  # type: ignore[misc]
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+
+
+class TreeFlatAttentionMixin(TreeSelfAttentionMixin):
+    """Self-attention of Megatron-Bridge's Qwen3-VL: with any ``packed_seq_params``, queries have no batch's dimension.
+
+    Its rotary embeddings, ``[P, 1, 1, dim]``, have a row for each token.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the base class, which turns queries ``[P, H, D]`` by rows ``[P, 1, dim]`` if there is a tree."""
+        if rotary_pos_emb is not None and get_tree_params(packed_seq_params) is not None:
+            rotary_pos_emb = rotary_pos_emb.squeeze(1)
+        return super().forward(
             hidden_states,
             attention_mask,
             *args,
@@ -92,23 +120,15 @@ def rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tenso
 class TreeCoreAttentionMixin:
     """Core attention along the tree, when the micro-batch carries one."""
 
-    def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
-        """Reject the settings that :func:`check_config` rejects, then initialise the base class."""
-        check_config(config)
-        if kwargs.get("attention_dropout"):
-            raise NotImplementedError(
-                f"prefix-tree training does not support attention_dropout={kwargs['attention_dropout']} of layer "
-                f"{layer_number}: samples that share a token would share its dropout; set attention_dropout=0"
-            )
-        super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
-        self.read_settings(config, layer_number, softmax_scale)
-
-    def read_settings(self, config: Any, layer_number: int, softmax_scale: float | None) -> None:
-        """Read the settings of a layer that a tree's attention needs."""
-        # With apply_query_key_layer_scaling upstream divides here and multiplies in its softmax: the product is this.
-        self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+    def follow_tree(self, attention: Any) -> None:
+        """Read the settings of the layer's attention that a tree needs."""
+        config = attention.config
+        # Latent attention has its own. With apply_query_key_layer_scaling upstream divides the core's by a factor, and
+        # multiplies by it in its softmax.
+        scale = getattr(attention, "softmax_scale", config.softmax_scale)
+        self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
         self.tree_deterministic = is_deterministic(config)
-        self.tree_window = layer_window(config, layer_number)
+        self.tree_window = layer_window(config, attention.layer_number)
 
     def forward(
         self,
@@ -249,6 +269,13 @@ def check_batch_size(size: int) -> None:
     """Raise ValueError for a folded micro-batch in more than one row."""
     if size != 1:
         raise ValueError(f"a folded micro-batch has batch size 1, not {size}; set micro_batch_size=1")
+
+
+def change_class(module: torch.nn.Module, mixin: type) -> bool:
+    """Give a built module the class that follows the tree; return whether it had another."""
+    kind: Any = type(module)
+    module.__class__ = tree_class(mixin, kind)
+    return not issubclass(kind, mixin)
 
 
 @cache

@@ -28,10 +28,18 @@ from mcore_prefix_tree.mcore.seam.levels import (
     read_states,
 )
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams, get_tree_params
-from mcore_prefix_tree.mcore.seam.validation import check_config
 
 MAKES_ALL_INPUTS = hasattr(GatedDeltaNet, "_compute_gates")
 compat.check(layer_names.DELTA_NET + layer_names.DELTA_NET_INPUTS[MAKES_ALL_INPUTS])
+
+
+def check_packages() -> None:
+    """Raise ImportError if FLA is not installed."""
+    if not common.HAVE_FLA:
+        raise ImportError(
+            "layers of Gated DeltaNet need flash-linear-attention, which is not installed; "
+            "pip install flash-linear-attention"
+        )
 
 
 class TreeDeltaNetMixin:
@@ -50,23 +58,12 @@ class TreeDeltaNetMixin:
     tp_group: Any
     tp_size: int
 
-    def __init__(self, config: Any, submodules: Any, layer_number: int | None = None, *args: Any, **kwargs: Any):
-        """Reject the settings that :func:`check_config` rejects, and a machine without FLA; initialise the base class.
+    def follow_tree(self) -> None:
+        """Check the functions that the layer was built with, and sum the gradients that upstream does not.
 
         Raises:
-            ImportError: FLA is not installed, or lacks functions that a tree needs.
+            ImportError: FLA lacks functions that a tree needs.
         """
-        check_config(config)
-        if not common.HAVE_FLA:
-            raise ImportError(
-                f"layer {layer_number} is a Gated DeltaNet, which needs flash-linear-attention; "
-                "pip install flash-linear-attention"
-            )
-        super().__init__(config, submodules, layer_number, *args, **kwargs)  # type: ignore[call-arg]
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Check the functions that the layer was built with, and sum the gradients that upstream does not."""
         if self.gated_delta_rule is not gdn.torch_chunk_gated_delta_rule:
             check_kernels()
         if self.tp_size > 1 and not self.config.sequence_parallel:

@@ -9,7 +9,6 @@ Legend: P tokens of a micro-batch, L of them on this rank, N nodes, S samples, E
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry, SampleCounts
-from mcore_prefix_tree.mcore.seam.core_attention import tree_class
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.mcore.seam.routes import GivenRoutes, row_of_layer
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -74,10 +70,11 @@ class Multiplicity:
         )
 
 
-class TreeRouterMixin:
+class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
     """A stock router that weighs tokens by samples, and takes their routes, of the tree that its layer shows it.
 
-    Without a tree it is the stock router.
+    Without a tree it is the stock router. It is a subclass, because a built router, an abstract class's, cannot take a
+    class whose first base is no router.
     """
 
     tree: TreeMetadata | None = None
@@ -252,16 +249,6 @@ class TreeRouterMixin:
                 self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)
 
 
-def check_routers(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError for a router that takes no routes, by name; with_prefix_tree makes those that do."""
-    for name, module in model.named_modules():
-        if isinstance(module, TopKRouter) and not isinstance(module, TreeRouterMixin):
-            raise NotImplementedError(
-                f"{name} is a {type(module).__name__}, which does not take the field 'routed_experts' of samples; "
-                "build the model from with_prefix_tree(spec), or remove the field"
-            )
-
-
 @contextmanager
 def recording(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
     """Yield the routers of a rank's model chunks, which record the experts of each forward meanwhile."""
@@ -364,12 +351,6 @@ class TreeExpertLayerMixin:
 
     mlp: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise the base class; upstream's layer knows the class of experts by name."""
-        super().__init__(*args, **kwargs)
-        kind: type = type(self.mlp)
-        self.mlp.__class__ = tree_class(TreeExpertsMixin, kind)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the base class's forward."""
         tree = get_tree_params(kwargs.get("packed_seq_params"))
@@ -378,32 +359,3 @@ class TreeExpertLayerMixin:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.mlp.tree = self.mlp.carry = None
-
-
-def has_experts(mlp: Any) -> bool:
-    """Return whether the spec of an MLP is that of experts with a router."""
-    return hasattr(_submodules(mlp), "router")
-
-
-def with_tree_router(mlp: Any) -> Any:
-    """Return the spec of experts, ``ModuleSpec`` or ``partial``, whose router counts a shared token once per sample.
-
-    Raises:
-        NotImplementedError: the router is not a ``TopKRouter``.
-    """
-    submodules = _submodules(mlp)
-    router = submodules.router
-    if isinstance(router, type) and issubclass(router, TreeRouterMixin):
-        return mlp
-    if not (isinstance(router, type) and issubclass(router, TopKRouter)):
-        raise NotImplementedError(f"prefix-tree training needs a TopKRouter, not {getattr(router, '__name__', router)}")
-    submodules = dataclasses.replace(submodules, router=tree_class(TreeRouterMixin, router))
-    if isinstance(mlp, ModuleSpec):
-        return dataclasses.replace(mlp, submodules=submodules)
-    return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
-
-
-def _submodules(mlp: Any) -> Any:
-    if isinstance(mlp, functools.partial):
-        return mlp.keywords.get("submodules")
-    return None if get_module(mlp) is IdentityOp else getattr(mlp, "submodules", None)

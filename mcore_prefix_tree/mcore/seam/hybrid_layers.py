@@ -27,23 +27,21 @@ _OLD = "it follows a tree since megatron-core 0.19"
 class HybridLayer:
     """Kind of layer that a letter of a pattern stands for.
 
-    ``name`` is used in messages; ``submodule`` is the field of ``HybridStackSubmodules`` with its spec, ``refused`` the
-    reason why it cannot follow a tree, or None.
+    ``name`` is used in messages; ``refused`` is the reason why it cannot follow a tree, or None.
     """
 
     name: str
-    submodule: str
     refused: str | None = None
 
 
 LAYERS = {
-    "*": HybridLayer("attention", "attention_layer"),
-    "+": HybridLayer("multi-latent attention", "mla_layer"),
-    "-": HybridLayer("MLP", "mlp_layer"),
-    "E": HybridLayer("experts", "moe_layer"),
-    "M": HybridLayer("Mamba", "mamba_layer"),
-    "G": HybridLayer("Gated DeltaNet", "gdn_layer", None if HAS_DELTA_NET else _OLD),
-    "D": HybridLayer("DeepSeek sparse attention", "dsa_layer", None if HAS_SPARSE_ATTENTION else _OLD),
+    "*": HybridLayer("attention"),
+    "+": HybridLayer("multi-latent attention"),
+    "-": HybridLayer("MLP"),
+    "E": HybridLayer("experts"),
+    "M": HybridLayer("Mamba"),
+    "G": HybridLayer("Gated DeltaNet", None if HAS_DELTA_NET else _OLD),
+    "D": HybridLayer("DeepSeek sparse attention", None if HAS_SPARSE_ATTENTION else _OLD),
 }
 
 

@@ -21,12 +21,12 @@ class TreeLatentAttentionMixin:
     # A patched Megatron-Core asks, and refuses a tree elsewhere.
     follows_prefix_trees = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise the base class, with a rotary embedding that follows trees; see :func:`check_rotary_keys`."""
-        super().__init__(*args, **kwargs)
+    rotary_pos_emb: torch.nn.Module
+
+    def follow_tree(self) -> None:
+        """Make a rotary embedding that follows trees; see :func:`check_rotary_keys`."""
         check_rotary_keys(self)
-        base: Any = self.rotary_pos_emb  # type: ignore[has-type]
-        self.rotary_pos_emb = PathRotaryEmbedding(base)
+        self.rotary_pos_emb = PathRotaryEmbedding(self.rotary_pos_emb)
 
 
 def check_rotary_keys(attention: Any) -> None:

@@ -31,7 +31,18 @@ from mcore_prefix_tree.mcore.seam.levels import (
     read_states,
 )
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams, get_tree_params
-from mcore_prefix_tree.mcore.seam.validation import check_config
+
+
+def check_packages() -> None:
+    """Raise ImportError if mamba-ssm, causal-conv1d or einops is not installed."""
+    found = {
+        "mamba-ssm": mamba_mixer.HAVE_MAMBA_SSM,
+        "causal-conv1d": mamba_mixer.causal_conv1d_fn is not None,
+        "einops": mamba_mixer.HAVE_EINOPS,
+    }
+    missing = [name for name, is_there in found.items() if not is_there]
+    if missing:
+        raise ImportError(f"Mamba layers need {' and '.join(missing)}; pip install {' '.join(missing)}")
 
 
 class TreeMambaMixin:
@@ -47,30 +58,14 @@ class TreeMambaMixin:
     rmsnorm: bool
     norm: torch.nn.Module
 
-    def __init__(self, config: Any, *args: Any, layer_number: int | None = None, **kwargs: Any):
-        """Reject settings that it cannot follow a tree with, and a machine without the kernels; build the base class.
-
-        Raises:
-            ImportError: mamba-ssm, causal-conv1d or einops is not installed.
-            NotImplementedError: ``use_mamba_mem_eff_path=False``, or see :func:`check_config`.
-        """
-        check_config(config)
-        if not config.use_mamba_mem_eff_path:
+    def follow_tree(self) -> None:
+        """Check the packages, which upstream does not all need; refuse ``use_mamba_mem_eff_path=False``."""
+        check_packages()
+        if not self.config.use_mamba_mem_eff_path:
             raise NotImplementedError(
-                f"prefix-tree training does not support use_mamba_mem_eff_path=False: upstream's layer {layer_number} "
-                "takes no packed sequences then; set use_mamba_mem_eff_path=True"
+                f"prefix-tree training does not support use_mamba_mem_eff_path=False: upstream's layer "
+                f"{self.layer_number} takes no packed sequences then; set use_mamba_mem_eff_path=True"
             )
-        found = {
-            "mamba-ssm": mamba_mixer.HAVE_MAMBA_SSM,
-            "causal-conv1d": mamba_mixer.causal_conv1d_fn is not None,
-            "einops": mamba_mixer.HAVE_EINOPS,
-        }
-        missing = [name for name, is_there in found.items() if not is_there]
-        if missing:
-            raise ImportError(
-                f"layer {layer_number} is Mamba, which needs {' and '.join(missing)}; pip install {' '.join(missing)}"
-            )
-        super().__init__(config, *args, layer_number=layer_number, **kwargs)  # type: ignore[call-arg]
 
     def _ssm_training(self, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
         """Run the base class without a tree; with one, return the gated and normed output ``[P, 1, H * p]``."""

@@ -18,17 +18,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
     MTPLossLoggingHelper,
-    MultiTokenPredictionBlock,
 )
 
 from mcore_prefix_tree.logprob import Head, head_weighted_hits
 from mcore_prefix_tree.mcore import multi_token_names
-from mcore_prefix_tree.mcore.seam.core_attention import tree_class
+from mcore_prefix_tree.mcore.seam.core_attention import change_class
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
-from mcore_prefix_tree.mcore.seam.layer_specs import check_attention, with_prefix_tree
-from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, output_multiplier, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, TreePackedSeqParams, get_tree_params
+from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
 from mcore_prefix_tree.plan.model_shape import trained_depths
 
 if HAS_HYBRID_MODEL:
@@ -156,21 +154,20 @@ class TreeMultiTokenBlockMixin:
         return packed_seq_params.run_depths(partial(stock.forward, **given), call["hidden_states"])
 
 
-def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_tree) -> Model:
+def with_multi_token(model: Model) -> Model:
     """Let a model score the depths of multi-token prediction of folded micro-batches; without depths it stays the same.
 
     Args:
         model: a bare ``GPTModel`` or ``HybridModel``, or any of its pipeline stages, before DDP; changed in place, and
-            so is its output layer, as by :func:`with_edge_head`. A ``GPTModel``'s layers that do not follow a tree are
-            built again, with their weights; with ``mtp_loss_scaling_factor=0`` depths are frozen.
-        exchange: function that maps an ``mtp_block_spec`` to one that follows a tree.
+            so is its output layer, as by :func:`with_edge_head`. Its layers follow trees afterwards; with
+            ``mtp_loss_scaling_factor=0`` depths are frozen.
 
     Returns:
         The same model, with the same state-dict keys.
 
     Raises:
-        NotImplementedError: see :func:`with_edge_head`; or the model is neither, has tied embeddings in several
-            stages, or is a ``HybridModel`` whose depths do not follow a tree.
+        NotImplementedError: see :func:`with_edge_head` and :func:`follow_trees`; or the model is neither, or has tied
+            embeddings in several stages.
         ValueError: the last stage has no layers of multi-token prediction.
     """
     bare = cast(Any, model)
@@ -193,16 +190,12 @@ def with_multi_token(model: Model, exchange: Callable[[Any], Any] = with_prefix_
             "cannot save such a model; set share_embeddings_and_output_weights=False, or use one stage"
         )
     if bare.mtp_process:
+        follow_trees(model)
         if is_hybrid:
-            check_attention(bare)
-            block: Any = type(bare.mtp)
-            bare.mtp.__class__ = tree_class(TreeMultiTokenBlockMixin, block)
-        elif not all(isinstance(layer, TreeMultiTokenLayerMixin) for layer in bare.mtp.layers):
-            bare.mtp = _built_again(bare, exchange(bare.mtp_block_spec))
+            change_class(bare.mtp, TreeMultiTokenBlockMixin)
         if not trained_depths(vars(bare.config)):
             bare.mtp.requires_grad_(False)
-    kind: Any = type(model)
-    model.__class__ = tree_class(TreeHybridModelMixin if is_hybrid else TreeMultiTokenModelMixin, kind)
+    change_class(model, TreeHybridModelMixin if is_hybrid else TreeMultiTokenModelMixin)
     return with_edge_head(model)
 
 
@@ -214,12 +207,3 @@ def take_logged_losses() -> list[float]:
     # Not only to zeros: the log has as many depths as the model that it began with, and another may follow.
     MTPLossLoggingHelper.tracker.clear()
     return losses
-
-
-def _built_again(model: Any, spec: Any) -> Any:
-    """Return a model's block of multi-token prediction from another spec, with the same parameters."""
-    block = MultiTokenPredictionBlock(
-        config=model.config, spec=spec, vp_stage=model.vp_stage, pg_collection=model.pg_collection
-    )
-    block.load_state_dict(model.mtp.state_dict(keep_vars=True), assign=True)
-    return block

@@ -37,11 +37,10 @@ from mcore_prefix_tree.attention.chosen_keys import (
 )
 from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
-from mcore_prefix_tree.mcore.seam.core_attention import check_batch_size, tree_class
+from mcore_prefix_tree.mcore.seam.core_attention import change_class, check_batch_size
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.latent_attention import PathRotaryEmbedding
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
-from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.metadata import TreeMetadata
 
 compat.check(layer_names.SPARSE_ATTENTION)
@@ -74,13 +73,10 @@ class TreeSparseAttentionMixin:
     training: bool
     _get_index_share_topk_holder: Any
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Reject the settings that :func:`check_config` rejects; initialise the base class, its positions by path."""
-        check_config(config)
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+    def follow_tree(self, attention: Any) -> None:
+        """Let the indexer take positions by path."""
         if self.indexer is not None:  # a layer that takes its keys from a layer before has none
-            kind: type = type(self.indexer)
-            self.indexer.__class__ = tree_class(TreeIndexerMixin, kind)
+            change_class(self.indexer, TreeIndexerMixin)
             self.indexer.rotary_pos_emb = PathRotaryEmbedding(self.indexer.rotary_pos_emb, has_batch=True)
 
     def forward(
