@@ -22,6 +22,7 @@ from stand_ins import Finder
 
 from mcore_prefix_tree.attention.api import AUTO
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.cpu.hybrid import hybrid_stack
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.models.bridge import auto_bridge as import_bridge
@@ -77,6 +78,8 @@ def model_of(folder: str, layout: Any, **inside: Any) -> Any:
     bridge = auto_bridge().from_hf_pretrained(folder)
     bridge.hf_pretrained.config.allow_global_per_layer_attribute_access = True
     provider = bridge.to_megatron_provider(load_weights=bool(inside))
+    if hasattr(provider, "hybrid_stack_spec"):
+        provider.hybrid_stack_spec = hybrid_stack
     provider.transformer_layer_spec = local_layers
     if inside:
         assert fold_inside(provider, **inside) is provider

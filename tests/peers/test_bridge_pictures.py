@@ -59,7 +59,7 @@ def test_calls_and_settings_that_cannot_be_folded_are_refused_by_name() -> None:
         "the rows have 54 tokens of pictures (id 7), but image_grid_thw describes 0: pass pixel_values",
         "image_grid_thw describes 192 patches, but pixel_values have 216",
         "takes packed rows",
-        "max_tokens of folding inside the model does not support Qwen3VLGPTModel",
+        "max_tokens of folding inside the model does not support a Qwen3VLGPTModel: its first layers add",
         "check_first does not support position_embedding_type='mrope'",
         "this model folds inside already",
     )

@@ -31,7 +31,7 @@ def check(results: list[Any], logits: list[np.ndarray]) -> None:
         assert result["errors"][worst] <= 1e-5, worst
 
 
-@pytest.mark.parametrize("family", ["Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3"])
+@pytest.mark.parametrize("family", ["Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3", "Nemotron-H"])
 def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     folder, logits = folder_of(family, tmp_path)
     check(world(1).run(run, folder, rows(), Layout(), layout=Layout()), logits)
@@ -54,7 +54,7 @@ def test_rows_of_layers_that_it_names_itself(family: str, tmp_path: Path) -> Non
         ({"sequence_parallel": True}, {}, "does not add up gradients of per_layer_input_gate"),
         ({"recompute_granularity": "full"}, {}, "cannot recompute layers with embeddings of their own"),
         ({"tensor_model_parallel_size": 2}, {}, "set qk_layernorm=True"),
-        ({}, {"max_tokens": 8}, "does not support a decoder with a forward of its own"),
+        ({}, {"max_tokens": 8}, "does not support a decoder whose forward Megatron-Bridge has replaced"),
     ],
 )
 def test_settings_of_layers_that_it_names_itself(

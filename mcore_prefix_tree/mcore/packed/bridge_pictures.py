@@ -9,16 +9,18 @@ from __future__ import annotations
 import sys
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mcore_prefix_tree.layout.picture_features import compare_pictures, number_features, read_grids
 from mcore_prefix_tree.layout.trainer_rows import Int64Array
-from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
 from mcore_prefix_tree.utils.upload import upload
+
+if TYPE_CHECKING:
+    from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
 
 _ROOM = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 

@@ -23,9 +23,10 @@ from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
 from mcore_prefix_tree.layout import FlatLayout, fold
+from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
-from mcore_prefix_tree.mcore.seam.core_attention import tree_class
+from mcore_prefix_tree.mcore.seam.core_attention import change_class
 from mcore_prefix_tree.mcore.seam.experts import compares_samples
 from mcore_prefix_tree.mcore.seam.layout_in_parts import LayoutInParts
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
@@ -97,11 +98,15 @@ def _device(params: TreePackedSeqParams) -> torch.device:
     return params.tree_metadata.subtree_end.device
 
 
-def check_parts(config: Any) -> None:
-    """Raise NotImplementedError for a setting of a ``TransformerConfig`` with which a decoder cannot run in parts."""
-    setting = recomputed_modules(config)
-    if compares_samples(config):
+def _check(model: Any) -> None:
+    """Raise NotImplementedError for a model whose decoder cannot run in parts."""
+    setting = recomputed_modules(model.config)
+    if compares_samples(model.config):
         setting = "global_aux_loss: it compares the samples of all parts"
+    elif takes_deepstack(model):
+        setting = f"a {type(model).__name__}: its first layers add features of pictures"
+    elif "forward" in vars(model.decoder):
+        setting = "a decoder whose forward Megatron-Bridge has replaced, as for Gemma 4 without experts"
     if setting is not None:
         raise NotImplementedError(f"max_tokens of folding inside the model does not support {setting}; change one")
 
@@ -117,10 +122,11 @@ def recomputed_modules(config: Any) -> str | None:
 def run_in_parts(model: Any) -> None:
     """Let the decoder of a bare model chunk run micro-batches that :func:`cut_decoder` cut.
 
-    Its class changes to a subclass of the same name; parameters and state-dict keys stay.
+    Raises:
+        NotImplementedError: a setting does not support it; names it.
     """
-    kind: Any = type(model.decoder)
-    model.decoder.__class__ = tree_class(PartedDecoderMixin, kind)
+    _check(model)
+    change_class(model.decoder, PartedDecoderMixin)
 
 
 class PartedDecoderMixin:

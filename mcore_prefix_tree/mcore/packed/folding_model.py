@@ -22,14 +22,9 @@ from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting
 from mcore_prefix_tree.attention.auto import TreeShape, choose
 from mcore_prefix_tree.mcore.engine.backend import attention_case
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, expand, expand_hidden, for_rows, loss_of_logits
-from mcore_prefix_tree.mcore.packed.bridge_pictures import (
-    is_with_tower,
-    number_pictures,
-    take_deepstack,
-    takes_deepstack,
-)
+from mcore_prefix_tree.mcore.packed.bridge_pictures import is_with_tower, number_pictures, take_deepstack
 from mcore_prefix_tree.mcore.packed.call_checks import call_arguments, check_call, check_foldable
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import check_parts, cut_decoder, run_in_parts
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import cut_decoder, run_in_parts
 from mcore_prefix_tree.mcore.packed.fold_check import check_comparable, compare
 from mcore_prefix_tree.mcore.packed.packed_rows import (
     FoldedRows,
@@ -317,23 +312,10 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     check_foldable(model)
     follow_trees(model)
     if inside.check_first:
-        check_comparable(model.config)
-        if model.position_embedding_type == "mrope":
-            raise NotImplementedError("check_first does not support position_embedding_type='mrope'; set it to False")
+        check_comparable(model)
     if hasattr(model, "folding"):
         raise ValueError("this model folds inside already")
     if inside.max_tokens is not None:
-        if takes_deepstack(model):
-            raise NotImplementedError(
-                f"max_tokens of folding inside the model does not support {type(model).__name__}, whose first layers "
-                "add features of pictures; set max_tokens=None"
-            )
-        if "forward" in vars(model.decoder):
-            raise NotImplementedError(
-                "max_tokens of folding inside the model does not support a decoder with a forward of its own, as "
-                "Megatron-Bridge gives Gemma 4 without experts; set max_tokens=None"
-            )
-        check_parts(model.config)
         run_in_parts(model)
     with_vocab_size(model, inside.vocab_size or getattr(model.config, "vocab_size", None))
     if inside.fused_head and model.post_process and isinstance(model.output_layer, ColumnParallelLinear):

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
 
 from mcore_prefix_tree.logprob import Edges, Head
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
-from mcore_prefix_tree.mcore.seam.core_attention import tree_class
+from mcore_prefix_tree.mcore.seam.core_attention import change_class
 from mcore_prefix_tree.mcore.seam.vocab_size import vocab_size_of_layer
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -71,8 +71,7 @@ def with_edge_head(model: Model) -> Model:
     reason = _why_not(layer)
     if reason is not None:
         raise NotImplementedError(f"the fused head does not support {reason}; turn it off with fused_head=false")
-    kind: Any = type(layer)
-    layer.__class__ = tree_class(EdgeHeadMixin, kind)
+    change_class(layer, EdgeHeadMixin)
     return model
 
 
