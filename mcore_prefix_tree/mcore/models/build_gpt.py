@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -25,7 +26,7 @@ from mcore_prefix_tree.mcore.models.config_fields import (
 )
 from mcore_prefix_tree.mcore.models.lora import with_lora
 from mcore_prefix_tree.mcore.models.model_layers import check_hybrid, engine_stack, local_stack
-from mcore_prefix_tree.mcore.seam.layer_specs import multi_token_spec, stock_block_spec, with_prefix_tree
+from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import with_scalar_head
@@ -220,7 +221,9 @@ def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) 
         block = config.transformer_layer_spec(config, vp_stage=vp_stage)
     else:
         block = local_layers(config, vp_stage)
-    depths = multi_token_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage)
+    depths = None
+    if config.mtp_num_layers:
+        depths = get_gpt_mtp_block_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage)
     if depths is not None and config.use_cpu_initialization and not use_te:
         depths = cpu_spec(depths, config, vp_stage)
     return block, depths

@@ -50,10 +50,7 @@ def has_pattern(provider: Any) -> bool:
 
 
 def stack_of_folder(model: ModelConfig, parallel: ParallelConfig) -> Any:
-    """Return the function that gives a folder's stack; raise RecipeError for virtual pipeline stages.
-
-    Megatron-Bridge sends configurations to other stages, and cannot send our classes.
-    """
+    """Return the function that gives a folder's stack; raise RecipeError for virtual pipeline stages."""
     if parallel.virtual_pipeline_model_parallel_size is not None:
         raise RecipeError(
             f"model.hf={model.hf}: Megatron-Bridge builds hybrid models without virtual pipeline stages; remove "

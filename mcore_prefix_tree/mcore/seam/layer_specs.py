@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
-    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -162,13 +161,3 @@ def stock_block_spec(
         # Where Apex can be imported upstream takes its final norm, which is LayerNorm and nothing else.
         block = dataclasses.replace(block, layer_norm=WrappedTorchNorm)
     return block
-
-
-def multi_token_spec(
-    config: Any, block: Any, *, use_transformer_engine: bool, vp_stage: int | None = None
-) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the depths of multi-token prediction of a stage with this ``block``, tree-capable; None without any."""
-    if not config.mtp_num_layers:
-        return None
-    spec = get_gpt_mtp_block_spec(config, block, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
-    return None if spec is None else with_prefix_tree(spec)
