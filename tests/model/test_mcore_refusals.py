@@ -367,6 +367,36 @@ def test_another_self_attention_is_refused():
         build(tiny_config(), with_prefix_tree(spec))
 
 
+def test_a_core_attention_with_another_forward_is_refused():
+    """For example Megatron-Bridge's of Gemma 2, which caps scores, and of Ministral 3, which scales queries."""
+
+    class Capped(DotProductAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs).tanh()
+
+    spec = get_gpt_layer_local_spec()
+    attention_of(spec).submodules.core_attention = Capped
+    with pytest.raises(NotImplementedError, match="Capped as core attention, in layer 1: trees would not have what"):
+        build(tiny_config(), with_prefix_tree(spec))
+
+
+@pytest.mark.parametrize("name", ["forward", "get_query_key_value_tensors"])
+def test_an_attention_with_other_methods_has_to_say_that_it_follows(name):
+    def method(self, *args, **kwargs):
+        return getattr(SelfAttention, name)(self, *args, **kwargs)
+
+    class Own(SelfAttention):
+        pass
+
+    setattr(Own, name, method)
+    spec = get_gpt_layer_local_spec()
+    attention_of(spec).module = Own
+    with pytest.raises(NotImplementedError, match=rf"layer 1 has a Own whose {name} is not .* follows_prefix_trees = "):
+        build(tiny_config(), with_prefix_tree(spec))
+    Own.follows_prefix_trees = True
+    tree_forward(build(tiny_config(), with_prefix_tree(spec)), batch())
+
+
 def test_an_attention_outside_a_layer_is_refused():
     model = build(tiny_config(), local_spec(tiny_config()))
     model.reader = CrossAttention.__new__(CrossAttention)

@@ -12,12 +12,14 @@ from unittest import mock
 
 import torch
 from harness.in_double import kept_double
+from harness.seam_models import build, local_spec, tiny_config
 from harness.worlds import Layout
 from hf_folders import GEMMA4_31B
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.enums import AttnBackend
 from stand_ins import Finder
 
 from mcore_prefix_tree.attention.api import AUTO
@@ -80,6 +82,7 @@ def model_of(folder: str, layout: Any, **inside: Any) -> Any:
     provider = bridge.to_megatron_provider(load_weights=bool(inside))
     if hasattr(provider, "hybrid_stack_spec"):
         provider.hybrid_stack_spec = hybrid_stack
+        provider.attention_backend = AttnBackend.auto  # the environment of a worker has the other models' choice
     provider.transformer_layer_spec = local_layers
     if inside:
         assert fold_inside(provider, **inside) is provider
@@ -181,6 +184,22 @@ def refused_settings(folder: str, settings: dict[str, Any], inside: dict[str, An
             fold_inside(model, **inside)
         except NotImplementedError as error:
             return str(error)
+    return ""
+
+
+def refused_core() -> str:
+    """Return the refusal of Gemma 2's attention, which caps its scores."""
+    auto_bridge()
+    from megatron.bridge.models.gemma.gemma2_provider import Gemma2DotProductAttention
+
+    config = tiny_config()
+    config.query_pre_attn_scalar, config.attn_logit_softcapping = 8, 5.0
+    spec = local_spec(config)
+    spec.submodules.self_attention.submodules.core_attention = Gemma2DotProductAttention
+    try:
+        fold_inside(build(config, spec))
+    except NotImplementedError as error:
+        return str(error)
     return ""
 
 

@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from bridge_models import logged, refused, refused_settings, run, run_in_double
+from bridge_models import logged, refused, refused_core, refused_settings, run, run_in_double
 from harness.worlds import Layout, world
 from hf_folders import folder_of, rows
 from hf_jobs import OWN_LAYERS
@@ -84,6 +84,11 @@ def test_dropout_of_its_adapters_is_refused_in_training(kind: str, tmp_path: Pat
     (sentence,) = said
     assert "decoder.layers.0.self_attention.linear_" in sentence
     assert "dropout has p=0.1" in sentence
+
+
+def test_attention_that_caps_scores_is_refused() -> None:
+    (said,) = world(1).run(refused_core, layout=Layout())
+    assert "does not support Gemma2DotProductAttention as core attention" in said
 
 
 def test_its_log_gains_the_report() -> None:

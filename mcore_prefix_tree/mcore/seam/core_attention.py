@@ -120,12 +120,14 @@ def rows_by_position(table: torch.Tensor, metadata: TreeMetadata) -> torch.Tenso
 class TreeCoreAttentionMixin:
     """Core attention along the tree, when the micro-batch carries one."""
 
+    config: Any
+
     def follow_tree(self, attention: Any) -> None:
-        """Read the settings of the layer's attention that a tree needs."""
-        config = attention.config
+        """Read the settings that a tree needs, of a configuration that may be this layer's."""
+        config = self.config
         # Latent attention has its own. With apply_query_key_layer_scaling upstream divides the core's by a factor, and
         # multiplies by it in its softmax.
-        scale = getattr(attention, "softmax_scale", config.softmax_scale)
+        scale = getattr(attention, "softmax_scale", attention.config.softmax_scale)
         self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
         self.tree_deterministic = is_deterministic(config)
         self.tree_window = layer_window(config, attention.layer_number)

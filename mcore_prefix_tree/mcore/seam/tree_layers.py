@@ -37,6 +37,8 @@ from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 # Classes that mix the tokens of a layer, and what makes them follow a tree.
 _MIXERS: dict[type, Any] = {SelfAttention: TreeSelfAttentionMixin, MLASelfAttention: TreeLatentAttentionMixin}
 _CORES: dict[type, Any] = {torch.nn.Module: TreeCoreAttentionMixin}
+# Megatron-Bridge's classes whose methods below are theirs, and compute each token as transformers' do.
+_COMPARED = {"Gemma3SelfAttention", "Gemma4SelfAttention", "Gemma4DenseSelfAttention", "Qwen3VLSelfAttention"}
 # Functions that reject a machine without the packages of a hybrid pattern's layers, by letter.
 _PACKAGES: dict[str, Any] = {}
 if HAS_DELTA_NET:
@@ -173,7 +175,10 @@ def _follow_mixer(layer: Any, module: Any, place: str) -> None:
             f"prefix-tree training does not support {type(module).__name__} as {place}, in layer "
             f"{layer.layer_number}: use one of {known}"
         )
-    if type(module).__name__ == "Qwen3VLSelfAttention":  # Megatron-Bridge's
+    name = type(module).__name__
+    if name not in _COMPARED:
+        _check_methods(layer, module)
+    if name == "Qwen3VLSelfAttention":
         mixin = TreeFlatAttentionMixin
     if change_class(module, mixin):
         module.follow_tree()
@@ -185,8 +190,32 @@ def _follow_mixer(layer: Any, module: Any, place: str) -> None:
             "tokens before it and no others; use a causal layer spec"
         )
     core: Any = module.core_attention
+    if not _is_stock(type(core).forward):
+        raise NotImplementedError(
+            f"prefix-tree training does not support {type(core).__name__} as core attention, in layer "
+            f"{layer.layer_number}: trees would not have what its forward computes"
+        )
     if change_class(core, next(mixin for kind, mixin in _CORES.items() if isinstance(core, kind))):
         core.follow_tree(module)
+
+
+def _check_methods(layer: Any, module: Any) -> None:
+    """Reject a class with methods that may read the order of tokens, for example to scale queries by positions."""
+    kind: Any = type(module)
+    if getattr(kind, "follows_prefix_trees", False):
+        return
+    for name in ("forward", "get_query_key_value_tensors"):
+        if not _is_stock(getattr(kind, name, None)):
+            raise NotImplementedError(
+                f"layer {layer.layer_number} has a {kind.__name__} whose {name} is not Megatron-Core's; if it computes "
+                "each token by itself, apart from its rotary embedding, set follows_prefix_trees = True on the class"
+            )
+
+
+def _is_stock(method: Any) -> bool:
+    """Return whether a method is Megatron-Core's or this package's."""
+    module: str = getattr(method, "__module__", "megatron.core.")
+    return module.startswith(("megatron.core.", "mcore_prefix_tree."))
 
 
 def names_own_layers(config: Any) -> bool:
