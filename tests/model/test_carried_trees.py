@@ -221,9 +221,10 @@ def test_kinds_of_models(name: str) -> None:
     assert_equal(train(tree, carried(samples, [size // 3, size // 2])), unfolded(stock, samples), limit)
 
 
-def test_one_path_is_held_at_once() -> None:
+@pytest.mark.parametrize("settings", [{}, LATENT], ids=["keys and values", "latents"])
+def test_one_path_is_held_at_once(settings: dict[str, Any]) -> None:
     samples = [Sample(tokens=[*range(6), *[10 + at] * 24]) for at in range(6)]
-    _, tree = twins(tiny_config())
+    _, tree = twins(tiny_config(**settings))
     size = fold(samples).physical_tokens
     batches = carried(samples, range(5, size, 5))
     store, most = batches[0].packed_seq_params.carry.store, 0
@@ -231,7 +232,10 @@ def test_one_path_is_held_at_once() -> None:
         sft_step(tree, batch)
         most = max(most, store.num_bytes)
     config = tree.config
-    of_token = 4 * config.num_layers * config.num_query_groups * config.kv_channels * 8  # keys, values, gradients
+    sizes = 2 * config.num_query_groups * config.kv_channels
+    if settings:
+        sizes = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    of_token = 2 * config.num_layers * sizes * 8  # with gradients
     # A path of 30 tokens, and 5 that ran ahead; all carried tokens are about 120.
     assert 20 * of_token < most <= 35 * of_token
     # Keys and values only, of the chunks from the first to the last.

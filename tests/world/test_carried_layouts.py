@@ -21,6 +21,7 @@ from harness.folded_runs import (
     oracle,
 )
 from harness.layouts import LAYOUTS
+from megatron.core.transformer import multi_latent_attention
 
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.plan import plan_step
@@ -72,6 +73,18 @@ def test_layouts_train_recurrent_layers(name: str, pattern: str, settings: tuple
     job = Job(pattern=pattern, way="weighted sum", config=sizes + settings, double=True)
     expected = oracle(Job(pattern=pattern, config=sizes, double=True))
     check(folded(size, layout, replace(job, max_tokens=BUDGET, over_budget="carry")), expected, FP64)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("tp2-sp", ()), pytest.param("tp2-sp", FULL, marks=pytest.mark.ci), pytest.param("pp2", (), marks=pytest.mark.ci)],
+)
+def test_layouts_train_latent_attention(name: str, recompute: tuple[tuple[str, object], ...]) -> None:
+    size, layout = LAYOUTS[name]
+    if layout.sequence_parallel and multi_latent_attention.Linear is None:
+        pytest.skip("this megatron-core takes projections that all ranks hold whole only with TransformerEngine")
+    job = Job(max_tokens=BUDGET, over_budget="carry", config=LATENT + recompute, double=True)
+    check(folded(size, layout, job), oracle(Job(config=LATENT, double=True)), FP64)
 
 
 @pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")

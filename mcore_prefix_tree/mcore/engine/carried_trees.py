@@ -75,7 +75,10 @@ def count_carried_bytes(plan: ForestPlan, folding: Folding, work: ModelWork, *, 
     case, config = folding.attention_cases[0], folding.config
     stages, of_gradient = config.pipeline_model_parallel_size, torch.promote_types(case.dtype, torch.float32).itemsize
     layers = -(-(work.layers + work.window_layers + work.sparse_layers) // stages)
-    of_token: int = layers * case.kv_heads * (case.head_dim + case.value_dim) * (case.dtype.itemsize + of_gradient)
+    sizes = case.kv_heads * (case.head_dim + case.value_dim)
+    if config.multi_latent_attention:
+        sizes = min(sizes, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+    of_token: int = layers * sizes * (case.dtype.itemsize + of_gradient)
     of_token += hidden * config.hidden_size * (case.dtype.itemsize + of_gradient)
     of_state: int = 2 * work.state_bytes // (stages * config.tensor_model_parallel_size)
     return max(rank.held_tokens * of_token + rank.held_states * of_state for rank in plan.carrying)

@@ -131,6 +131,7 @@ class TreeCoreAttentionMixin:
         self.tree_softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
         self.tree_deterministic = is_deterministic(config)
         self.tree_window = layer_window(config, attention.layer_number)
+        self.tree_has_stack = getattr(attention, "carries_latents", False)
 
     def forward(
         self,
@@ -169,6 +170,7 @@ class TreeCoreAttentionMixin:
             window=self.tree_window,
             sinks=read_sinks(self),
             deterministic=tree.deterministic_attention or self.tree_deterministic,
+            has_stack=self.tree_has_stack,
         )
 
 
@@ -217,13 +219,14 @@ def attend(
     window: int | None,
     sinks: torch.Tensor | None,
     deterministic: bool,
+    has_stack: bool = False,
 ) -> torch.Tensor:
     """Compute a core attention of Megatron-Core for a folded micro-batch.
 
     Args:
         query: ``[P, 1, H, D]``; multi-latent attention omits the batch's dimension, here and below.
-        key: ``[P, 1, K, D]``.
-        value: ``[P, 1, K, W]``.
+        key: ``[P, 1, K, D]``, or ``[S + P, K, D]`` with a stack.
+        value: ``[P, 1, K, W]``, or ``[S + P, K, W]`` with a stack.
         attention_mask: must be None.
         attention_bias: must be None.
         layer: the layer's core attention, under which a carry keeps its keys and values.
@@ -231,6 +234,7 @@ def attend(
         window: see :func:`layer_window`.
         sinks: see :func:`read_sinks`.
         deterministic: whether to give the same bits twice.
+        has_stack: whether keys and values begin with those of a carry's stack.
 
     Returns:
         ``[P, 1, H * W]``.
@@ -248,7 +252,8 @@ def attend(
     assert metadata is not None
     if carry is not None:
         metadata = carry.keys
-        key, value = carry.with_stack((layer, "key"), key), carry.with_stack((layer, "value"), value)
+        if not has_stack:
+            key, value = carry.with_stack((layer, "key"), key), carry.with_stack((layer, "value"), value)
         # Queries that nobody reads, so that each back-end attends as ever.
         query = torch.cat([query.new_zeros(carry.size, *query.shape[1:]), query])
     folded = tree_attention(

@@ -1,15 +1,21 @@
 """Multi-latent attention along a tree: it makes its own rotary embeddings, so those need the tree there.
 
 Its core attention is :class:`~mcore_prefix_tree.mcore.seam.core_attention.TreeCoreAttentionMixin`, as elsewhere.
+
+Legend: P tokens of a micro-batch, L of them on this rank, S tokens of its stack, H heads, D and W sizes of keys and
+values, l size of a latent and of a rotary key together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
+from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import rows_by_position
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.metadata import TreeMetadata
@@ -21,12 +27,66 @@ class TreeLatentAttentionMixin:
     # A patched Megatron-Core asks, and refuses a tree elsewhere.
     follows_prefix_trees = True
 
+    # Of the stock layer.
     rotary_pos_emb: torch.nn.Module
+    config: Any
+    linear_kv_up_proj: Any
+    num_attention_heads_per_partition: int
+    # Whether carried tokens keep their latents, because these are smaller than keys and values.
+    carries_latents: bool
 
     def follow_tree(self) -> None:
         """Make a rotary embedding that follows trees; see :func:`check_rotary_keys`."""
         check_rotary_keys(self)
         self.rotary_pos_emb = PathRotaryEmbedding(self.rotary_pos_emb)
+        sizes, heads = self.config, self.num_attention_heads_per_partition
+        of_token = heads * (sizes.qk_head_dim + sizes.qk_pos_emb_head_dim + sizes.v_head_dim)
+        # Absorbed attention keeps its keys, which are latents.
+        is_absorbed = not isinstance(self, MLASelfAttention)
+        self.carries_latents = not is_absorbed and sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim < of_token
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the base class; keys ``[S + P, H, D]`` and values of a chunk begin with those of its stack."""
+        stock: Any = super()
+        made = stock.get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, *args, **kwargs
+        )
+        tree = get_tree_params(packed_seq_params)
+        if tree is None or tree.carry is None or not self.carries_latents:
+            return made
+        query, key, value, compressed, latent = made
+        key, value = self._with_stack(tree.carry, key, value, latent)
+        return query, key, value, compressed, latent
+
+    def _with_stack(
+        self, carry: Carry, key: torch.Tensor, value: torch.Tensor, latent: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys ``[S + P, H, D]`` and values, of ``[P, H, D], [P, H, W]`` and latents ``[L, l - rotary]``.
+
+        The store has latents with their rotary keys, and the stack's are projected here: they are a small part of keys
+        and values in size, and of attention in work.
+        """
+        carry, which, sizes = replace(carry, states=carry.tokens), (self, "latent"), self.config
+        own = torch.cat([gather_tokens(latent, self), key[:, 0, sizes.qk_head_dim :]], dim=-1)
+        stack = carry.read_states(which, own)
+        value = carry.leave_states(which, value, own)
+        if stack is None:
+            return key, value
+        above, rotary = stack.split([sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], dim=-1)
+        splits = count_splits(self)
+        above = split_tokens(torch.nn.functional.pad(above, (0, 0, 0, -len(above) % splits)), self)
+        projected = self.linear_kv_up_proj(above)[0][: len(stack)].unflatten(-1, (key.shape[1], -1))
+        keys, values = projected.split([sizes.qk_head_dim, sizes.v_head_dim], dim=-1)
+        keys = torch.cat([keys, rotary.unsqueeze(1).expand(-1, key.shape[1], -1)], dim=-1)
+        return torch.cat([keys, key]), torch.cat([values, value])
 
 
 def check_rotary_keys(attention: Any) -> None:
