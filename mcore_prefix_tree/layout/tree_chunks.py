@@ -186,6 +186,20 @@ def find_stack(layout: FlatLayout, start: int) -> Int64Array:
     return np.flatnonzero(layout.subtree_end[:start] > start)
 
 
+def find_in_window(layout: FlatLayout, start: int, end: int, window: int) -> npt.NDArray[np.bool_]:
+    """Return which tokens of its stack a chunk ``start:end`` sees through a window, bool ``[n]``.
+
+    The stack is a path, whose n-th token has position n. Below a head, a token of the chunk whose predecessor is in the
+    stack, no token sees more of it than the head does.
+    """
+    before = layout.predictor[start:end]
+    head = layout.position_ids[start:end][(before >= 0) & (before < start)].astype(np.int64)
+    change = np.zeros(len(find_stack(layout, start)) + 1, dtype=np.int64)
+    np.add.at(change, np.maximum(head - window + 1, 0), 1)
+    np.add.at(change, head, -1)
+    return np.cumsum(change[:-1]) > 0
+
+
 def find_carried(layout: FlatLayout, borders: Sequence[int]) -> Int64Array:
     """Return the tokens that a later chunk reads, int64 ``[n]``, ascending; chunks are from border to border."""
     stacks = [find_stack(layout, start) for start in borders[1:-1]]

@@ -14,6 +14,7 @@ from harness.seam_models import VOCAB
 from harness.seam_runs import assert_same_gradients, score_alone, sft_step, take_gradients
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
@@ -53,8 +54,14 @@ def carried_parts(
     pass_tokens: int | None = None,
     trains: bool = True,
     depths: int = 0,
+    config: Any = None,
 ) -> tuple[list[MicroBatch], Folding, Carrying]:
-    """Return :func:`carried`, the folding, and the parts, which a scoring pass runs first."""
+    """Return :func:`carried`, the folding, and the parts, which a scoring pass runs first.
+
+    ``config`` is that of a model whose windows are kept.
+    """
+    device = torch.device("cpu")
+    cases = () if config is None else attention_cases_of_model(config, device=device, deterministic=False)
     layout = fold(samples)
     chunks = make_chunks(layout.position_ids.astype(np.int64), [0, *sorted(cuts), layout.physical_tokens])
     largest = max(chunk.end - chunk.start for chunk in chunks)
@@ -62,9 +69,10 @@ def carried_parts(
         max_tokens=largest,
         dp_size=1,
         cost_model=None,
-        device=torch.device("cpu"),
+        device=device,
         padding=Padding(multiple=multiple),
         attention_backend=backend,
+        attention_cases=cases,
         depths=depths,
     )
     runs = with_first_pass(chunks, pass_tokens or largest) if trains else chunks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,12 @@ from harness.seam_runs import (
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.layout.tree_chunks import join_scores
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
-from mcore_prefix_tree.mcore.outputs import make_readout
+from mcore_prefix_tree.mcore.outputs import Logprobs, make_readout
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
@@ -257,13 +259,51 @@ def test_back_ends(backend: str) -> None:
     assert_equal(train(tree, batches), unfolded(stock, samples), FP64)
 
 
-def test_windows_and_sinks() -> None:
-    samples = small_tree(5)
-    changes = WINDOWS_AND_SINKS["windows, learnable sinks, query-key layer scaling"]
+@pytest.mark.parametrize("name", WINDOWS_AND_SINKS)
+def test_windows_and_sinks(name: str) -> None:
+    """Cut in chunks of one token, and anywhere; a layer with a window keeps what is seen through it."""
+    samples, rng = small_tree(5), random.Random(5)
+    changes = WINDOWS_AND_SINKS[name]
     stock, tree = twins(tiny_config(**changes))
-    size = fold(samples).physical_tokens
-    batches = carried(samples, [size // 4, size // 2], backend="reference")
-    assert_equal(train(tree, batches), unfolded(stock, samples), FP32_INSIDE)
+    expected = unfolded(stock, samples)
+    limit = FP32_INSIDE if "attention_softmax_in_fp32" in changes else FP64
+    places = range(1, fold(samples).physical_tokens)
+    for cuts in (places, *(rng.sample(places, rng.randint(1, 9)) for _ in range(3))):
+        options = {"multiple": rng.randint(1, 4), "pass_tokens": rng.randint(1, 9)}
+        batches = carried(samples, cuts, backend="reference", config=tree.config, **options)
+        assert_equal(train(tree, batches), expected, limit)
+
+
+def test_a_window_of_latents() -> None:
+    """Scored from the first chunk to the last, and trained."""
+    samples = small_tree(4)
+    stock, tree = twins(tiny_config(**LATENT, window_size=(2, 0)))
+    size, options = fold(samples).physical_tokens, {"backend": "reference", "config": tree.config}
+    cuts = [size // 4, size // 2, size - 3]
+    assert_equal(train(tree, carried(samples, cuts, **options)), unfolded(stock, samples), FP32_INSIDE)
+    expected = torch.cat([score_alone(stock, sample)[0] for sample in samples]).detach()
+    batches = carried(samples, cuts, trains=False, **options)
+    with torch.no_grad():
+        scores = [Logprobs(fused=False).read(tree_forward(tree, batch), batch)[0] for batch in batches]
+    joined = join_scores([batch.layout for batch in batches], [score.numpy() for score in scores])
+    layout = batches[0].layout.whole
+    rows = [joined[layout.sample_map[slice(*ends)][1:]] for ends in pairwise(layout.cu_sample_lens)]
+    assert worst(torch.from_numpy(np.concatenate(rows)), expected) < FP32_INSIDE
+    assert batches[0].packed_seq_params.carry.store.num_bytes == 0
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_window_is_kept(trains: bool) -> None:
+    """Of a path of 60 tokens, and with a branch in its middle, layers with a window of 4 keep 3 before each part."""
+    samples = [Sample(tokens=[*range(60)]), Sample(tokens=[*range(30), 60])]
+    config = tiny_config(window_size=(3, 0), window_attn_skip_freq=3)  # in two of three layers
+    batches = carried(samples, [40, 50], trains=trains, config=config, backend="reference")
+    carries = [batch.packed_seq_params.carry for batch in batches if not batch.forward_only]
+    # The chunk from 50 begins on the path, and has the branch at 30.
+    assert sorted((carry.size, carry.within(4).size) for carry in carries) == [(0, 0), (40, 3), (50, 6)]
+    kept = sum(len(places) for batch in batches for _, places in batch.packed_seq_params.carry.within(4).tokens.left)
+    passes = trains * 9  # before the second part of the first pass
+    assert 9 <= kept <= 2 * (9 + passes)
 
 
 BALANCING: dict[str, dict[str, Any]] = {

@@ -224,7 +224,6 @@ def test_script_without_the_flag_equals_megatrons(tmp_path: Path) -> None:
 
 
 NEW = [
-    (HYBRID, f"{HYBRID_LAYERS} *-/*-", "prefix-tree training does not support / (multi-token prediction: "),
     (HYBRID, f"{HYBRID_LAYERS} *E", "--hybrid-layer-pattern *E has layers of experts, E, but no --num-experts"),
     (HYBRID, "--num-layers 4", "pretrain_hybrid.py needs --hybrid-layer-pattern, such as '*-*-'; -m mcore_prefix_tree"),
     (

@@ -58,7 +58,7 @@ def cut_to_score(layout: FlatLayout, parts: int, folding: Folding) -> list[Micro
     size = layout.physical_tokens
     position = layout.position_ids[:size].astype(np.int64)
     runs = make_chunks(position, sorted({size * number // parts for number in range(parts + 1)}))
-    in_parts = LayoutInParts.of(layout, runs, trains=False)
+    in_parts = LayoutInParts.of(layout, runs, trains=False, windows=_windows(folding))
     tree = _Tree(parts=in_parts, supervised=np.zeros(size, dtype=np.int64), folding=folding)
     made = [tree.micro_batch(run) for run in runs]
     return made + [folding.micro_batch([]) for _ in range(parts - len(made))]
@@ -114,8 +114,12 @@ class _Tree:
 def _fold_tree(samples: Sequence[Sample], runs: Sequence[TreePart], folding: Folding, *, trains: bool) -> _Tree:
     """Fold a tree's samples, in depth-first order, to be run in parts."""
     layout = fold(samples, trie=_trie_as_planned(samples, folding.sharing), depths=folding.depths)
-    parts = LayoutInParts.of(layout, runs, trains=trains)
+    parts = LayoutInParts.of(layout, runs, trains=trains, windows=_windows(folding))
     return _Tree(parts=parts, supervised=count_supervised(samples, layout), folding=folding)
+
+
+def _windows(folding: Folding) -> list[int | None]:
+    return [case.options.window for case in folding.attention_cases]
 
 
 def _trie_as_planned(samples: Sequence[Sample], sharing: Sharing) -> Trie:

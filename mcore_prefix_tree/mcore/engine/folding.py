@@ -160,7 +160,9 @@ class Folding:
 def plan_attention(batch: MicroBatch, backend: str, cases: Sequence[Case]) -> None:
     """Make a back-end's plans of a micro-batch's tree for calls of these cases, and keep them with the tree."""
     for params in (batch.packed_seq_params, *batch.packed_seq_params.depths):
-        metadata = params.tree_metadata if params.carry is None else params.carry.keys
-        assert metadata is not None, "a folded micro-batch has it"
         for case in cases:
+            metadata = params.tree_metadata
+            if params.carry is not None:
+                metadata = params.carry.within(case.options.window).keys
+            assert metadata is not None, "a folded micro-batch has it"
             load_backend(backend).plan(metadata, case)

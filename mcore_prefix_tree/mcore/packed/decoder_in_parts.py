@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from torch.distributed.tensor import DTensor
 
 from mcore_prefix_tree.layout import FlatLayout, fold
+from mcore_prefix_tree.mcore.engine.backend import list_windows
 from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
@@ -62,7 +63,8 @@ def cut_decoder(
     count = most_of_experts(model, len(chunks))
     if count <= 1:
         return []
-    tree = LayoutInParts.of(layout, chunks, trains=True, loss_tokens=layout.logical_tokens)
+    windows = list_windows(model.config)
+    tree = LayoutInParts.of(layout, chunks, trains=True, loss_tokens=layout.logical_tokens, windows=windows)
     for chunk in chunks:
         size = chunk.tokens + -chunk.tokens % multiple
         part = tree.lay_out(chunk, size)

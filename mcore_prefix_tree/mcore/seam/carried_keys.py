@@ -15,8 +15,8 @@ the tree, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +110,22 @@ class Passage(NamedTuple):
         return self._replace(read=tuple((shelf, rows[some]) for (shelf, rows), some in read if len(some)))
 
 
+class Stack(NamedTuple):
+    """What attention reads of the tokens before a micro-batch: all of them, or those in a window.
+
+    Attributes:
+        keys: the tree of stack and micro-batch, ``[S + P]``, which attention follows.
+        tokens: the S tokens of the stack, whose keys and values are read, and the tokens that others read.
+    """
+
+    keys: TreeMetadata
+    tokens: Passage
+
+    def on(self, device: torch.device | str) -> Stack:
+        """Return a copy on the device."""
+        return Stack(self.keys.with_plans_on(device), moved(self.tokens, device))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleCounts:
     """The tokens of a micro-batch that count for the samples of its tree.
@@ -134,8 +150,8 @@ class Carry:
     """Keys, values and states that a micro-batch of one chunk reads from others, and those that it leaves to them.
 
     Attributes:
-        keys: the tree of stack and chunk, ``[S + P]``, which attention follows.
-        tokens: the S tokens of the stack, whose keys and values are read, and the tokens that others read.
+        keys, tokens: fields of the :class:`Stack` of all tokens.
+        windows: the stacks of layers with a window, by its size; see :meth:`within`.
         states: the m states that are read, and those that others read, see
             :class:`~mcore_prefix_tree.metadata.Handover`.
         last: shelves that nobody reads after this micro-batch.
@@ -155,6 +171,7 @@ class Carry:
     keeps: bool
     counts: SampleCounts | None = None
     head: Passage | None = None
+    windows: Mapping[int, Stack] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -165,6 +182,11 @@ class Carry:
     def runs_ahead(self) -> bool:
         """Return whether it is a first pass, of a step that trains."""
         return self.keeps and self.counts is not None
+
+    def within(self, window: int | None) -> Carry:
+        """Return what a layer with this window reads and leaves; None sees all."""
+        stack = None if window is None else self.windows.get(window)
+        return self if stack is None else replace(self, keys=stack.keys, tokens=stack.tokens)
 
     def for_scoring(self) -> Carry:
         """Return what a chunk reads and leaves when all chunks run forward only, from the first to the last."""
@@ -177,7 +199,8 @@ class Carry:
     def on(self, device: torch.device | str) -> Carry:
         """Return a copy on the device, with the same store."""
         on_device = {name: moved(getattr(self, name), device) for name in ("tokens", "states", "counts", "head")}
-        return replace(self, keys=self.keys.with_plans_on(device), **on_device)
+        windows = {window: stack.on(device) for window, stack in self.windows.items()}
+        return replace(self, keys=self.keys.with_plans_on(device), windows=windows, **on_device)
 
     def with_stack(self, which: Tensors, values: torch.Tensor, *, along: Tensors | None = None) -> torch.Tensor:
         """Return ``[S + P, K, D]``: keys, or values, of the stack, then a micro-batch's own ``[P, K, D]``.

@@ -251,6 +251,7 @@ def attend(
     metadata, carry = tree.tree_metadata, tree.carry
     assert metadata is not None
     if carry is not None:
+        carry = carry.within(window)
         metadata = carry.keys
         if not has_stack:
             key, value = carry.with_stack((layer, "key"), key), carry.with_stack((layer, "value"), value)

@@ -30,6 +30,7 @@ class TreeLatentAttentionMixin:
     # Of the stock layer.
     rotary_pos_emb: torch.nn.Module
     config: Any
+    core_attention: Any
     linear_kv_up_proj: Any
     num_attention_heads_per_partition: int
     # Whether carried tokens keep their latents, because these are smaller than keys and values.
@@ -74,6 +75,7 @@ class TreeLatentAttentionMixin:
         The store has latents with their rotary keys, and the stack's are projected here: they are a small part of keys
         and values in size, and of attention in work.
         """
+        carry = carry.within(self.core_attention.tree_window)
         carry, which, sizes = replace(carry, states=carry.tokens), (self, "latent"), self.config
         own = torch.cat([gather_tokens(latent, self), key[:, 0, sizes.qk_head_dim :]], dim=-1)
         stack = carry.read_states(which, own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -17,13 +17,14 @@ from mcore_prefix_tree.layout.tree_chunks import (
     cut,
     find_carried,
     find_handed_on,
+    find_in_window,
     find_key_nodes,
     find_last_readers,
     find_paths,
     find_stack,
     keep_tokens,
 )
-from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore, Passage, SampleCounts
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry, CarryStore, Passage, SampleCounts, Stack
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import Handover, TreeMetadata
 from mcore_prefix_tree.plan import TreePart
@@ -69,6 +70,7 @@ class LayoutInParts:
         shelf, row: int64 ``[X]``, the place of each in the store.
         trains: see :class:`~mcore_prefix_tree.plan.Carrying`.
         loss_tokens: tokens over which balancing losses are means; None for those of each part.
+        windows: windows of attention layers, which keep only what parts see through them.
     """
 
     layout: FlatLayout
@@ -82,10 +84,17 @@ class LayoutInParts:
     store: CarryStore
     trains: bool
     loss_tokens: int | None
+    windows: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, layout: FlatLayout, runs: Sequence[TreePart], *, trains: bool, loss_tokens: int | None = None
+        cls,
+        layout: FlatLayout,
+        runs: Sequence[TreePart],
+        *,
+        trains: bool,
+        loss_tokens: int | None = None,
+        windows: Iterable[int | None] = (),
     ) -> LayoutInParts:
         """Return a layout with the parts that run it."""
         chunks = sorted(run for run in runs if run.is_chunk)
@@ -111,6 +120,7 @@ class LayoutInParts:
             store=CarryStore(),
             trains=trains,
             loss_tokens=loss_tokens,
+            windows=tuple(sorted({window for window in windows if window is not None})),
         )
 
     @cached_property
@@ -129,9 +139,29 @@ class LayoutInParts:
     @cached_property
     def state_row(self) -> Int64Array:
         """int64 ``[X]``, row in its shelf of the state after each carried token that has one."""
-        row = np.zeros_like(self.shelf)
-        row[self.has_state] = _count_before(self.shelf[self.has_state])
-        return row
+        return _rows_of(self.shelf, self.has_state)
+
+    @cached_property
+    def seen(self) -> dict[int, npt.NDArray[np.bool_]]:
+        """bool ``[X]`` by window, whether a part sees a carried token through it."""
+        found = {window: np.zeros(len(self.carried), dtype=np.bool_) for window in self.windows}
+        for part in (*self.chunks, *self.passes) if found else ():
+            layout = self.above if part.forward_only else self.layout
+            stack = self._places(find_stack(layout, part.start), forward_only=part.forward_only)
+            for window, seen in found.items():
+                seen[stack[find_in_window(layout, part.start, part.end, window)]] = True
+        return found
+
+    @cached_property
+    def seen_row(self) -> dict[int, Int64Array]:
+        """int64 ``[X]`` by window, row in its shelf of each carried token that is seen through it."""
+        return {window: _rows_of(self.shelf, seen) for window, seen in self.seen.items()}
+
+    def _places(self, stack: Int64Array, *, forward_only: bool) -> Int64Array:
+        """Return the places in ``carried`` of a stack, int64 ``[S]``; a first pass has them already."""
+        if forward_only:
+            return stack
+        return self.by_index[np.searchsorted(self.carried, stack, sorter=self.by_index)]
 
     @cached_property
     def last(self) -> Int64Array:
@@ -146,12 +176,11 @@ class LayoutInParts:
     def lay_out(self, part: TreePart, padded_size: int) -> LaidOutPart:
         """Return a part, padded to ``padded_size`` tokens; a first pass scores nothing."""
         layout = cut(self.above if part.forward_only else self.layout, part.start, part.end, padded_size=padded_size)
-        stack = find_stack(layout.whole, part.start)
+        stack = self._places(find_stack(layout.whole, part.start), forward_only=part.forward_only)
         if part.forward_only:
             own = np.arange(part.start, part.end)
             return self._exchanging(layout, stack, own, own - part.start, ((), ()), keeps=True)
         number = self.chunks.index(part)
-        stack = self.by_index[np.searchsorted(self.carried, stack, sorter=self.by_index)]
         own = np.flatnonzero(self.owner == number)
         scored = np.setdiff1d(self.shelf[self.reader == number], self.shelf[self.reader > number])
         # In training the chunk before runs next.
@@ -173,15 +202,13 @@ class LayoutInParts:
 
         Both are int64 ``[n]``; for ``last``, of training and of scoring, and ``keeps`` see :class:`Carry`.
         """
-        keys = TreeMetadata.from_nodes(
-            *find_key_nodes(layout.whole, layout.start, layout.start + layout.physical_tokens),
-            padded_size=len(stack) + layout.padded_size,
-        )
+        whole = self._stack(layout, stack, own, places, None)
         handover, states = self._handover(layout, stack, own, places)
         sample_node, counts = self._samples(layout, places)
         carry = Carry(
-            keys=replace(keys, unread=len(stack)),
-            tokens=Passage(_by_shelf(self.shelf[stack], self.row[stack]), _by_shelf(self.shelf[own], places)),
+            keys=whole.keys,
+            tokens=whole.tokens,
+            windows={window: self._stack(layout, stack, own, places, window) for window in self.windows},
             states=states,
             last=last[0],
             last_scored=last[1],
@@ -190,6 +217,25 @@ class LayoutInParts:
             counts=counts if self.trains else None,
         )
         return LaidOutPart(layout, sample_node, handover, carry)
+
+    def _stack(
+        self, layout: ChunkLayout, stack: Int64Array, own: Int64Array, places: Int64Array, window: int | None
+    ) -> Stack:
+        """Return what attention reads and leaves, with a window or without; see :meth:`_exchanging`."""
+        end = layout.start + layout.physical_tokens
+        borders, parent = find_key_nodes(layout.whole, layout.start, end)
+        row = self.row
+        if window is not None:
+            seen, row = find_in_window(layout.whole, layout.start, end, window), self.seen_row[window]
+            # What a token sees is a run of its path, so positions relative to it stay.
+            behind = borders - len(stack)
+            borders = np.append(0, np.cumsum(seen))[np.minimum(borders, len(stack))] + np.maximum(behind, 0)
+            stack = stack[seen]
+            left = self.seen[window][own]
+            own, places = own[left], places[left]
+        keys = TreeMetadata.from_nodes(borders, parent, padded_size=len(stack) + layout.padded_size)
+        tokens = Passage(_by_shelf(self.shelf[stack], row[stack]), _by_shelf(self.shelf[own], places))
+        return Stack(replace(keys, unread=len(stack)), tokens)
 
     def _handover(
         self, layout: ChunkLayout, stack: Int64Array, own: Int64Array, places: Int64Array
@@ -223,6 +269,13 @@ class LayoutInParts:
             lengths=upload(np.diff(self.layout.cu_sample_lens).astype(np.float32), "cpu"),
             loss_tokens=self.loss_tokens,
         )
+
+
+def _rows_of(shelf: Int64Array, some: npt.NDArray[np.bool_]) -> Int64Array:
+    """Return the row in its shelf of each of some tokens, int64 ``[X]``; 0 for others."""
+    row = np.zeros_like(shelf)
+    row[some] = _count_before(shelf[some])
+    return row
 
 
 def _count_before(shelf: Int64Array) -> Int64Array:

@@ -125,7 +125,7 @@ class DepthPackedSeqParams(TreePackedSeqParams):
                 deterministic_attention=params.deterministic_attention,
             )
             if params.carry is not None:
-                of_tree.carry = replace(params.carry, keys=params.carry.keys.without_first(depth))
+                of_tree.carry = replace(params.carry, keys=params.carry.keys.without_first(depth), windows={})
             own: dict[str, Any] = {
                 "parent": upload(parent, "cpu"),
                 "left": upload(handover.ends, "cpu"),
