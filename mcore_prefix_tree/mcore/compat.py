@@ -57,22 +57,30 @@ SEAM = (
         keywords="packed_seq_params",
     ),
     # TreeSelfAttentionMixin, TreeLatentAttentionMixin and TreeCoreAttentionMixin, which stand before these classes.
-    Uses(f"{_ATTENTION}:Attention", attributes="attn_mask_type core_attention"),
+    Uses(f"{_ATTENTION}:Attention", attributes="attn_mask_type config core_attention layer_number"),
     Uses(f"{_ATTENTION}:SelfAttention", keywords="config submodules layer_number"),
     Uses(f"{_ATTENTION}:SelfAttention.forward", "hidden_states attention_mask", "rotary_pos_emb packed_seq_params"),
     Uses(f"{_LATENT}:MultiLatentAttention", attributes="config rotary_pos_emb"),
-    Uses(f"{_LATENT}:MLASelfAttention", "", "config submodules layer_number", "linear_kv_down_proj"),
-    Uses(f"{_LATENT}:MLASelfAttentionSubmodules", keywords="core_attention"),
-    Uses(_CORE, "config layer_number", "attention_dropout softmax_scale", "config softmax_offset"),
+    Uses(
+        f"{_LATENT}:MLASelfAttention",
+        "",
+        "config submodules layer_number",
+        "linear_kv_down_proj linear_kv_up_proj num_attention_heads_per_partition softmax_scale",
+    ),
+    Uses(
+        f"{_LATENT}:MLASelfAttention.get_query_key_value_tensors",
+        "hidden_states key_value_states position_ids packed_seq_params",
+    ),
+    Uses(_CORE, "config layer_number", "", "config softmax_offset"),
     Uses(f"{_CORE}.forward", "query key value attention_mask", "attention_bias packed_seq_params"),
-    # with_prefix_tree, which exchanges their contents.
+    # with_prefix_tree and follow_trees, which exchange the classes of layers and of their modules.
     Uses("megatron.core.transformer.spec_utils:ModuleSpec", keywords="module params submodules"),
     Uses("megatron.core.transformer.spec_utils:get_module", "spec_or_module"),
-    Uses(f"{_ATTENTION}:SelfAttentionSubmodules", keywords="core_attention"),
     Uses(
-        "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules",
-        keywords="self_attention cross_attention",
+        "megatron.core.transformer.transformer_layer:TransformerLayer",
+        attributes="cross_attention layer_number mlp self_attention submodules_config",
     ),
+    Uses("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"),
     Uses("megatron.core.transformer.transformer_block:TransformerBlockSubmodules", keywords="layer_specs layer_norm"),
     Uses("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlockSubmodules"),
     Uses("megatron.core.transformer.transformer_layer:TransformerLayer", keywords="config submodules layer_number"),
@@ -155,7 +163,7 @@ SEAM = (
 
 # Only if there is a HybridModel: since megatron-core 0.18.
 HYBRID = (
-    Uses(f"{_HYBRID}.hybrid_block:HybridStackSubmodules", keywords="attention_layer mlp_layer moe_layer mamba_layer"),
+    Uses(f"{_HYBRID}.hybrid_block:HybridStackSubmodules"),
     Uses(f"{_HYBRID}.hybrid_layer_specs:hybrid_stack_spec"),
     # TreeStackMixin, which stands before HybridStack.
     Uses(f"{_HYBRID}.hybrid_block:HybridStack", "config submodules pre_process layer_type_list"),
@@ -163,8 +171,7 @@ HYBRID = (
     Uses(f"{_HYBRID}.hybrid_model:HybridModel", attributes=f"hybrid_layer_pattern {_MODEL} {_STAGE}"),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.set_input_tensor", "input_tensor"),
     # TreeMambaMixin, which stands before MambaMixer.
-    Uses(f"{_SSM}.mamba_layer:MambaLayer", attributes="mixer"),
-    Uses(f"{_SSM}.mamba_layer:MambaLayerSubmodules", keywords="mixer"),
+    Uses(f"{_SSM}.mamba_layer:MambaLayer", attributes="layer_number mixer"),
     Uses(f"{_SSM}.mamba_mixer:MambaMixer", "config", "layer_number", "activation chunk_size cp d_state norm rmsnorm"),
     Uses(f"{_SSM}.mamba_mixer:MambaMixer._ssm_training", "zxBCdt packed_seq_params"),
     *(
@@ -183,7 +190,7 @@ HYBRID = (
 
 # Only where TransformerEngine is installed.
 TRANSFORMER_ENGINE = (
-    Uses(f"{_TE}DotProductAttention", "config layer_number", "attention_dropout softmax_scale"),
+    Uses(f"{_TE}DotProductAttention", "config layer_number"),
     Uses(f"{_TE}DotProductAttention.forward", "query key value attention_mask", "attention_bias packed_seq_params"),
     Uses(f"{_TE}Norm", "config hidden_size eps"),
 )

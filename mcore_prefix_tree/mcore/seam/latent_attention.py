@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
@@ -21,15 +20,25 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
 from mcore_prefix_tree.metadata import TreeMetadata
 
 
-class TreeLatentAttentionMixin:
+class TreeAbsorbedAttentionMixin:
     """Multi-latent attention that gives every token the rotary embedding of its position."""
 
     # A patched Megatron-Core asks, and refuses a tree elsewhere.
     follows_prefix_trees = True
-
     # Of the stock layer.
     rotary_pos_emb: torch.nn.Module
     config: Any
+
+    def follow_tree(self) -> None:
+        """Make a rotary embedding that follows trees; see :func:`check_rotary_keys`."""
+        check_rotary_keys(self)
+        self.rotary_pos_emb = PathRotaryEmbedding(self.rotary_pos_emb)
+
+
+class TreeLatentAttentionMixin(TreeAbsorbedAttentionMixin):
+    """The same where keys and values are projected from latents before attention."""
+
+    # Of the stock layer.
     core_attention: Any
     linear_kv_up_proj: Any
     num_attention_heads_per_partition: int
@@ -37,14 +46,11 @@ class TreeLatentAttentionMixin:
     carries_latents: bool
 
     def follow_tree(self) -> None:
-        """Make a rotary embedding that follows trees; see :func:`check_rotary_keys`."""
-        check_rotary_keys(self)
-        self.rotary_pos_emb = PathRotaryEmbedding(self.rotary_pos_emb)
+        """Follow trees as the base class does, and choose what carried tokens keep."""
+        super().follow_tree()
         sizes, heads = self.config, self.num_attention_heads_per_partition
         of_token = heads * (sizes.qk_head_dim + sizes.qk_pos_emb_head_dim + sizes.v_head_dim)
-        # Absorbed attention keeps its keys, which are latents.
-        is_absorbed = not isinstance(self, MLASelfAttention)
-        self.carries_latents = not is_absorbed and sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim < of_token
+        self.carries_latents = sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim < of_token
 
     def get_query_key_value_tensors(
         self,

@@ -29,7 +29,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
     HAS_SPARSE_ATTENTION,
     check_pattern,
 )
-from mcore_prefix_tree.mcore.seam.latent_attention import TreeLatentAttentionMixin
+from mcore_prefix_tree.mcore.seam.latent_attention import TreeAbsorbedAttentionMixin, TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS
@@ -54,7 +54,7 @@ if HAS_SPARSE_ATTENTION:
 
     from mcore_prefix_tree.mcore.seam.sparse_attention import TreeSparseAttentionMixin
 
-    _MIXERS[AbsorbedMLASelfAttention] = TreeLatentAttentionMixin
+    _MIXERS[AbsorbedMLASelfAttention] = TreeAbsorbedAttentionMixin
     _CORES = {DSAttention: TreeSparseAttentionMixin} | _CORES
 if HAS_HYBRID_MODEL:
     from megatron.core.ssm.mamba_layer import MambaLayer
