@@ -239,6 +239,7 @@ PACKED = (
 )
 
 MODELS = (
+    Uses(f"{_SPECS}:get_gpt_mtp_block_spec", "config spec", "use_transformer_engine vp_stage"),
     Uses(
         "megatron.core.models.gpt:GPTModel",
         "config transformer_layer_spec",

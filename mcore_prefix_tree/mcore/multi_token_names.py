@@ -7,7 +7,6 @@ from functools import cache
 from mcore_prefix_tree.mcore.probe import Uses, find_missing
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
-_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _LOGGED = f"{_MODULE}:MTPLossLoggingHelper"
 
 # Its losses can be left to a subclass of the model.
@@ -40,11 +39,6 @@ TABLE = (
     Uses(f"{_LOGGED}.save_metrics_to_tracker", keywords="correct total layer_number num_layers avg_group"),
     Uses("megatron.core.parallel_state:get_data_parallel_group", keywords="with_context_parallel"),
     Uses("megatron.core.tensor_parallel:scatter_to_sequence_parallel_region", "input_", "group"),
-    Uses(
-        "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
-        "config spec",
-        "use_transformer_engine vp_stage",
-    ),
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
         keywords="mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads",
