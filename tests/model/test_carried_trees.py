@@ -210,6 +210,8 @@ def test_a_bad_score_is_reported_once() -> None:
 
 VARIED = {name: VARIANTS[name] for name in ("yarn", "learned_absolute", "no positions", "GPT-2", "full recompute")}
 VARIED |= {name: VARIANTS[name] for name in ("selective recompute", "latent attention", "heterogeneous")}
+UP_PROJECTED = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "core_attn"]}
+VARIED |= {"latent attention, recomputed projection": (LATENT | UP_PROJECTED, {})}
 VARIED |= {"latent attention, full recompute": VARIANTS["latent attention, full recompute"], "experts": (MOE, {})}
 
 
@@ -219,8 +221,9 @@ def test_kinds_of_models(name: str) -> None:
     samples = small_tree(3)
     stock, tree = twins(tiny_config(**changes), **model)
     size = fold(samples).physical_tokens
-    limit = FP32_INSIDE if changes in (MOE, LATENT) else FP64
-    assert_equal(train(tree, carried(samples, [size // 3, size // 2])), unfolded(stock, samples), limit)
+    limit = FP32_INSIDE if changes == MOE or "multi_latent_attention" in changes else FP64
+    batches = carried(samples, [size // 3, size // 2])
+    assert_equal(train(tree.train(), batches), unfolded(stock, samples), limit)
 
 
 @pytest.mark.parametrize("settings", [{}, LATENT], ids=["keys and values", "latents"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -161,7 +160,7 @@ def test_layers_that_follow_a_tree_are_accepted(pattern: str) -> None:
 
 def test_stack_rejects_settings_before_building_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerLayer, "__init__", lambda *_, **__: pytest.fail("built a layer"))
-    monkeypatch.setitem(LAYERS, "*", dataclasses.replace(LAYERS["*"], refused="of this test"))
+    monkeypatch.setitem(LAYERS, "*", LAYERS["*"]._replace(refused="of this test"))
     with pytest.raises(NotImplementedError, match=r"support \* \(attention: of this test"):
         hybrid(tiny_config(num_layers=3), "-*-", with_prefix_tree(hybrid_stack))
 

@@ -111,7 +111,7 @@ class Passage(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What attention reads of the tokens before a micro-batch: all of them, or those in a window.
+    """Tokens before a micro-batch that its attention reads: all of them, or those in a window.
 
     Attributes:
         keys: the tree of stack and micro-batch, ``[S + P]``, which attention follows.

@@ -6,7 +6,7 @@ of them the ``packed_seq_params`` of the micro-batch, as a ``TransformerBlock`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mcore_prefix_tree.mcore import compat, layer_names
 from mcore_prefix_tree.plan.model_shape import MTP, PIPE
@@ -23,12 +23,8 @@ if HAS_HYBRID_MODEL:
 _OLD = "it follows a tree since megatron-core 0.19"
 
 
-@dataclass(frozen=True)
-class HybridLayer:
-    """Kind of layer that a letter of a pattern stands for.
-
-    ``name`` is used in messages; ``refused`` is the reason why it cannot follow a tree, or None.
-    """
+class HybridLayer(NamedTuple):
+    """Kind of layer that a letter of a pattern stands for, and the reason why it cannot follow a tree, or None."""
 
     name: str
     refused: str | None = None

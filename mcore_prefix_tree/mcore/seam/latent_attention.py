@@ -36,7 +36,7 @@ class TreeAbsorbedAttentionMixin:
 
 
 class TreeLatentAttentionMixin(TreeAbsorbedAttentionMixin):
-    """The same where keys and values are projected from latents before attention."""
+    """Multi-latent attention that projects keys and values from latents, and carries what is smaller."""
 
     # Of the stock layer.
     core_attention: Any
