@@ -25,16 +25,15 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from mcore_prefix_tree.mcore import compat, multi_token_names
 from mcore_prefix_tree.mcore.seam.core_attention import tree_class
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
-from mcore_prefix_tree.mcore.seam.tree_layers import TreeLayerMixin, TreeStackMixin
+from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.tree_layers import TreeLayerMixin, TreeStackMixin, check_layer
 
 if HAS_HYBRID_MODEL:
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
-    from megatron.core.ssm.mamba_layer import MambaLayer
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules, MultiTokenPredictionBlockSubmodules)
 
@@ -76,13 +75,7 @@ def is_hybrid_stack(spec: Any) -> bool:
 
 def _layer(spec: ModuleSpec) -> ModuleSpec:
     module = get_module(spec)
-    known = (TransformerLayer, MultiTokenPredictionLayer, *((MambaLayer,) if HAS_HYBRID_MODEL else ()))
-    if not (isinstance(module, type) and issubclass(module, known)):
-        newer = "" if HAS_HYBRID_MODEL else f"; {NEEDS_NEWER}"
-        raise NotImplementedError(
-            f"prefix-tree training does not support layers of class {getattr(module, '__name__', module)}: only "
-            f"self-attention knows the tree{newer}"
-        )
+    check_layer(module)
     if issubclass(module, MultiTokenPredictionLayer) and not multi_token_names.are_there():
         raise NotImplementedError(f"multi-token prediction on a tree needs {multi_token_names.NEEDED}")
     return dataclasses.replace(spec, module=tree_class(TreeLayerMixin, module))

@@ -27,6 +27,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
     HAS_DELTA_NET,
     HAS_HYBRID_MODEL,
     HAS_SPARSE_ATTENTION,
+    NEEDS_NEWER,
     check_pattern,
 )
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeAbsorbedAttentionMixin, TreeLatentAttentionMixin
@@ -122,14 +123,14 @@ def follow_trees(model: torch.nn.Module) -> None:
             raise NotImplementedError(f"{name} is a {type(module).__name__}, which does not follow a tree")
 
 
-def check_layers(layers: Any) -> None:
-    """Raise NotImplementedError for a layer of a decoder whose class does not follow trees."""
-    for layer in layers:
-        if not isinstance(layer, _LAYERS):
-            raise NotImplementedError(
-                f"prefix-tree training does not support layers of class {type(layer).__name__}: use one of "
-                f"{', '.join(kind.__name__ for kind in _LAYERS)}"
-            )
+def check_layer(kind: Any) -> None:
+    """Raise NotImplementedError for a class of layers that does not follow trees."""
+    if not (isinstance(kind, type) and issubclass(kind, (*_LAYERS, MultiTokenPredictionLayer))):
+        newer = "" if HAS_HYBRID_MODEL else f"; {NEEDS_NEWER}"
+        raise NotImplementedError(
+            f"prefix-tree training does not support layers of class {getattr(kind, '__name__', kind)}: use one of "
+            f"{', '.join(known.__name__ for known in _LAYERS)}{newer}"
+        )
 
 
 def check_follows(model: torch.nn.Module) -> None:
