@@ -42,7 +42,7 @@ from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.layout import trainer_rows as rows_module
-from mcore_prefix_tree.mcore import fold_inside, folding_model, with_prefix_tree, with_scalar_head
+from mcore_prefix_tree.mcore import fold_inside, folding_model, follow_trees, with_prefix_tree, with_scalar_head
 from mcore_prefix_tree.mcore.packed import FoldCheckError, RowLogprobs
 from mcore_prefix_tree.mcore.packed.packed_rows import read_rows
 
@@ -466,8 +466,9 @@ def test_models_that_are_refused() -> None:
         fold_inside(build(config, spec))
     model = build(config, local_spec(config))
     model.decoder.layers[1] = torch.nn.Identity()
-    with pytest.raises(NotImplementedError, match="layers of class Identity: use one of TransformerLayer"):
-        fold_inside(model)
+    for way in (fold_inside, follow_trees):
+        with pytest.raises(NotImplementedError, match="layers of class Identity: use one of TransformerLayer"):
+            way(model)
     with pytest.raises(TypeError, match="not a Linear"):
         fold_inside(torch.nn.Linear(1, 1))
     model, _ = inside(config)

@@ -12,7 +12,6 @@ from mcore_prefix_tree.mcore.packed.answers import RowLogprobs
 from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
-from mcore_prefix_tree.mcore.seam.tree_layers import check_layer
 from mcore_prefix_tree.mcore.seam.validation import check_interleaving, check_model
 
 _MODELS: tuple[type[Any], ...] = (GPTModel,)
@@ -103,8 +102,6 @@ def check_foldable(model: Any) -> None:
             f"mtp_num_layers={model.config.mtp_num_layers}: folding inside the model does not compute the losses of "
             "further tokens; set mtp_num_layers=None"
         )
-    for layer in model.decoder.layers:
-        check_layer(type(layer))
     if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
         raise NotImplementedError(
             "variable_seq_lengths=False: pipeline stages send each other folded micro-batches of many sizes; set "

@@ -113,6 +113,8 @@ def follow_trees(model: torch.nn.Module) -> None:
     config: Any = model.config
     check_config(config)
     _check_own_layers(config)
+    for layer in getattr(getattr(model, "decoder", None), "layers", ()):
+        check_layer(type(layer))
     for layer in list(model.modules()):
         if isinstance(layer, _LAYERS):
             _follow_in_layer(layer)
