@@ -186,6 +186,8 @@ def test_experts_in_the_depths_of_a_hybrid_model():
 CUT = {
     "one depth": ({"mtp_num_layers": 1}, None),
     "three depths, full recompute": ({"mtp_num_layers": 3} | RECOMPUTE["layers"], None),
+    "windows": ({"mtp_num_layers": 2, "window_size": (2, 0), "window_attn_skip_freq": 2}, None),
+    "latents": ({"mtp_num_layers": 1} | LATENT, None),
     "hybrid": ({}, "*-/*-/*-"),
     "recurrent": (DELTA_NET | MAMBA, "G*/GM/GM"),
 }
@@ -204,7 +206,8 @@ def test_trees_in_chunks(name):
     with kept_double():
         expected = run_separately(stock, samples)["grads"]
         for cuts in (rng.sample(places, 3), rng.sample(places, 8), places):
-            batches = carried(samples, cuts, depths=depths, pass_tokens=rng.randint(1, 9))
+            options = {"backend": "reference", "config": tree.config, "pass_tokens": rng.randint(1, 9)}
+            batches = carried(samples, cuts, depths=depths, **options)
             for batch in batches:
                 supervised(tree, batch, WeightedSum()).backward()
             assert_equal_gradients(tree, expected, 1e-12)
