@@ -165,6 +165,7 @@ def test_transformer_engine_refuses_other_sizes(recipe: str, multiple: int, said
 
 LAYOUTS = {
     "TP and SP": (2, Layout(tp=2, sequence_parallel=True), {}, {}),
+    "latent, TP and SP": (2, Layout(tp=2, sequence_parallel=True), dict(folded_runs.LATENT) | WIDE, {}),
     "PP": (2, Layout(pp=2), {}, {"max_tokens": 60}),
     "EP": (
         2,
