@@ -65,6 +65,7 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
         "position_embedding_type": "learned_absolute" if args.position_embedding_type == "learned_absolute" else "none",
         "dtype": "bfloat16" if args.bf16 else "float32",
         "transformer_impl": "transformer_engine" if args.transformer_impl == "transformer_engine" else "local",
+        "transformer": {"fp8": args.fp8, "fp8_recipe": args.fp8_recipe} if args.fp8 else {},
     }
     layout = read_section(args, "parallel")
     return Recipe(

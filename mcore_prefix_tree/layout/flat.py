@@ -23,7 +23,7 @@ class Padding:
     """Sizes that micro-batches are rounded up to; construction raises ValueError for invalid buckets.
 
     Attributes:
-        multiple: divisor of the size: the number of tensor-parallel ranks if they share the sequence, else 1.
+        multiple: divisor of the size: see :func:`row_multiple`.
         buckets: the only sizes, increasing multiples, if something downstream is compiled or captured once per size.
             Empty rounds up to ``multiple`` and no further.
     """
@@ -38,7 +38,7 @@ class Padding:
             if bucket < 1:
                 raise ValueError(f"a size of {bucket} is too small; sizes are at least 1")
             if bucket % self.multiple:
-                raise ValueError(f"{bucket} is not a multiple of {self.multiple}, which the parallel layout needs")
+                raise ValueError(f"{bucket} is not a multiple of {self.multiple}, which parallel layout and FP8 need")
         if list(self.buckets) != sorted(set(self.buckets)):
             raise ValueError(f"{list(self.buckets)} must increase")
 
@@ -58,6 +58,15 @@ class Padding:
 
 
 NO_PADDING = Padding()
+
+
+def row_multiple(ranks: int, fp8: str | None, fp8_recipe: str | None) -> int:
+    """Return the divisor of a micro-batch's padded size, for layers with Megatron's settings of FP8, None without.
+
+    Each of the ``ranks`` that share the sequence quantises its own rows, in whole groups: 16, or 32 with MXFP8.
+    """
+    rows = 1 if not fp8 else 32 if getattr(fp8_recipe, "value", fp8_recipe) == "mxfp8" else 16
+    return ranks * rows
 
 
 Int32Array = npt.NDArray[np.int32]

@@ -104,6 +104,9 @@ SEAM = (
     Uses(f"{_EXPERTS}.moe_utils:MoEAuxLossAutoScaler"),
     Uses(f"{_EXPERTS}.moe_utils:compute_routing_scores_for_aux_loss", "logits topk score_function", "fused"),
     Uses("megatron.core.tensor_parallel:checkpoint"),
+    # FP8: layers that compute in it, and the group of a recomputation.
+    Uses("megatron.core.fp8_utils:TE_LINEAR_TYPES"),
+    Uses("megatron.core.tensor_parallel:get_cuda_rng_tracker"),
     # The forward step, and the parts of a model that it calls.
     Uses("megatron.core.models.gpt:GPTModel.forward", keywords=_FORWARD),
     Uses("megatron.core.utils:get_attr_wrapped_model", "model attr", "return_model_obj"),
@@ -143,7 +146,7 @@ SEAM = (
     Uses(
         "megatron.core.transformer.transformer_config:TransformerConfig",
         keywords="apply_rope_fusion attention_dropout attention_output_gate batch_p2p_comm context_parallel_size "
-        "cuda_graph_impl defer_embedding_wgrad_compute experimental_attention_variant fp4 fp8 "
+        "cuda_graph_impl defer_embedding_wgrad_compute experimental_attention_variant fp4 fp8 fp8_recipe "
         "fused_single_qkv_rope hidden_dropout kv_channels log_max_attention_logit moe_aux_loss_coeff "
         "moe_expert_capacity_factor moe_input_jitter_eps moe_pad_expert_input_to_capacity "
         "moe_router_bias_update_rate moe_router_enable_expert_bias moe_router_force_load_balancing "
@@ -193,6 +196,7 @@ TRANSFORMER_ENGINE = (
     Uses(f"{_TE}DotProductAttention", "config layer_number"),
     Uses(f"{_TE}DotProductAttention.forward", "query key value attention_mask", "attention_bias packed_seq_params"),
     Uses(f"{_TE}Norm", "config hidden_size eps"),
+    Uses("megatron.core.extensions.transformer_engine:te_checkpoint"),
 )
 
 ENGINE = (

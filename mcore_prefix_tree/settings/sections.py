@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.attention.api import check_setting
-from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.layout import Padding, row_multiple
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.monitoring import LogConfig, ValidationConfig, VerifyConfig
 from mcore_prefix_tree.settings.section import (
@@ -362,6 +362,8 @@ class Recipe(Section):
             why += "checkpoint.pretrained_checkpoint"
         elif self.objective.has_scalar_head:
             why = f"trains no scalar head, which objective.name={self.objective.name} needs; unset it"
+        elif self.model.transformer.get("fp8"):
+            why = "with model.transformer.fp8 is not proven yet; remove one of them"
         if why is not None:
             raise ValueError(f"model.lora {why}")
 
@@ -387,4 +389,6 @@ class Recipe(Section):
     @property
     def padding(self) -> Padding:
         """Return the padding of micro-batches; raises RecipeError if buckets do not fit the layout or the budget."""
-        return self.batch.padding(self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1)
+        ranks = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+        given = self.model.transformer
+        return self.batch.padding(row_multiple(ranks, given.get("fp8"), given.get("fp8_recipe")))

@@ -58,6 +58,8 @@ def check_asked_teachers(
     """
     for path, teacher in teachers:
         setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
+        if teacher.model.transformer.get("fp8"):
+            raise RecipeError(f"{setting}: a teacher computes without FP8; remove its model.transformer.fp8")
         if teacher.objective.has_scalar_head:
             raise RecipeError(f"{setting}: its objective.name={name} has no vocabulary to learn from")
         if teacher.checkpoint.save is None and teacher.model.hf is None:

@@ -18,6 +18,7 @@ import torch
 
 from harness.routes import replaying
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.layout import row_multiple
 from mcore_prefix_tree.plan import plan_step
 
 VOCAB = 128
@@ -111,7 +112,7 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
             cost_model=None,
             depths=dict(job.config).get("mtp_num_layers", 0),
             device=torch.device("cpu"),
-            padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1),
+            padding=Padding(multiple=_multiple(layout, job)),
             attention_backend=job.backend,
             only_supervised=job.way != "logits",
         )
@@ -126,13 +127,19 @@ def folded_gradients(layout: Any, job: Job, samples: Sequence[Sample]) -> tuple[
     return step_loss(reported), parts, len(batches)
 
 
+def _multiple(layout: Any, job: Job) -> int:
+    """The divisor of padded sizes; as recipes find it."""
+    given = dict(job.config)
+    return row_multiple(layout.tp if layout.sequence_parallel else 1, given.get("fp8"), given.get("fp8_recipe"))
+
+
 def _micro_batch(samples: Sequence[Sample], layout: Any, job: Job) -> Any:
     """Whole samples."""
     from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 
     folded = fold(
         samples,
-        pad_to_multiple_of=layout.tp if layout.sequence_parallel else 1,
+        pad_to_multiple_of=_multiple(layout, job),
         depths=dict(job.config).get("mtp_num_layers", 0),
     )
     needed = None if job.way == "logits" else folded.loss_weight != 0
@@ -302,14 +309,16 @@ def _stock_step(data_iterator: Any, model: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     sample: Sample = next(data_iterator)
-    ids = torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(0)
+    config, length = get_model_config(model), len(sample)
+    padding = -length % row_multiple(1, config.fp8, config.fp8_recipe)
+    ids = torch.from_numpy(np.pad(sample.tokens.astype(np.int64), (0, padding))).unsqueeze(0)
     of_ids = torch.from_numpy(sample.loss_mask.astype(np.float64)).unsqueeze(0)
-    masks = {"loss_mask": of_ids} if get_model_config(model).mtp_num_layers else {}
+    masks = {"loss_mask": of_ids} if config.mtp_num_layers else {}
     with replaying(model, sample):
-        logits = model(ids, torch.arange(len(sample)).unsqueeze(0), None, **masks)
+        logits = model(ids, torch.arange(length + padding).unsqueeze(0), None, **masks)
 
     def loss_func(logits: torch.Tensor) -> Any:
-        logprobs = torch.log_softmax(logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        logprobs = torch.log_softmax(logits[0, : length - 1], dim=-1).gather(1, ids[0, 1:length, None])[:, 0]
         mask = torch.from_numpy(sample.loss_mask[1:].copy()).to(logprobs.dtype)
         loss = -(logprobs * mask).sum()
         num_tokens = mask.count_nonzero().to(torch.int)

@@ -228,7 +228,20 @@ REFUSED_SETTINGS: list[dict[str, Any]] = [
     {"fused_single_qkv_rope": True},
     {"qk_clip": True},
     {"log_max_attention_logit": True},
-    {"fp8": "hybrid"},
+    {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    {"fp8": "hybrid", "fp8_recipe": "custom"},
+    *(
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", **setting}
+        for setting in (
+            {"fp8_param": True},
+            {"fp8_dot_product_attention": True},
+            {"fp8_multi_head_attention": True},
+            {"fp8_output_proj": True},
+            {"moe_router_padding_for_quantization": True},
+            {"experimental_attention_variant": "gated_delta_net"},
+            {"mtp_num_layers": 1},
+        )
+    ),
     {"fp4": "e2m1"},
     {"use_kitchen": True},
     {"quant_recipe": "of its own"},

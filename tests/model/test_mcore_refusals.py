@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mcore_prefix_tree import Sample, fold
+from mcore_prefix_tree.layout import row_multiple
 from mcore_prefix_tree.mcore import (
     TreePackedSeqParams,
     local_layer_spec,
@@ -466,3 +467,17 @@ def test_missing_transformer_engine_is_reported(monkeypatch):
         te_layer_spec(qk_layernorm=True)
     with pytest.raises(ImportError, match="needs TransformerEngine, which is not installed"):
         build(tiny_config(), layer_specs._te_spec())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_micro_batches_in_fp8_have_upstreams_alignment_on_each_rank(recipe):
+    from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+
+    config = config_with(fp8="hybrid", fp8_recipe=recipe)
+    check_config(config)
+    aligned = get_align_size_for_quantization(config)
+    assert row_multiple(1, config.fp8, config.fp8_recipe) == aligned
+    assert row_multiple(4, config.fp8, config.fp8_recipe) == 4 * aligned
+    assert row_multiple(4, None, recipe) == 4
+    with pytest.raises(NotImplementedError, match="fp8='hybrid' in layers that compute without it"):
+        check_model(build(config, local_spec(config)))

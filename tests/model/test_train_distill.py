@@ -323,6 +323,7 @@ def test_teacher_recipe_is_required_only_by_its_objective(job: Path) -> None:
         ),
         ("num_layers: 5", "were trained with model.num_layers=3, and this recipe has 5"),
         ("num_query_groups: 3", "teacher.yaml: model.num_attention_heads=4 is not a multiple of"),
+        ("transformer: {fp8: hybrid}", "a teacher computes without FP8; remove its model.transformer.fp8"),
         (
             "transformer: {attention_dropout: 0.1}",
             "of the teacher: prefix-tree training does not support attention_dropout=0.1",

@@ -60,6 +60,13 @@ def test_padding_of_a_recipe(tmp_path):
     assert load_recipe(path).padding == Padding(multiple=2)
     assert load_recipe(path, ["parallel.sequence_parallel=false"]).padding == Padding()
     assert load_recipe(path, ["batch.length_buckets=[32,96]"]).padding == Padding(multiple=2, buckets=(32, 96))
+    fp8 = "model.transformer.fp8=hybrid"
+    for recipe, rows in (("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)):
+        changes = [fp8, f"model.transformer.fp8_recipe={recipe}"]
+        assert load_recipe(path, changes).padding == Padding(multiple=2 * rows)
+        assert load_recipe(path, [*changes, "parallel.sequence_parallel=false"]).padding == Padding(multiple=rows)
+    with pytest.raises(RecipeError, match=r"^batch\.length_buckets: 48 is not a multiple of 32"):
+        load_recipe(path, [fp8, "batch.length_buckets=[48,64]"]).padding  # noqa: B018
     with pytest.raises(RecipeError, match=r"^batch\.length_buckets: 49 is not a multiple of 2"):
         load_recipe(path, ["batch.length_buckets=[49,64]"]).padding  # noqa: B018
     with pytest.raises(RecipeError, match=r"^batch\.length_buckets: the largest, 32, .* 64 tokens"):

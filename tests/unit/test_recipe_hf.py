@@ -36,8 +36,11 @@ def write_index(folder: Path, **placed: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
 
 
+FP8 = "model.transformer.fp8=hybrid"  # another computation of the same function
+
+
 def test_sizes_come_from_the_folder(folder: Path) -> None:
-    recipe = hf_recipe(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full")
+    recipe = hf_recipe(folder, "model.dtype=bfloat16", "model.transformer.recompute_granularity=full", FP8)
     model = recipe.model
     assert (model.hf, model.dtype) == (str(folder), "bfloat16")
     assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 8, 2)

@@ -1,19 +1,24 @@
-"""The compiled part of TransformerEngine in plain torch: the functions of its high-precision Python layers, on a CPU.
+"""The compiled part of TransformerEngine in plain torch: the functions that its Python layers call, on a CPU.
 
 Importing this module, before Megatron-Core, puts it in the place of ``transformer_engine_torch``. TransformerEngine's
 own Python, as released, is then imported from the path and runs: its modules, their autograd functions, their calls of
 matrix products and norms, their communication. Only the kernels behind them are these functions. float64 is added to
 the dtypes that it knows, so that its results can be compared up to rounding.
+
+FP8 is emulated: its quantizers' tensors hold torch's float8 numbers and the scales of their recipe, tensor-wise, by
+blocks or MXFP8, and a product is that of the numbers they stand for. As on a GPU, an operand whose rows are not
+multiples of 16 bytes is refused.
 """
 
 from __future__ import annotations
 
 import enum
 import importlib.machinery
+import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +30,7 @@ Tensor = torch.Tensor
 # It loads no shared library while it is being built.
 os.environ["NVTE_PROJECT_BUILDING"] = "1"
 os.environ.pop("NVTE_RELEASE_BUILD", None)
+os.environ["NVTE_MASKED_SOFTMAX_FUSION"] = "0"
 
 
 class _Constants(type):
@@ -69,13 +75,18 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     return weight + 1 if zero_centered else weight
 
 
+def _normed(y: Tensor, out: Any, quantizer: Any) -> Any:
+    if quantizer is not None:
+        return quantize(y, quantizer, out)
+    return y if out is None else out.copy_(y)
+
+
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero_centered: bool
 ) -> tuple[Tensor, None, Tensor]:
-    assert quantizer is None
     rstd = (x.square().mean(-1) + eps).rsqrt()
     y = _cast(x * rstd[:, None] * _gamma(weight, zero_centered), dtype)
-    return (y if out is None else out.copy_(y)), None, rstd
+    return _normed(y, out, quantizer), None, rstd
 
 
 def rmsnorm_bwd(
@@ -97,11 +108,10 @@ def layernorm_fwd(
     margin: int,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert quantizer is None
     mean = x.mean(-1)
     rstd = (x.var(-1, correction=0) + eps).rsqrt()
     y = _cast((x - mean[:, None]) * rstd[:, None] * _gamma(weight, zero_centered) + bias, dtype)
-    return (y if out is None else out.copy_(y)), mean, rstd
+    return _normed(y, out, quantizer), mean, rstd
 
 
 def layernorm_bwd(
@@ -113,11 +123,156 @@ def layernorm_bwd(
     return (scaled - rest) * rstd[:, None], (grad * normal).sum(0), grad.sum(0)
 
 
-def _product(left: Tensor, left_transposed: bool, right: Tensor, right_transposed: bool) -> Tensor:
+_FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+
+
+class _Blocks:
+    """How a quantizer, or a tensor, of blocks lays out one direction of a matrix ``[rows, columns]``."""
+
+    def __init__(self, quantizer: Any, columnwise: bool) -> None:
+        self.is_mx = type(quantizer).__name__.startswith("MX")
+        block = 32 if self.is_mx else quantizer.block_len
+        whole = not self.is_mx and quantizer.block_scaling_dim == 2
+        self.block = (block, block) if whole else (block, 1) if columnwise else (1, block)
+        self.columnwise, self.name = columnwise, "_columnwise" if columnwise else "_rowwise"
+        self.turns_data = columnwise and not self.is_mx
+        self.turns_scales = not self.is_mx and columnwise == whole
+
+    def scales(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The size of a block's unit: a power of two."""
+        rows, columns = (-(-n // b) for n, b in zip(x.shape, self.block, strict=True))
+        padded = x.new_zeros(rows * self.block[0], columns * self.block[1])
+        padded[: x.shape[0], : x.shape[1]] = x.abs()
+        padded = padded.view(rows, self.block[0], columns, self.block[1])
+        largest = padded.amax((1, 3)) / torch.finfo(dtype).max
+        return torch.where(largest == 0, 1.0, torch.exp2(largest.log2().ceil().clamp(min=-127)))
+
+    def spread(self, scales: Tensor, shape: Any) -> Tensor:
+        """A scale for each number."""
+        wide = scales.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
+        return wide[: shape[0], : shape[1]]
+
+    def put(self, x: Tensor, into: Any, dtype: torch.dtype) -> None:
+        scales = self.scales(x, dtype)
+        data = (x / self.spread(scales, x.shape)).to(dtype).view(torch.uint8)
+        given = getattr(into, f"{self.name}_data")
+        given.copy_((data.T if self.turns_data else data).reshape(given.shape))
+        stored = getattr(into, f"{self.name}_scale_inv").zero_()
+        scales = scales.T if self.turns_scales else scales
+        stored[: scales.shape[0], : scales.shape[1]] = scales.log2() + 127 if self.is_mx else scales
+
+    def take(self, tensor: Any, dtype: torch.dtype) -> Tensor:
+        data = getattr(tensor, f"{self.name}_data")
+        data = data.reshape(data.shape[0], -1).T if self.turns_data else data.reshape(-1, data.shape[-1])
+        scales = getattr(tensor, f"{self.name}_scale_inv")
+        scales = torch.exp2(scales.double() - 127) if self.is_mx else scales
+        scales = (scales.T if self.turns_scales else scales)[: -(-data.shape[0] // self.block[0])]
+        return data.contiguous().view(dtype).double() * self.spread(scales, data.shape)
+
+
+def create_empty_quantized_tensor(quantizer: Any, shape: Any, dtype: Any, device: Any, pinned: bool = False) -> Any:
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if type(quantizer).__name__.startswith("MX") and (rows % 32 or columns % 32):
+        raise RuntimeError(f"MXFP8 requires tensor dims that are divisible by 32 (got shape={list(shape)})")
+    metadata = quantizer.create_metadata(shape, dtype=dtype)
+    inner = quantizer.alloc_tensors(shape, device=device)
+    kind, given = metadata["cls"], dict(metadata["nontensor_kwargs"])
+    names = {"_scale_inv": "fp8_scale_inv", "_transpose": "data_transpose"}
+    given |= {names.get(name, name.removeprefix("_")): value for name, value in inner.items()}
+    if kind.__name__.startswith("Float8Tensor"):
+        given = {"data": None} | given
+    else:
+        absent = [f"{way}_{what}" for way in ("rowwise", "columnwise") for what in ("data", "scale_inv")]
+        given = dict.fromkeys(absent) | given
+    if metadata["is_tensor"]:
+        given |= {"shape": torch.Size(shape), "dtype": given.pop("fake_dtype"), "device": device}
+    return kind(**given)
+
+
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
+    """The tensor ``[..., columns]`` in FP8, in the directions that its quantizer is used in."""
+    if output is None:
+        output = create_empty_quantized_tensor(quantizer, list(tensor.shape), tensor.dtype, tensor.device)
+    x, dtype = tensor.detach().reshape(-1, tensor.shape[-1]).float(), _FP8[quantizer.dtype.name]
+    if not type(quantizer).__name__.startswith("Float8CurrentScaling"):
+        for columnwise in (False, True):
+            way = _Blocks(quantizer, columnwise)
+            if getattr(output, f"{way.name}_data") is not None:
+                way.put(x, output, dtype)
+        return output
+    amax = x.abs().max() if x.numel() else x.new_zeros(())
+    if quantizer.with_amax_reduction:
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+    scale = torch.where(amax == 0, 1.0, torch.finfo(dtype).max / amax)
+    data = (x * scale).to(dtype).view(torch.uint8)
+    if output._data is not None:
+        output._data.copy_(data.view(output._data.shape))
+    if output._transpose is not None:
+        output._transpose.copy_(data.T.reshape(output._transpose.shape))
+        output._transpose_invalid = False
+    output._scale_inv.copy_(1 / scale)
+    return output
+
+
+def split_quantize(tensor: Tensor, splits: Any, quantizers: list[Any], **_: Any) -> list[Any]:
+    return [quantize(*one) for one in zip(torch.split(tensor, list(map(int, splits))), quantizers, strict=True)]
+
+
+def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    return grad.reshape(-1, grad.shape[-1]).sum(0), quantize(grad, quantizer)
+
+
+def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+    turned = data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
+    return turned if out is None else out.copy_(turned)
+
+
+def dequantize(tensor: Any, dtype: Any) -> Tensor:
+    columnwise = getattr(tensor, "_rowwise_data", getattr(tensor, "_data", None)) is None
+    return _cast(_matrix(tensor, columnwise=columnwise).view(tensor.size()), dtype)
+
+
+def _matrix(tensor: Any, *, columnwise: bool) -> Tensor:
+    """The numbers of an operand as ``[rows, columns]``, from the direction in which a product reads it."""
+    if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "_quantizer"):
+        return tensor.reshape(-1, tensor.shape[-1])
+    dtype = _FP8[tensor._fp8_dtype.name]
+    if hasattr(tensor, "_rowwise_data"):
+        found = _Blocks(tensor._quantizer, columnwise).take(tensor, dtype)
+        turned = columnwise and not _is_mx(tensor)
+    else:
+        data = tensor._transpose if columnwise else tensor._data
+        assert data is not None, "the operand has no data in this direction"
+        assert not (columnwise and tensor._transpose_invalid)
+        flat = data.reshape(data.shape[0], -1).T if columnwise else data.reshape(-1, data.shape[-1])
+        found, turned = flat.contiguous().view(dtype).double() * tensor._scale_inv, columnwise
+    if found.shape[0 if turned else 1] % 16:
+        raise RuntimeError(f"leading dimension requirement for FP8 GEMM: {list(found.shape)}; caller must pad")
+    return found
+
+
+def _is_mx(tensor: Any) -> bool:
+    return type(tensor).__name__.startswith("MX")
+
+
+def fused_multi_row_padding(x: Tensor, out: Tensor, splits: list[int], padded: list[int]) -> None:
+    out.zero_()
+    for own, into in zip(torch.split(x, splits), torch.split(out, padded), strict=True):
+        into[: len(own)] = own
+
+
+def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: list[int], splits: list[int]) -> None:
+    for own, into in zip(torch.split(x, padded), torch.split(out, splits), strict=True):
+        into.copy_(own[: len(into)])
+
+
+def _product(left: Any, left_transposed: bool, right: Any, right_transposed: bool) -> Tensor:
     """``op(right) @ op(left)``: the arguments are those of a library that keeps matrices by columns."""
-    a, b = (one.reshape(-1, one.shape[-1]) for one in (left, right))
+    a, b = _matrix(left, columnwise=not left_transposed), _matrix(right, columnwise=right_transposed)
+    if a.dtype != b.dtype:
+        a, b = a.double(), b.double()
     found = (b.T if right_transposed else b) @ (a.T if left_transposed else a)
-    return found if right_transposed else found.reshape(*right.shape[:-1], found.shape[-1])
+    return found if right_transposed else found.reshape(*right.size()[:-1], found.shape[-1])
 
 
 def generic_gemm(
@@ -202,12 +357,20 @@ vars(extension).update(
         for one in (
             *(rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd),
             *(generic_gemm, te_general_grouped_gemm, get_fused_attn_backend),
+            *(create_empty_quantized_tensor, quantize, split_quantize, bgrad_quantize, dequantize, fp8_transpose),
+            *(fused_multi_row_padding, fused_multi_row_unpadding),
         )
     },
     NVTE_Fused_Attn_Backend=enum.IntEnum(
         "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
     ),
     DType=enum.IntEnum("DType", [f"k{name}" for name in _DTYPES]),
+    FP8FwdTensors=enum.IntEnum(
+        "FP8FwdTensors", [f"GEMM{n}_{one}" for n in (1, 2, 3) for one in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+    ),
+    FP8BwdTensors=enum.IntEnum(
+        "FP8BwdTensors", [f"{one}{n}" for n in (1, 2, 3) for one in ("GRAD_OUTPUT", "GRAD_INPUT")], start=0
+    ),
     get_num_cublas_streams=lambda: 4,
     get_cudnn_version=lambda: 91600,
     get_cublasLt_version=lambda: 130000,
@@ -241,6 +404,7 @@ def on_a_gpu() -> Iterator[None]:
             (torch.cuda, "get_device_properties", lambda *_: hopper),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.distributed, "_coalescing_manager", lambda **_: nullcontext()),  # gloo has none
             *((torch.cuda.nvtx, name, lambda *_: None) for name in ("range_push", "range_pop")),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -252,6 +416,8 @@ import transformer_engine.common  # noqa: E402
 transformer_engine.common.load_framework_extension = lambda framework: None
 
 import transformer_engine.pytorch as pytorch  # noqa: E402, F401
-from transformer_engine.pytorch import constants  # noqa: E402
+from transformer_engine.pytorch import constants, quantization  # noqa: E402
 
 constants.TE_DType[torch.float64] = "float64"
+# Each recipe needs another GPU, or a release of CUDA.
+quantization._FP8_BLOCK_SCALING_SUPPORT = quantization._MXFP8_SUPPORT = (True, "")

@@ -17,6 +17,8 @@ require_checkout(trains=False)
 
 SCRIPT = Path(__file__).with_name("refusals.py")
 COMMON = f"{CPU} {MODEL} {TRAIN} {FOLDED} --prefix-tree-data-path /dev/null"
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+PLANNED = "--transformer-impl transformer_engine --no-rope-fusion --prefix-tree-dry-run"
 MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 LATENT = "without --group-query-attention --no-rope-fusion -- --multi-latent-attention"
 
@@ -42,8 +44,11 @@ SPINE = [
     ("--window-size=-1,0", "window_size=(-1, 0)"),
     ("--qk-clip", "qk_clip or log_max_attention_logit"),
     ("--log-max-attention-logit", "qk_clip or log_max_attention_logit"),
-    ("--fp8-format hybrid", "fp8 or fp4"),
-    ("--fp4-format e2m1", "fp8 or fp4"),
+    ("--fp8-format hybrid", "fp8_recipe='delayed'"),
+    (f"{FP8} --fp8-param-gather --use-distributed-optimizer", "fp8_param=True"),
+    (f"{MOE} {FP8} --moe-router-padding-for-quantization", "moe_router_padding_for_quantization=True"),
+    (f"{FP8} --mtp-num-layers 1", "fp8 with mtp_num_layers=1"),
+    ("--fp4-format e2m1", "fp4='e2m1'"),
     ("--cuda-graph-impl local", "cuda_graph_impl='local'"),
     ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "tp_comm_overlap=True"),
     (f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
@@ -62,6 +67,7 @@ NEWER = [
     (f"{MOE} --moe-router-load-balancing-type quantile_balancing", "moe_router_load_balancing_type='quantile_bal"),
     (f"{MOE} --moe-router-force-biased 0.1", "moe_router_force_load_balancing or moe_router_force_biased"),
     (f"{MOE} --moe-expert-rank-capacity-factor 1.5", "moe_expert_rank_capacity_factor"),
+    ("--fp8-format hybrid --fp8-recipe mxfp8 --fp8-output-proj", "fp8_output_proj=True"),
     ("--enable-mhc-connections", "enable_mhc_connections=True"),
     (f"{MOE} --moe-dispatch-fwd-dtype mxfp8", "moe_dispatch_fwd_dtype='mxfp8'"),
     (f"{MOE} --moe-combine-bwd-dtype mxfp8", "moe_combine_bwd_dtype='mxfp8'"),
@@ -71,6 +77,8 @@ NEWER = [
 # never takes.
 WITHOUT_ARGUMENT = {"fused_single_qkv_rope", "experimental_attention_variant", "use_kitchen or quant_recipe"}
 WITHOUT_ARGUMENT |= {"dsa_indexer_loss_coeff"}
+WITHOUT_ARGUMENT |= {"fp8_dot_product_attention", "fp8_multi_head_attention"}
+WITHOUT_ARGUMENT |= {"fp8 with experimental_attention_variant"}  # TransformerEngine has these layers
 # The error from its start.
 OTHER = [
     ("--position-embedding-type mrope", "prefix-tree training does not support --position-embedding-type mrope: "),
@@ -83,6 +91,7 @@ OTHER = [
         "Megatron-LM does not take these arguments: max_position_embeddings (32) must be greater than or equal to "
         "seq_length (64)",
     ),
+    (FP8, "--fp8-format hybrid needs --transformer-impl transformer_engine, and TransformerEngine installed; set"),
     ("--spec os system", "--spec os system: os.system is a builtin_function_or_method and no spec of layers; for exam"),
     ("--spec os nothing", "--spec os nothing: os.nothing is missing and no spec of layers; for example --spec mcore_"),
     (
@@ -166,6 +175,10 @@ OTHER = [
         if has_hybrid_model()
         else "--hybrid-override-pattern: hybrid models need HybridModel, which came with megatron-core 0.18; check out",
     ),
+    (
+        f"{FP8} {PLANNED} --prefix-tree-length-buckets 100008",
+        "--prefix-tree-length-buckets: 100008 is not a multiple of 16, which parallel layout and FP8 need",
+    ),
     ("--prefix-tree-length-buckets 8", "--prefix-tree-length-buckets: the largest, 8, cannot hold a micro-batch"),
 ]
 ACCEPTED = [
@@ -174,6 +187,7 @@ ACCEPTED = [
     f"{MOE} --recompute-granularity selective --recompute-modules moe",
     "without --no-gradient-accumulation-fusion -- --prefix-tree-dry-run",
     f"{LATENT} --no-rope-fusion",
+    f"{FP8} {PLANNED}",
     f"{MOE} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias",
     "LOCAL_RANK=3 LOCAL_WORLD_SIZE=8",

@@ -206,6 +206,11 @@ def test_a_step_in_double_precision(case: str, tmp_path: Path) -> None:
             "--rl-training-cuda-graphs --cuda-graph-impl local", "--rl-training-cuda-graphs", marks=pytest.mark.slow
         ),
         pytest.param("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline stages", marks=pytest.mark.slow),
+        pytest.param(
+            "--fp8-format hybrid --fp8-recipe tensorwise",
+            "--fp8-format hybrid: train_rl.py wraps",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("--fp16", "--fp16: not proven", marks=pytest.mark.slow),
     ],
 )

@@ -30,12 +30,12 @@ TESTS = ROOT / "tests"
 VERSION = "2.20.2"
 
 
-def run(path: list[Path], *arguments: str) -> str:
-    """Return pytest's last line about te_layers.py, of which no test may fail."""
+def run(path: list[Path], *arguments: str, file: str = "te_layers.py") -> str:
+    """Return pytest's last line about a file, of which no test may fail."""
     path = [*path, TESTS, *(TESTS / name for name in ("unit", "model", "world", "upstream")), ROOT]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *arguments]
     result = subprocess.run(
-        [*command, str(TESTS / "upstream" / "te_layers.py")],
+        [*command, str(TESTS / "upstream" / file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -52,6 +52,13 @@ def run(path: list[Path], *arguments: str) -> str:
 def test_folded_is_unfolded(request: pytest.FixtureRequest) -> None:
     said = run([wheel("transformer-engine", VERSION, request.config.cache)], "-k", "not patched")
     assert re.search(r"\d\d passed", said), said
+    assert "skipped" not in said
+
+
+@pytest.mark.parametrize("file", ["te_fp8.py", "te_fp8_recipes.py"])
+def test_fp8(file: str, request: pytest.FixtureRequest) -> None:
+    said = run([wheel("transformer-engine", VERSION, request.config.cache)], file=file)
+    assert re.search(r"\d passed", said), said
     assert "skipped" not in said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -41,6 +42,22 @@ def kept_generators() -> Iterator[None]:
         if tracked:
             tracker.set_states(tracked)
         random.setstate(others)
+
+
+@contextmanager
+def without_fp8(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Turn FP8 off, whose rounding would hide a mistake; its weights are quantised as if nothing had run meanwhile."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    configs: list[Any] = [one.config for one in modules if getattr(getattr(one, "config", None), "fp8", None)]
+    kept = [(one, "fp8", one.fp8) for one in configs]
+    kept += [(one, name, getattr(one, name)) for one in modules if hasattr(one, name := "is_first_microbatch")]
+    try:
+        for config in configs:
+            config.fp8 = None
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
 
 
 def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:

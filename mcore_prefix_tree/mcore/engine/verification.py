@@ -201,7 +201,7 @@ def _verified(
         logical_tokens=step.logical_tokens,
         physical_tokens=step.physical_tokens,
         parameters=count,
-        dtype=_name(dtype),
+        dtype=_name(dtype) + (" with FP8" if job.config.fp8 else ""),
         left_out="global_aux_loss" if compares_samples(job.config) else None,
     )
 

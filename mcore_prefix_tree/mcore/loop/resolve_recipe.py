@@ -17,6 +17,7 @@ from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.engine.job import Job
+from mcore_prefix_tree.mcore.engine.random_draws import without_fp8
 from mcore_prefix_tree.mcore.engine.resolve import Run
 from mcore_prefix_tree.mcore.engine.sample_checks import check_samples
 from mcore_prefix_tree.mcore.engine.verification import CannotVerifyError, VerifyReport, verify
@@ -175,7 +176,10 @@ class Resolved:
     def verified(
         self, chunks: list[torch.nn.Module], progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
-        """Compare the first batch, see :func:`verify`; raise RecipeError if the unfolded side cannot be run."""
+        """Compare the first batch, see :func:`verify`; raise RecipeError if the unfolded side cannot be run.
+
+        A model in FP8 is also compared without it, and first: a mistake may be smaller than FP8's rounding.
+        """
         recipe, config = self.recipe, self.job.config
         if config.gradient_accumulation_fusion:  # its kernel writes only into the buffers of DDP
             raise RecipeError(
@@ -193,18 +197,27 @@ class Resolved:
         def in_dtype(dtype: torch.dtype) -> tuple[list[torch.nn.Module], Any]:
             name = next(name for name, known in DTYPES.items() if known is dtype)
             on_gpu = self.job.folding.device.type == "cuda"
-            other = transformer_config(replace(recipe.model, dtype=name), recipe.parallel, on_gpu=on_gpu)
+            # FP8's rounding is measured against it, as that of the dtype.
+            exact = {key: value for key, value in recipe.model.transformer.items() if not key.startswith("fp8")}
+            model = replace(recipe.model, dtype=name, transformer=exact)
+            other = transformer_config(model, recipe.parallel, on_gpu=on_gpu)
             return self.new_model(other), other
 
+        run = partial(
+            verify,
+            chunks,
+            self.first_step(),
+            self.job,
+            in_dtype=in_dtype,
+            tolerance=recipe.verify.tolerance,
+            progress=progress,
+        )
         try:
-            return verify(
-                chunks,
-                self.first_step(),
-                self.job,
-                in_dtype=in_dtype,
-                tolerance=recipe.verify.tolerance,
-                progress=progress,
-            )
+            if not config.fp8:
+                return run()
+            with without_fp8(chunks):
+                report = run()
+            return run() if report.passed else report
         except CannotVerifyError as error:
             raise RecipeError(f"{error}, or set verify.enabled=false") from None
 

@@ -131,6 +131,11 @@ def checked_config(args: argparse.Namespace) -> Any:
     check_arguments(args)
     check_layers(args)
     config = config_for_folding(args)
+    if args.fp8 and not args.prefix_tree_dry_run and (args.transformer_impl == "local" or not HAVE_TE):
+        raise ArgumentError(
+            f"--fp8-format {args.fp8} needs --transformer-impl transformer_engine, and TransformerEngine installed; "
+            "set both, or remove it"
+        )
     if args.prefix_tree_hf is not None:
         check_same_model(args, config)
     if not args.prefix_tree_dry_run:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.mcore.engine.backend import list_windows
 from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
-from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import change_class
 from mcore_prefix_tree.mcore.seam.experts import compares_samples
@@ -58,7 +58,7 @@ def cut_decoder(
     Ranks that share experts run as many parts; where one has fewer, it runs parts of padding. For ``state_tokens`` see
     :class:`~mcore_prefix_tree.plan.cost.CostModel`.
     """
-    tokens, multiple, parts = layout.physical_tokens, count_splits(model), []
+    tokens, multiple, parts = layout.physical_tokens, padding_multiple(model), []
     chunks = cut_tree(layout.position_ids[:tokens].astype(np.int64), max_tokens, state_tokens=state_tokens)
     count = most_of_experts(model, len(chunks))
     if count <= 1:

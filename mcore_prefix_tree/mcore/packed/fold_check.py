@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same
+from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same, without_fp8
 from mcore_prefix_tree.mcore.packed.answers import expand
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import (
     most_of_experts,
@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.packed.decoder_in_parts import (
     turned_off,
 )
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
-from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, split_tokens
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying
 from mcore_prefix_tree.mcore.seam.vocab_size import unpadded_vocab_size
 from mcore_prefix_tree.utils.upload import upload
@@ -63,7 +63,8 @@ def compare(
     """Compare a stage's answers and gradients, folded and row by row.
 
     It compares logits, or losses if ``labels`` are given, or hidden states on stages without a head. It takes the time
-    of the rows one after another and memory for two more sets of gradients. Generators and buffers are restored.
+    of the rows one after another and memory for two more sets of gradients. Generators and buffers are restored; FP8 is
+    off meanwhile.
     ``folded`` makes the arguments of the folded micro-batch from ``call``, the trainer's.
 
     Raises:
@@ -122,6 +123,7 @@ def _undisturbed(model: Any) -> Iterator[torch.Tensor | None]:
         restored.enter_context(balancing_by_sample([model]))
         # torch.autograd.grad does not go through it; and offloading waits for a schedule.
         restored.enter_context(turned_off(recomputation(model)))
+        restored.enter_context(without_fp8([model]))
         restored.callback(model.set_input_tensor, sent)
         model.set_input_tensor(leaf)
         with torch.enable_grad():
@@ -132,7 +134,7 @@ def _alone(
     model: Any, rows: FoldedRows, call: dict[str, Any], sent: torch.Tensor | None, start: int, length: int
 ) -> torch.Tensor:
     """Return the stock model's answer for one row, ``[n, ...]``."""
-    padding = -length % model.tp_group.size() if model.config.sequence_parallel else 0
+    padding = -length % padding_multiple(model)
     if sent is not None:
         place = rows.place[start : start + length].clamp(max=rows.layout.padded_size - 1)
         row = F.pad(gather_tokens(sent, model).index_select(0, place), (0, 0, 0, 0, 0, padding))

@@ -36,7 +36,7 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
     take_tokens,
     with_spatial,
 )
-from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
+from mcore_prefix_tree.mcore.seam.all_tokens import padding_multiple
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.routes import check_routes
@@ -163,7 +163,7 @@ class Folding:
         to_check = model.training in self._unchecked
         if folds or to_check:
             check_draws(model)
-            folded = rows.fold(pad_to_multiple_of=count_splits(model))
+            folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
         if to_check:
             compare(model, folded, call, partial(self._folded, model, folded))
             # Without rows nothing was compared; but ranks that share experts have to check the same micro-batches.

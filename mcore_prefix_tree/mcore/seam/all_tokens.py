@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
+from mcore_prefix_tree.layout import row_multiple
+
 
 def count_splits(module: Any) -> int:
-    """Return the number of ranks that a micro-batch's tokens are split over, the divisor of its padded size."""
+    """Return the number of ranks that a micro-batch's tokens are split over."""
     return int(module.tp_group.size()) if module.config.sequence_parallel else 1
+
+
+def padding_multiple(model: Any) -> int:
+    """Return the divisor of the padded size of a micro-batch of this bare model; see :func:`row_multiple`."""
+    return row_multiple(count_splits(model), model.config.fp8, model.config.fp8_recipe)
 
 
 def gather_tokens(hidden: torch.Tensor, module: Any) -> torch.Tensor:

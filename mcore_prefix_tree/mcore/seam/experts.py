@@ -17,7 +17,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -343,7 +344,14 @@ class TreeExpertsMixin:
         if tree is None:
             return stock(*inputs, *args, **kwargs)
         # Upstream's own recomputation runs in backward, which has no tree to show.
-        return checkpoint(with_tree, False, *inputs) if again and self.training else with_tree(*inputs)
+        if not (again and self.training):
+            return with_tree(*inputs)
+        if self.router.config.fp8:  # which the other would not have in backward
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            group = parallel_state.get_tensor_model_parallel_group()
+            return te_checkpoint(with_tree, False, get_cuda_rng_tracker, group, *inputs)
+        return checkpoint(with_tree, False, *inputs)
 
 
 class TreeExpertLayerMixin:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_prefix_tree.mcore.seam.all_tokens import count_splits, gather_tokens, split_tokens
+from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.core_attention import rows_by_position
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
@@ -89,8 +89,8 @@ class TreeLatentAttentionMixin(TreeAbsorbedAttentionMixin):
         if stack is None:
             return key, value
         above, rotary = stack.split([sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], dim=-1)
-        splits = count_splits(self)
-        above = split_tokens(torch.nn.functional.pad(above, (0, 0, 0, -len(above) % splits)), self)
+        padding = -len(above) % padding_multiple(self)
+        above = split_tokens(torch.nn.functional.pad(above, (0, 0, 0, padding)), self)
         projected = self.linear_kv_up_proj(above)[0][: len(stack)].unflatten(-1, (key.shape[1], -1))
         keys, values = projected.split([sizes.qk_head_dim, sizes.v_head_dim], dim=-1)
         keys = torch.cat([keys, rotary.unsqueeze(1).expand(-1, key.shape[1], -1)], dim=-1)

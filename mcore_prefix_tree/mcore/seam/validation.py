@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.fp8_utils import TE_LINEAR_TYPES
 from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore import multi_token_names
@@ -20,6 +21,16 @@ _FLAGS = {
     "tp_comm_overlap": "its buffers have one sequence length, micro-batches do not",
     "overlap_moe_expert_parallel_comm": "its schedule plan does not go through the layer's forward",
     "enable_mhc_connections": "not proven exact under folding yet",  # since 0.20
+}
+_FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+_FP8_FLAGS = {
+    "fp8_param": "weights are read, compared and saved in the model's dtype",
+    **dict.fromkeys(
+        ("fp8_dot_product_attention", "fp8_multi_head_attention"),
+        "attention along a tree computes in the model's dtype",
+    ),
+    "fp8_output_proj": "the output layer computes in the model's dtype",
+    "moe_router_padding_for_quantization": "experts would get tokens that no router chose; without it they pad",
 }
 
 
@@ -59,6 +70,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "calculate_per_token_loss=False: the mean over a sample's tokens is not a sum over those of a tree; set "
             "calculate_per_token_loss=True",
         ),
+        *_fp8_refusals(config),
         *(_multi_token_refusals(config) if config.mtp_num_layers else ()),
         (
             isinstance(config.window_size, tuple | list) and (config.window_size[0] < 0 or config.window_size[1] != 0),
@@ -69,7 +81,6 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             config.qk_clip or config.log_max_attention_logit,
             "qk_clip or log_max_attention_logit: tree attention does not report its largest logit; turn both off",
         ),
-        (bool(config.fp8 or config.fp4), "fp8 or fp4: not proven exact under folding yet; use bf16"),
         (
             config.use_kitchen or config.quant_recipe is not None,
             "use_kitchen or quant_recipe: their layers multiply in less than bf16, which is not proven exact under "
@@ -77,11 +88,36 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         (
             config.cuda_graph_impl != "none",
-            f"cuda_graph_impl={config.cuda_graph_impl!r}: the shape of a tree changes with every micro-batch; "
-            "set cuda_graph_impl='none'",
+            f"cuda_graph_impl={config.cuda_graph_impl!r}: a graph replays one length, and in attention and routers the "
+            "tree of its capture; graphs of only MLPs were not tried on a GPU; set cuda_graph_impl='none'",
         ),
         *((getattr(config, name, False), f"{name}=True: {why}; set {name}=False") for name, why in _FLAGS.items()),
         *(() if config.num_moe_experts is None else _expert_refusals(config)),
+    ]
+
+
+def _fp8_refusals(config: Any) -> list[tuple[bool, str]]:
+    """Return the refusals of :func:`_refusals` for the settings of FP8 and FP4."""
+    recipe, has_fp8 = getattr(config.fp8_recipe, "value", config.fp8_recipe), bool(config.fp8)
+    return [
+        (
+            has_fp8 and recipe not in _FP8_RECIPES,
+            f"fp8_recipe={recipe!r}: only a scale that the quantised numbers themselves decide is the same in a first "
+            f"pass, a check and a step; set fp8_recipe to one of {', '.join(map(repr, _FP8_RECIPES))}",
+        ),
+        *(
+            (has_fp8 and bool(getattr(config, name, False)), f"{name}=True: {reason}; set {name}=False")
+            for name, reason in _FP8_FLAGS.items()
+        ),
+        *(
+            (has_fp8 and bool(value), f"fp8 with {name}={value!r}: not proven yet; set fp8=None")
+            for name in ("experimental_attention_variant", "mtp_num_layers")
+            for value in (getattr(config, name),)
+        ),
+        (
+            bool(config.fp4),
+            f"fp4={config.fp4!r}: it rounds at random, and samples that share a token would share a draw; set fp4=None",
+        ),
     ]
 
 
@@ -190,6 +226,11 @@ def check_config(config: Any) -> None:
         raise NotImplementedError("prefix-tree training does not support " + "; nor ".join(found))
 
 
+def _computes_in_fp8(layer: torch.nn.Module) -> bool:
+    """Return whether a layer has matrix products of TransformerEngine's."""
+    return any(isinstance(module, TE_LINEAR_TYPES) for module in layer.modules())
+
+
 def check_model(model: Any, *, takes_spatial: bool = False) -> None:
     """Reject models whose positions or layers folding does not support; ``model`` comes without wrappers.
 
@@ -201,6 +242,12 @@ def check_model(model: Any, *, takes_spatial: bool = False) -> None:
     """
     check_config(model.config)
     pattern = getattr(model, "hybrid_layer_pattern", None)
+    if model.config.fp8 and (pattern or not all(map(_computes_in_fp8, model.decoder.layers))):
+        raise NotImplementedError(
+            f"prefix-tree training does not support fp8={model.config.fp8!r} "
+            + ("with hybrid_layer_pattern: not proven yet" if pattern else "in layers that compute without it")
+            + "; use TransformerEngine's layers in a GPT, or set fp8=None"
+        )
     if pattern is not None:
         check_pattern(pattern)
         depths, trained = len(depth_letters(pattern)), model.config.mtp_num_layers

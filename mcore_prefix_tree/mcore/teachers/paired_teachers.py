@@ -97,7 +97,7 @@ class PairedTeachers(StepHook):
         if self.objective.settings.scaling != "dynamic":
             return taught
         with torch.no_grad():
-            return _balanced(taught, student(_for_scoring(taught)))
+            return _balanced(taught, student(_for_scoring(taught, self.objective.pad_to_multiple_of)))
 
     def _taught(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         asked = [[batch.hook_data[number] for batch in batches] for number in range(len(self.models))]
@@ -245,7 +245,7 @@ def _joined(batches: Sequence[MicroBatch], number: int, found: Sequence[TeacherH
     return joined
 
 
-def _for_scoring(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+def _for_scoring(batches: Sequence[MicroBatch], multiple: int) -> list[MicroBatch]:
     """Return as many micro-batches for a pass over all parts of trees; in place of first passes they are empty."""
     carries = [batch.packed_seq_params.carry for batch in batches if not batch.forward_only]
     trains = any(carry is not None and not carry.keeps for carry in carries)
@@ -254,7 +254,7 @@ def _for_scoring(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         one = batch.for_scoring()
         if batch.forward_only:
             empty = MicroBatch.from_layout(
-                fold([], padded_size=parallel_state.get_tensor_model_parallel_world_size()),
+                fold([], pad_to_multiple_of=multiple),
                 attention_backend=batch.packed_seq_params.attention_backend,
             )
             one = replace(empty, rows=batch.rows, hook_data=batch.hook_data)

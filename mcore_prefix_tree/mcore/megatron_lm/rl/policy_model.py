@@ -24,7 +24,7 @@ from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_thi
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import checked_config
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, loss_of_logits
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams
-from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
+from mcore_prefix_tree.mcore.seam.all_tokens import padding_multiple
 from mcore_prefix_tree.mcore.seam.output_layer import request_arguments
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.validation import check_draws, check_positions
@@ -148,7 +148,7 @@ class _LogprobFolding:
         rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
         check_positions(model, int(rows.length.max(initial=1)))
         check_draws(model)
-        folded = rows.fold(pad_to_multiple_of=count_splits(model))
+        folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
         arguments = folded.make_call(self._backend, deterministic_attention=self._deterministic)
         arguments["attention_mask"] = None
         if model.post_process:

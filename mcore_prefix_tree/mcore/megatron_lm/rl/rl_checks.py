@@ -28,6 +28,11 @@ def check_command_line(args: argparse.Namespace) -> None:
     check_megatron_lm()
     check_rl_arguments(args)
     check_layers(args)
+    if args.fp8:
+        raise ArgumentError(
+            f"--fp8-format {args.fp8}: train_rl.py wraps TransformerEngine's layers for inference, which is not proven "
+            "exact with folding yet; remove it"
+        )
     check_config(as_config(args))
     check_machine(args)
     load_script()
