@@ -15,7 +15,7 @@ from attention_cases import case_of, random_inputs
 from fake_flash_attention import install
 from harness.oracles import metadata_of, random_forest
 
-from mcore_prefix_tree.attention import fa4, imports, tree_attention
+from mcore_prefix_tree.attention import fa4, imports, tree_attention, triton_tree
 from mcore_prefix_tree.attention.tile_blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
@@ -28,6 +28,9 @@ def installed(monkeypatch):
     monkeypatch.setattr(fa4, "import_fault", lambda module: None)
 
 
+LATENT = {"head_dim": 192, "value_dim": 128}
+
+
 @pytest.mark.parametrize(
     ("case", "says"),
     [
@@ -35,12 +38,10 @@ def installed(monkeypatch):
         (HOPPER | {"capability": (8, 0)}, r"^a GPU of compute capability 8.0 \(Hopper and Blackwell only\)"),
         (HOPPER | {"capability": (12, 0)}, r"^a GPU of compute capability 12.0"),
         (HOPPER | {"dtype": torch.float32}, "^dtype=torch.float32"),
-        (HOPPER | {"deterministic": True}, r"^deterministic=True \(on Hopper"),
         (HOPPER | {"head_dim": 100}, r"^head_dim=100 with values of 100 \(multiples of 8\)"),
         (HOPPER | {"head_dim": 264}, "^head_dim=264 .*at most 256"),
-        (HOPPER | {"head_dim": 192, "value_dim": 128}, "^head_dim=192 with values of 128 and 4 heads on 2"),
         (BLACKWELL | {"head_dim": 192}, "^head_dim=192 with values of 192 .*at most 128"),
-        (BLACKWELL | {"head_dim": 256}, "^head_dim=256 with values of 256 .*at most 128"),
+        (BLACKWELL | {"head_dim": 256, "value_dim": 128}, "^head_dim=256 with values of 128 .*or 192 with 128, or 256"),
     ],
 )
 def test_refusals_name_the_argument(case, says, installed):
@@ -51,15 +52,36 @@ def test_refusals_name_the_argument(case, says, installed):
     "case",
     [
         HOPPER,
-        HOPPER | {"deterministic": True, "needs_grad": False},
-        HOPPER | {"head_dim": 192, "value_dim": 128, "kv_heads": 4},
+        HOPPER | {"deterministic": True},
+        HOPPER | LATENT,
+        HOPPER | LATENT | {"kv_heads": 4},
         HOPPER | {"head_dim": 256, "window": 5, "sinks": torch.zeros(4)},
-        BLACKWELL | {"head_dim": 192, "value_dim": 128},
+        BLACKWELL | LATENT,
         BLACKWELL | {"deterministic": True},
+        BLACKWELL | {"head_dim": 256},
     ],
 )
 def test_supported_cases_are_accepted(case, installed):
     assert fa4.refusal(case_of(**case)) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "borrows"),
+    [
+        (HOPPER | {"deterministic": True}, True),
+        (HOPPER | LATENT, True),
+        (BLACKWELL | {"head_dim": 256}, True),
+        (HOPPER, False),
+        (HOPPER | LATENT | {"kv_heads": 4}, False),
+        (BLACKWELL | LATENT | {"deterministic": True}, False),
+    ],
+)
+def test_only_training_with_tritons_backward_needs_triton(case, borrows, installed, monkeypatch):
+    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
+    reason = fa4.refusal(case_of(**case))
+    says = r"^deterministic=.*: its backward there is that of 'triton', which does not support .*package triton, 3.4"
+    assert re.search(says, reason) if borrows else reason is None
+    assert fa4.refusal(case_of(**case | {"needs_grad": False})) is None
 
 
 @pytest.fixture
@@ -83,7 +105,6 @@ def test_a_package_that_is_installed_but_does_not_import():
     assert fa4._is_installed()
     for _ in range(2):
         assert re.search(says, fa4.refusal(case_of(**HOPPER)))
-    assert "deterministic=True" in fa4.refusal(case_of(**HOPPER | {"deterministic": True}))
 
 
 def test_a_cpu_is_refused_with_the_way_out():
@@ -135,6 +156,19 @@ def test_its_backward_in_order_compiles_for_blackwell(dims):
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize("option", ["forward", "forward,window,sinks"])
+@pytest.mark.parametrize(
+    ("target", "dims"),
+    [(ON_HOPPER, "8,2,64,64"), (ON_HOPPER, "8,2,128,128"), (ON_HOPPER, "8,2,192,128"), (ON_BLACKWELL, "8,2,256,256")],
+    ids=["64 on Hopper", "128 on Hopper", "192/128 on Hopper", "256 on Blackwell"],
+)
+def test_a_forward_for_tritons_backward_returns_its_log_sum_exps(target, dims, option):
+    result = compiles(dims, option, target=target)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["forward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
 def test_why_no_order_is_asked_of_hopper():
     result = compiles("8,2,128,128", "ordered")
     assert result.returncode != 0
@@ -159,7 +193,7 @@ def test_key_blocks_add_to_a_query_block_one_after_the_other(window):
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-def test_why_a_head_dim_of_256_is_refused_on_blackwell():
+def test_why_a_head_dim_of_256_borrows_its_backward_on_blackwell():
     result = compiles("8,2,256,256", target=ON_BLACKWELL)
     assert result.returncode != 0
     assert "head_dim=256 does not support block sparsity" in result.stderr

@@ -93,7 +93,8 @@ def kernels(monkeypatch):
         Case, "of", classmethod(lambda cls, *arguments: replace(of(cls, *arguments), capability=(9, 0)))
     )
 
-    def attend(query, key, value, metadata, options, configs):
+    def attend(query, key, value, metadata, options, configs, operator):
+        assert operator is None
         calls.append((metadata.num_tokens, (query.requires_grad, configs.divides)))
         out = reference.attention(query, key, value, metadata, options)
         return 1.1 * out if calls[0] == "wrong" else out
