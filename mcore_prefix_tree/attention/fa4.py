@@ -36,9 +36,12 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.attention.triton_tree.block_order import DevicePlan
 
 HOPPER, BLACKWELL = 9, 10
+_BLACKWELL_QUERIES = 256
 
 # Tiles reach past the last token, and so do the mask's reads: as far as the largest tile.
 _PADDING = 256
+# Keys that the mask of a Blackwell forward is evaluated for at a time.
+_WORD = 32
 
 
 class Block(NamedTuple):
@@ -59,7 +62,7 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, value_dim: int) -> 
     """Return the tiles of its block-sparse kernels on a Hopper or Blackwell GPU."""
     if capability[0] == BLACKWELL:
         # Two query tiles of 128 a block; from a head_dim of 192 on, two blocks share a backward tile of keys.
-        return TilePair(Block(256, 128), Block(128, 256 if head_dim == 192 else 128))
+        return TilePair(Block(_BLACKWELL_QUERIES, 128), Block(128, 256 if head_dim == 192 else 128))
     if head_dim <= 96:
         return TilePair(Block(192, 128), Block(128 if head_dim <= 64 else 64, 128))
     if head_dim <= 128:
@@ -137,8 +140,12 @@ def write_order(lists: Sequence[tuple[Int32Array, Int32Array]]) -> list[Int32Arr
 
 
 @cache
-def _visible(window: int | None) -> Any:
-    """The mask in FlashAttention-4's own language; it is compiled into the kernel once for each window."""
+def _visible(window: int | None, *, words: bool = False) -> Any:
+    """The mask in FlashAttention-4's own language; it is compiled into the kernel once for each window.
+
+    With ``words``, a forward evaluates it for 32 keys at a time, and it returns a bit for each, the lowest for the
+    first; a backward still does for one key.
+    """
     import cutlass
     from cutlass import cute
     from flash_attn.cute import utils
@@ -155,14 +162,45 @@ def _visible(window: int | None) -> Any:
         reach = utils.scalar_to_ssa(cutlass.Int32(window), cutlass.Int32)
         return (key <= query) & (query < end) & (behind < reach)
 
-    return visible if window is None else visible_in_window
+    of_one = visible if window is None else visible_in_window
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def read(tensor: Any, first: Any) -> Any:
+        return cute.make_tensor(tensor.iterator + first, _WORD).load()
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def visible_word(batch: Any, head: Any, query: Any, key: Any, seqlen_info: Any, tensors: Any) -> Any:
+        if cutlass.const_expr(cute.size(key.shape) == 1):
+            return of_one(batch, head, query, key, seqlen_info, tensors)
+        # Past the last key, where the kernel masks them itself, it counts keys from zero again.
+        first = cute.assume(key[0] // _WORD * _WORD, divby=_WORD)
+        row, end, word = query[0], read(tensors[0], first), cutlass.Uint32(0)
+        if cutlass.const_expr(window is not None):
+            nearest, position = tensors[1][row] - window, read(tensors[1], first)
+        for bit in cutlass.range_constexpr(_WORD):
+            seen = row < end[bit]
+            if cutlass.const_expr(window is not None):
+                seen = seen & (nearest < position[bit])
+            word = word | (cutlass.Uint32(seen) << bit)
+        causal = utils.shr_u32(cutlass.Uint32(0xFFFFFFFF), cutlass.Uint32(cutlass.max(first + _WORD - 1 - row, 0)))
+        return utils.scalar_to_ssa(word & causal, cutlass.Uint32)
+
+    if not words:
+        return of_one
+    visible_word.__vec_size__ = _WORD
+    return visible_word
 
 
 def arguments(mask: Mask, options: AttentionOptions) -> dict[str, Any]:
     """Return the arguments of its forward and backward in addition to the tensors and the lists."""
+    words = mask.forward.block_size[0] == _BLACKWELL_QUERIES
+    if words:
+        for tensor in mask.tensors:
+            # The package's names: without them, it reads one number at a time.
+            vars(tensor).update(__assumed_align__=16, __leading_dim__=0)
     given: dict[str, Any] = {
         "softmax_scale": options.softmax_scale,
-        "mask_mod": _visible(options.window),
+        "mask_mod": _visible(options.window, words=words),
         "aux_tensors": list(mask.tensors),
     }
     if options.sinks is not None:

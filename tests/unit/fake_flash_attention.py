@@ -11,8 +11,8 @@ from pathlib import Path
 
 _FILES = {
     "flash_attn_4-4.0.0b36.dist-info/METADATA": "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n",
-    "cutlass/__init__.py": "from . import cute\nInt32 = int\n",
-    "cutlass/cute.py": "jit = lambda function: function\n",
+    "cutlass/__init__.py": "from . import cute\nInt32, const_expr = int, bool\n",
+    "cutlass/cute.py": "jit, size = lambda function: function, lambda shape: shape[0]\n",
     "flash_attn/__init__.py": "",
     "flash_attn/cute/utils.py": "scalar_to_ssa = lambda value, dtype: value\n",
     "flash_attn/cute/block_sparsity.py": """

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,85 @@ def test_why_no_order_is_asked_of_hopper():
     result = compiles("8,2,128,128", "ordered")
     assert result.returncode != 0
     assert result.stdout.split() == ["forward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize(("option", "reads"), [("forward", 1), ("forward,window", 2)])
+def test_blackwell_reads_the_mask_by_words(option, reads, tmp_path):
+    """Four keys a load, for two copies of a tile's 128 keys: one for the last tile, which may be cut off."""
+    keep = {"CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    result = compiles("8,2,128,128", option, target=ON_BLACKWELL | keep)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (code,) = (file.read_text() for file in tmp_path.glob("*fwd_sm100*.ptx"))
+    assert code.count("ld.global.v4.b32") == reads * 2 * 128 // 4
+    assert code.count("ld.global.b32") < 128
+
+
+class Pointer:
+    """A place in a tensor, for the package's language."""
+
+    def __init__(self, tensor, place=0):
+        self.tensor, self.place = tensor, place
+        self.iterator = self
+
+    def __add__(self, places):
+        assert places % 32 == 0  # the alignment that the load relies on
+        return Pointer(self.tensor, self.place + places)
+
+    def __getitem__(self, place):
+        return int(self.tensor[place])
+
+
+@pytest.fixture
+def language(tmp_path, monkeypatch):
+    """The parts of the package's language that the mask is written in, as Python."""
+    install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import cutlass
+    from cutlass import cute
+    from flash_attn.cute import utils
+
+    cutlass.Uint32, cutlass.max, cutlass.range_constexpr = int, max, range
+    cute.assume = lambda value, divby: value
+    cute.make_tensor = lambda pointer, size: SimpleNamespace(
+        load=lambda: pointer.tensor[pointer.place : pointer.place + size].tolist()
+    )
+    utils.shr_u32 = lambda value, places: value >> places
+    fa4._visible.cache_clear()
+    yield
+    install(tmp_path)  # its modules are forgotten
+    fa4._visible.cache_clear()
+
+
+class Index(tuple):
+    """Indices of a row or of keys, which the package passes as a vector."""
+
+    __slots__ = ()
+    shape = property(lambda self: (len(self),))
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("window", [None, 70])
+def test_words_of_the_mask_are_its_bits(window):
+    metadata = metadata_of(*random_forest(1, nodes=14, node_lens=(1, 60, 130)), padding=3)
+    end, position = (
+        torch.nn.functional.pad(one, (0, 256)) for one in (metadata.subtree_end, metadata.tree_position_ids)
+    )
+    mask, size = fa4._visible(window, words=True), metadata.padded_size
+    assert mask.__vec_size__ == 32
+    key = torch.arange(size)
+    for row in range(0, size, 3):
+        seen = (key <= row) & (row < end[:size])
+        if window is not None:
+            seen &= position[row] - position[:size] < window
+        for first in range(0, size, 32):
+            # Past the last key, the kernel counts them from zero, and masks what it gets.
+            keys = Index(place % size for place in range(first, first + 32))
+            word = mask(0, 0, Index([row] * 32), keys, None, (Pointer(end), Pointer(position)))
+            bits = [word >> bit & 1 for bit in range(32)][: size - first]
+            assert bits == seen[first : first + 32].int().tolist()
+        wrapped = mask(0, 0, Index([row] * 32), Index(range(5, 37)), None, (Pointer(end), Pointer(position)))
+        assert 0 <= wrapped < 1 << 32
 
 
 @pytest.mark.parametrize("window", [None, 70])
