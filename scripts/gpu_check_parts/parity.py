@@ -18,6 +18,7 @@ from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
 from mcore_prefix_tree.attention.chosen_keys import choose_keys, path_mask, score_by_kernel
 from mcore_prefix_tree.attention.parity import Attention, error_limit, worst_rows
+from mcore_prefix_tree.utils.triton_here import worst_row
 
 # heads, key heads, head_dim, value_dim
 PLAIN, SMALL, LATENT = (16, 2, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)
@@ -126,7 +127,7 @@ def _chosen(heads: int, dim: int, dtype: torch.dtype, *, relu: bool) -> dict[str
     found, seen = score(slice(0, size), every), exact > -torch.inf
     wrong = [] if torch.equal(found > -torch.inf, seen) else ["other keys are seen than the tree's"]
     # The first tokens of a path have one score, which may be next to nothing.
-    worst = parity._worst_row(found.masked_fill(~seen, 0), exact.masked_fill(~seen, 0), may_vanish=True)
+    worst = worst_row(found.masked_fill(~seen, 0), exact.masked_fill(~seen, 0), may_vanish=True)
     chosen, best = (
         choose_keys(one, metadata, TOPK, 1).sort().values for one in (score, lambda rows, keys: exact[rows, keys])
     )

@@ -12,9 +12,9 @@ import torch
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import AttentionOptions, Case, parity, reference, tree_attention, triton_tree
-from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.triton_tree.block_order import ROUND
 from mcore_prefix_tree.attention.triton_tree.config import Configs, configs_for
+from mcore_prefix_tree.utils.triton_here import ParityError
 
 HOPPER = Case(
     device=torch.device("cuda"),
