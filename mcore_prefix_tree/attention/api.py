@@ -1,7 +1,8 @@
 """The one entrance to tree attention: it validates a call, selects the named back-end and passes the call to it.
 
-A back-end is a module with the functions of :class:`Backend`, and none imports another. It must be importable on any
-machine: its functions import the packages that it needs in addition to torch.
+A back-end is a module with the functions of :class:`Backend`, and none imports another, but ``fa4`` borrows the
+backward of ``triton``. It must be importable on any machine: its functions import the packages that it needs in
+addition to torch.
 """
 
 from __future__ import annotations

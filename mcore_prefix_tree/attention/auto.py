@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.backend_options import Case
-from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.spans import cut_into_spans
 from mcore_prefix_tree.attention.tile_blocks import visible_pairs
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.triton_here import ParityError
 
 # By kind of device, for cases without a measurement: the order measured on an H200. FlashAttention-4 is a package that
 # a user has to install.

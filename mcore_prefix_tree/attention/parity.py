@@ -17,6 +17,7 @@ import torch
 from mcore_prefix_tree.attention import reference
 from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
 from mcore_prefix_tree.metadata import TreeMetadata
+from mcore_prefix_tree.utils.triton_here import can_compare, require_parity, worst_row
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TreeMetadata, AttentionOptions], torch.Tensor]
 
@@ -37,10 +38,6 @@ _NODES = (
     *((70, -1), (1, 11), (1, 11), (33, 11), (1, -1)),
 )
 _PADDING = 5
-
-
-class ParityError(ValueError):
-    """A kernel is wrong or does not run on this machine. The message names it, the fault, and an alternative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +76,8 @@ def check_parity(name: str, attention: Attention, case: Case) -> None:
     It reads numbers back, so nothing is compared while torch.compile traces or a CUDA graph is captured; the next call
     outside of these makes up for it. ``attention``, a module-level function, keeps a record of completed checks.
     """
-    if _can_compare():
+    if can_compare():
         _check(name, attention, Question.of(case))
-
-
-def _can_compare() -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    # Only a process that has initialized CUDA has a stream to ask: a CUDA build without a driver raises.
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def check_size(kernel: str, query: torch.Tensor) -> None:
@@ -103,22 +93,13 @@ def check_size(kernel: str, query: torch.Tensor) -> None:
 @cache
 def _check(name: str, attention: Attention, question: Question) -> None:
     way_out = f"use attention backend {'flex' if name == 'triton' else 'triton'!r} and report the versions"
-    try:
-        errors = worst_rows(attention, question)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        # A package of another version takes other arguments, or its compiler fails.
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ParityError(f"attention backend {name!r} does not run on this machine: {reason}; {way_out}") from error
-    for what, size in errors.items():
-        limit = error_limit(what, question.dtype)
-        if not size <= limit:  # NaN is not
-            raise ParityError(
-                f"attention backend {name!r} is wrong on this machine: {what} is off by {size:.1e} of a row, where "
-                f"{limit:.1e} is rounding ({question.dtype}, head_dim {question.head_dim}/{question.value_dim}, "
-                f"{question.group} query heads a key head); {way_out}"
-            )
+    require_parity(
+        f"attention backend {name!r}",
+        lambda: worst_rows(attention, question),
+        lambda what: error_limit(what, question.dtype),
+        f"{question.dtype}, head_dim {question.head_dim}/{question.value_dim}, {question.group} query heads a key head",
+        way_out,
+    )
 
 
 def error_limit(what: str, dtype: torch.dtype) -> float:
@@ -154,7 +135,7 @@ def worst_rows(attention: Attention, question: Question) -> dict[str, float]:
     names = ("out", "dQ", "dK", "dV", "d sinks")
     return {
         # The first tokens of a path have almost no dQ, and the last ones almost no dK: the remainder is rounding.
-        name: _worst_row(*pair, may_vanish=name in _OF_SCORES)
+        name: worst_row(*pair, may_vanish=name in _OF_SCORES)
         for name, pair in zip(names, zip(actual, expected, strict=True), strict=False)
     }
 
@@ -189,12 +170,3 @@ def _results(
             wanted = leaves
         out = attention(leaves[0], leaves[1], leaves[2], metadata, options)
         return [out.detach(), *torch.autograd.grad(out, wanted, grad_out.to(out.dtype))]
-
-
-def _worst_row(actual: torch.Tensor, expected: torch.Tensor, *, may_vanish: bool) -> float:
-    """Return the largest relative error of a row, the last dimension of ``[..., n]``."""
-    truth = expected.double()
-    rows = truth.norm(dim=-1)
-    if may_vanish:
-        rows = torch.maximum(rows, rows.square().mean().sqrt())
-    return float(((actual.double() - truth).norm(dim=-1) / rows).max())

@@ -1,7 +1,7 @@
 """The softmax of a block of rows of logits, forward and backward, for the paths with and without logits.
 
 On a GPU, Triton kernels read each logit once a way (:mod:`mcore_prefix_tree.logprob.softmax_kernels`). Elsewhere, and
-in fp64, each step is one of PyTorch's and overwrites its block; the kernels are tested against these.
+in fp64, each step is one of PyTorch's and overwrites its block; the kernels are compared with these before first use.
 
 Legend: B rows of the block, R rows in all, E edges, Vl columns on this tensor-parallel rank.
 """
@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_prefix_tree.utils.triton_here import kernels_run_on
+from mcore_prefix_tree.utils.triton_here import can_compare, kernels_run_on, require_parity, worst_row
 
 # Below it exp is 0 in every dtype: logits of -inf are taken for it where 0 * inf would be NaN.
 _EXP_IS_ZERO = -1000.0
+# Largest errors of the kernels in their comparison: in machine epsilons of a 16-bit gradient, and of other results,
+# which sum the exponentials of thousands of logits in fp32.
+_EPSILONS, _OF_SUMS = 4, 4e-6
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,13 @@ def softmax_sums(logits: torch.Tensor, *, scale: torch.Tensor | None = None, wit
 
 
 def _kernel_sums(logits: torch.Tensor, scale: torch.Tensor | None, with_entropy: bool) -> RowSums:
-    """Return :func:`softmax_sums` ``[B]`` of ``[B, Vl]`` by a kernel."""
+    """Return :func:`softmax_sums` ``[B]`` of ``[B, Vl]`` by a kernel, which is compared on its first use on a GPU."""
+    if logits.is_cuda and can_compare():
+        _check_kernels(logits.device, logits.dtype, scale is not None, with_entropy)
+    return _unchecked_sums(logits, scale, with_entropy)
+
+
+def _unchecked_sums(logits: torch.Tensor, scale: torch.Tensor | None, with_entropy: bool) -> RowSums:
     from mcore_prefix_tree.logprob import softmax_kernels
 
     maximum, total, moment = softmax_kernels.softmax_sums(
@@ -299,3 +309,46 @@ class BlockSoftmax:
             assert self._shifted is not None
             block = softmax_backward_(self._shifted[rows], replace(joined, maximum=-shift), grads)
         return block if out is None else out.copy_(block)
+
+
+@cache
+def _check_kernels(device: torch.device, dtype: torch.dtype, scaled: bool, with_entropy: bool) -> None:
+    """Raise ParityError if both kernels differ from torch in fp64 on four rows, once per process and kind of call."""
+    require_parity(
+        "the kernel of the vocabulary head's softmax",
+        lambda: _kernel_errors(device, dtype, scaled=scaled, with_entropy=with_entropy),
+        lambda what: max(_OF_SUMS, _EPSILONS * torch.finfo(dtype).eps if what == "gradient" else 0.0),
+        f"{dtype}{', scaled' * scaled}{', entropy' * with_entropy}",
+        "install Triton 3.6.0, 3.7.1 or 3.9.0, with which it was tested, and report the version",
+    )
+
+
+def _kernel_errors(device: torch.device, dtype: torch.dtype, *, scaled: bool, with_entropy: bool) -> dict[str, float]:
+    """Largest error of a row of each result, relative to the row."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+    def grads_in(dtype: torch.dtype) -> LogitGrads:
+        return LogitGrads(
+            row=sum_per_row(per_edge, row, per_row).to(dtype),
+            entropy=per_row.to(dtype) if with_entropy else None,
+            edges=EdgeGrads(row=row, column=column, grad=per_edge.to(dtype)),
+        )
+
+    # Columns of two blocks, the second cut off; a row of more edges than a block of these, some to one column.
+    logits, row = (3 * draw(4, 2500)).to(dtype), torch.tensor([0, *[2] * 20, 3, 3], device=device)
+    column = torch.arange(len(row), device=device) % 9 * 300
+    per_edge, per_row = draw(len(row)), draw(4)
+    scale = 0.5 + draw(4).abs() if scaled else None
+    sums = _unchecked_sums(logits, scale, with_entropy)
+    gradient = _kernel_backward(logits, sums, grads_in(torch.float32), torch.empty_like(logits), scale)
+    exact, factor = logits.double(), None if scale is None else scale.double()
+    truth = softmax_sums(exact, scale=factor, with_entropy=with_entropy)
+    wanted = softmax_backward(exact, truth, grads_in(torch.float64), out=None, scale=factor)
+    found = {"gradient": worst_row(gradient, wanted, may_vanish=True)}  # of a row without an edge
+    for name, own, true in zip(("maximum", "total", "moment"), sums.parts, truth.parts, strict=True):
+        if own is not None and true is not None:
+            found[name] = worst_row(own[:, None], true[:, None])
+    return found

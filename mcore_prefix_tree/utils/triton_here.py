@@ -1,7 +1,8 @@
-"""Launches of Triton kernels, and whether this process can make them."""
+"""Launches of Triton kernels, whether this process can make them, and the error of a kernel that is wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,3 +44,44 @@ def launch_kernel(kernel: Any, programs: int, like: torch.Tensor, *arguments: An
     """Run a kernel on the device of a tensor ``[...]``, in its current stream, not on the current device."""
     with torch.cuda.device_of(like):
         kernel[(programs,)](*arguments, enable_fp_fusion=_FP_FUSION, **constants)
+
+
+class ParityError(ValueError):
+    """A kernel is wrong or does not run on this machine. The message names it, the fault, and an alternative."""
+
+
+def can_compare() -> bool:
+    """Return whether numbers can be read back: not while torch.compile traces or a CUDA graph is captured."""
+    if torch.compiler.is_compiling():
+        return False
+    # Only a process that has initialized CUDA has a stream to ask: a CUDA build without a driver raises.
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def require_parity(
+    kernel: str, compare: Callable[[], Mapping[str, float]], limit: Callable[[str], float], case: str, way_out: str
+) -> None:
+    """Raise ParityError if ``compare`` fails, or returns an error of a row by name that is above its ``limit``."""
+    try:
+        errors = compare()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # A package of another version takes other arguments, or its compiler fails.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ParityError(f"{kernel} does not run on this machine: {reason}; {way_out}") from error
+    for what, size in errors.items():
+        if not size <= limit(what):  # NaN is not
+            raise ParityError(
+                f"{kernel} is wrong on this machine: {what} is off by {size:.1e} of a row, where {limit(what):.1e} is "
+                f"rounding ({case}); {way_out}"
+            )
+
+
+def worst_row(actual: torch.Tensor, expected: torch.Tensor, *, may_vanish: bool = False) -> float:
+    """Return the largest relative error of a row, the last dimension of ``[..., n]``."""
+    truth = expected.double()
+    rows = truth.norm(dim=-1)
+    if may_vanish:
+        rows = torch.maximum(rows, rows.square().mean().sqrt())
+    return float(((actual.double() - truth).norm(dim=-1) / rows).max())

@@ -13,11 +13,12 @@ from attention_bench.contestants import ALWAYS_DETERMINISTIC
 from gpu_check_parts.context import Context
 from gpu_check_parts.results import FAILED
 from gpu_check_parts.using import gpu_case, packages_of, sources_of, unchecked
-from mcore_prefix_tree.attention import Case, parity, triton_tree
+from mcore_prefix_tree.attention import Case, fa4, parity, triton_tree
 from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.attention.cascade import CUDA_KERNELS, attention_through, refusal_through
 from mcore_prefix_tree.attention.chosen_keys import choose_keys, path_mask, score_by_kernel
 from mcore_prefix_tree.attention.parity import Attention, error_limit, worst_rows
+from mcore_prefix_tree.utils.triton_here import worst_row
 
 # heads, key heads, head_dim, value_dim
 PLAIN, SMALL, LATENT = (16, 2, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)
@@ -74,9 +75,10 @@ def methods(case: Case) -> Iterator[tuple[str, Attention, str | None]]:
     """Yield name, unchecked attention and refusal of each method."""
     for name in ("triton", "fa4"):
         yield name, unchecked(name), load_backend(name).refusal(case)
-        if name == "triton" and case.heads > case.kv_heads:
+        module = {"triton": triton_tree, "fa4": fa4}[name]
+        if case.heads > case.kv_heads and (name == "triton" or fa4._borrows_backward(case)):
             # The forest is so small that groups of heads are split; a longer forest does not split them.
-            yield "triton, whole groups", triton_tree._attend_whole_groups, load_backend(name).refusal(case)
+            yield f"{name}, whole groups", module._attend_whole_groups, module.refusal(case)
     for kernel in CUDA_KERNELS:
         yield f"cascade, {kernel.name}", partial(attention_through, kernel), refusal_through(kernel, case)
 
@@ -125,7 +127,7 @@ def _chosen(heads: int, dim: int, dtype: torch.dtype, *, relu: bool) -> dict[str
     found, seen = score(slice(0, size), every), exact > -torch.inf
     wrong = [] if torch.equal(found > -torch.inf, seen) else ["other keys are seen than the tree's"]
     # The first tokens of a path have one score, which may be next to nothing.
-    worst = parity._worst_row(found.masked_fill(~seen, 0), exact.masked_fill(~seen, 0), may_vanish=True)
+    worst = worst_row(found.masked_fill(~seen, 0), exact.masked_fill(~seen, 0), may_vanish=True)
     chosen, best = (
         choose_keys(one, metadata, TOPK, 1).sort().values for one in (score, lambda rows, keys: exact[rows, keys])
     )

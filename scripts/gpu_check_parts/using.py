@@ -47,7 +47,9 @@ def unchecked(backend: str) -> Attention:
 
 def packages_of(method: str) -> tuple[str, ...]:
     """Return the packages whose version can change a figure of an attention method."""
-    if method in ("fa4", "FlashAttention-4", "cascade, FlashAttention-4"):
+    if method in ("fa4", "fa4, whole groups"):
+        return (*_FA4, "triton")
+    if method in ("FlashAttention-4", "cascade, FlashAttention-4"):
         return _FA4
     if method in ("triton", "triton, whole groups", "flex"):
         return ("torch", "triton")
@@ -59,8 +61,9 @@ def sources_of(method: str) -> tuple[str, ...]:
     """Return the files and folders of the repository that implement an attention method."""
     own = {
         "triton": (f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/blocks.py"),
-        "fa4": (f"{_ATTENTION}/fa4.py", f"{_ATTENTION}/blocks.py"),
+        "fa4": (f"{_ATTENTION}/fa4.py", f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/blocks.py"),
         "flex": (f"{_ATTENTION}/flex.py", f"{_ATTENTION}/blocks.py"),
     }
-    own["triton, whole groups"] = own["triton"]
-    return own.get(method, (f"{_ATTENTION}/cascade",) if method.startswith("cascade") else ())
+    return own.get(
+        method.removesuffix(", whole groups"), (f"{_ATTENTION}/cascade",) if method.startswith("cascade") else ()
+    )

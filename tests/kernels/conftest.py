@@ -24,6 +24,7 @@ if INTERPRETED:
     collect_ignore = ["test_compile.py", "test_devices.py", "test_predicted_attention.py", "test_specialization.py"]
 elif not torch.cuda.is_available():
     collect_ignore = [
+        "test_fa4_with_triton.py",
         "test_half_precision.py",
         "test_index_scores.py",
         "test_operator.py",

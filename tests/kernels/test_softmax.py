@@ -20,9 +20,11 @@ from mcore_prefix_tree.logprob import (
     head_edge_loss,
     head_logprobs,
     softmax,
+    softmax_kernels,
 )
 from mcore_prefix_tree.logprob.softmax import EdgeGrads, LogitGrads, RowSums, softmax_backward, softmax_sums
 from mcore_prefix_tree.logprob.softmax_kernels import COLUMNS, EDGES
+from mcore_prefix_tree.utils.triton_here import ParityError
 
 ROWS = 5
 # Rows without edges, with one, and with more than the kernel takes at a time; some have their token in common.
@@ -241,3 +243,75 @@ def test_edges_are_added_before_rounding():
         softmax_backward(logits, softmax_sums(logits), grads, out=out)
     expected = 1 - torch.softmax(logits.double(), 1)[0, 4]
     assert abs(out[0, 4].double() / expected - 1) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_comparison_before_first_use_passes(dtype, scaled, with_entropy):
+    with bfloat16() if dtype == torch.bfloat16 else contextlib.nullcontext():
+        softmax._check_kernels.__wrapped__(DEVICE, dtype, scaled, with_entropy)
+
+
+def without_the_last_column(original):
+    def sums(logits, scale, with_moment):
+        return original(logits[:, :-1], scale, with_moment)
+
+    return sums
+
+
+def without_one_edge(original):
+    def gradient(logits, out, *vectors):
+        *others, grad = vectors
+        original(logits, out, *others, None if grad is None else torch.cat([grad[:-1], grad[-1:] * 0]))
+
+    return gradient
+
+
+def fails(_):
+    def kernel(*_):
+        raise RuntimeError("no kernel image\nis available")
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "says"),
+    [
+        ("softmax_sums", without_the_last_column, "is wrong on this machine: (gradient|total) is off by .*, entropy"),
+        ("softmax_gradient", without_one_edge, "is wrong on this machine: gradient is off by .*float32, entropy"),
+        ("softmax_sums", fails, "does not run on this machine: RuntimeError: no kernel image is available"),
+    ],
+)
+def test_a_wrong_kernel_is_found_on_first_use(name, wrong, says, monkeypatch):
+    """On a GPU; torch.compile and the interpreter compare nothing."""
+    softmax._check_kernels.cache_clear()
+    monkeypatch.setattr(softmax_kernels, name, wrong(getattr(softmax_kernels, name)))
+    logits = torch.randn(3, 40, device=DEVICE)
+    monkeypatch.setattr(softmax, "can_compare", lambda: False)
+    if wrong is not fails:
+        softmax_sums(logits, with_entropy=True)
+    monkeypatch.setattr(softmax, "can_compare", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(softmax, "kernels_take", lambda logits: logits.dtype != torch.float64)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    with pytest.raises(ParityError, match=f"^the kernel of the vocabulary head's softmax {says}.*; install Triton 3"):
+        softmax_sums(logits, with_entropy=True)
+
+
+def test_kernels_are_compared_once_for_each_kind_of_call(monkeypatch):
+    calls = []
+    softmax._check_kernels.cache_clear()
+    monkeypatch.setattr(softmax, "_kernel_errors", lambda *given, **more: calls.append((*given, more)) or {})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(softmax, "can_compare", lambda: True)
+    monkeypatch.setattr(softmax, "kernels_take", lambda logits: True)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    for logits in (torch.randn(3, 40), torch.randn(7, 9)):
+        for _ in range(2):
+            softmax_sums(logits.to(DEVICE))
+    assert len(calls) == 1
+    softmax_sums(torch.randn(3, 40, device=DEVICE), with_entropy=True)
+    softmax_sums(torch.randn(3, 40, device=DEVICE).half())
+    assert len(calls) == 3
+    softmax._check_kernels.cache_clear()

@@ -1,4 +1,8 @@
-"""A package that looks like flash-attn-4 from outside, for a machine without a GPU: it attends densely."""
+"""A package that looks like flash-attn-4 from outside, for a machine without a GPU: it attends densely.
+
+Its forward takes the lists, the mask and the sinks. Its log-sum-exp is the package's: fp32 ``[1, H, P]`` in
+nats, with the sink; for a row without a key, -inf or the sink.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from pathlib import Path
 
 _FILES = {
     "flash_attn_4-4.0.0b36.dist-info/METADATA": "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n",
-    "cutlass/__init__.py": "from . import cute\nInt32 = int\n",
-    "cutlass/cute.py": "jit = lambda function: function\n",
+    "cutlass/__init__.py": "from . import cute\nInt32, const_expr = int, bool\n",
+    "cutlass/cute.py": "jit, size = lambda function: function, lambda shape: shape[0]\n",
     "flash_attn/__init__.py": "",
     "flash_attn/cute/utils.py": "scalar_to_ssa = lambda value, dtype: value\n",
     "flash_attn/cute/block_sparsity.py": """
@@ -28,16 +32,30 @@ class BlockSparseTensorsTorch(NamedTuple):
     "flash_attn/cute/__init__.py": """
 import torch
 calls, error = [], 0.0
+def seen_of(lists, mask_mod, tensors, size, device):
+    rows, columns = lists.block_size
+    row = torch.arange(size, device=device)
+    masked, full = torch.zeros(2, size + rows, size + columns, dtype=torch.bool, device=device)
+    for tiles, counts, blocks in ((masked, *lists[:2]), (full, *lists[2:4])):
+        for block, count in enumerate(counts[0, 0].tolist()):
+            for other in blocks[0, 0, block, :count].tolist():
+                tiles[block * rows :][:rows, other * columns :][:, :columns] = True
+    seen = mask_mod(0, 0, row[None, :, None], row[None, None], None, tensors)[0]
+    return full[:size, :size] | masked[:size, :size] & seen
 def flash_attn_func(q, k, v, *, softmax_scale, mask_mod, aux_tensors, block_sparse_tensors, block_sparse_tensors_bwd,
-                    deterministic=False):
-    calls.append({"deterministic": deterministic, "backward": block_sparse_tensors_bwd})
-    q, k, v = (one[0].transpose(0, 1).float() for one in (q, k, v))
+                    deterministic=False, learnable_sink=None, return_lse=False):
+    calls.append({"deterministic": deterministic, "backward": block_sparse_tensors_bwd, "return_lse": return_lse})
+    dtype = q.dtype
+    q, k, v = (one[0].transpose(0, 1).double() for one in (q, k, v))
     k, v = (one.repeat_interleave(len(q) // len(k), dim=0) for one in (k, v))
-    row = torch.arange(q.shape[1])
-    seen = (row[None] <= row[:, None]) & (row[:, None] < aux_tensors[0][:len(row)][None])
+    seen = seen_of(block_sparse_tensors, mask_mod, [one.detach() for one in aux_tensors], q.shape[1], q.device)
     scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(~seen, float("-inf"))
-    out = torch.softmax(scores, dim=-1) @ v * (1 + error)
-    return out.transpose(0, 1)[None].bfloat16(), None
+    if learnable_sink is not None:  # one more key, without a value
+        sink = learnable_sink.double()[:, None, None].expand(-1, q.shape[1], 1)
+        scores, v = torch.cat([scores, sink], dim=-1), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    lse = scores.logsumexp(dim=-1)
+    out = torch.softmax(scores, dim=-1).nan_to_num() @ v * (1 + error)  # a row without a key is zero
+    return out.transpose(0, 1)[None].to(dtype).contiguous(), lse[None].float() if return_lse else None
 """,
 }
 

@@ -13,7 +13,7 @@ from fake_flash_attention import install
 from harness.oracles import metadata_of, random_forest
 
 from mcore_prefix_tree import Sample
-from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, imports, parity
+from mcore_prefix_tree.attention import BACKENDS, auto, check_backend, fa4, imports, parity, triton_tree
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.attention.auto import PREFERENCE, TreeShape, choose, cost_table
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
@@ -110,11 +110,12 @@ def test_the_mode_of_the_run_decides_which_measurements_count(table, triton_runs
         row("any", device="NVIDIA H200", dtype="bfloat16", triton=1.5, flex=2.0, fa4=1.0),
     ]
 
-    def chosen(deterministic):
+    def chosen(deterministic, device="NVIDIA H200"):
         case = case_of(device="cuda", capability=(9, 0), dtype=torch.bfloat16, deterministic=deterministic)
-        return choose(case, SHARED, device_name="NVIDIA H200").backend
+        return choose(case, SHARED, device_name=device).backend
 
     assert chosen(True) == "flex"
+    assert chosen(True, "unmeasured") == "fa4"
     assert chosen(False) == "fa4"
     monkeypatch.setattr(fa4, "_is_installed", lambda: False)
     assert chosen(False) == "triton"
@@ -238,10 +239,12 @@ def hopper(monkeypatch):
     return torch.device("cuda")
 
 
-def test_a_deterministic_job_is_told_what_to_give_up_for_a_backend(hopper):
-    """FlashAttention-4 trains in any order only: taken by default, refused with the setting that admits it."""
+def test_a_deterministic_job_is_told_what_to_give_up_for_a_backend(hopper, monkeypatch):
+    """FlashAttention-4 without Triton trains in any order only: refused with the setting that admits it."""
     model = config(params_dtype=torch.bfloat16, kv_channels=64)
-    refused = r"'fa4' does not support deterministic=True .*; backends that do: .*reference"
+    assert resolve_backend("fa4", model, lambda: STEP, device=hopper, deterministic=True) == "fa4"
+    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
+    refused = r"'fa4' does not support deterministic=True.* needs the package triton.*; backends that do: .*reference"
     with pytest.raises(ValueError, match=rf"{refused}.*; 'fa4' itself runs with deterministic_attention=false$"):
         resolve_backend("fa4", model, lambda: STEP, device=hopper, deterministic=True)
     assert resolve_backend("fa4", model, lambda: STEP, device=hopper) == "fa4"
@@ -315,12 +318,13 @@ def test_auto_takes_fa4_on_blackwell_in_order(gpu):
 @pytest.mark.parametrize(
     ("capability", "settings"),
     [
-        pytest.param((9, 0), {"deterministic": True}, id="deterministic on Hopper"),
+        pytest.param((9, 0), {"deterministic": True}, id="deterministic on Hopper without Triton"),
         pytest.param((8, 0), {}, id="Ampere"),
         pytest.param((9, 0), {"seconds": {"fa4": 2.0, "flex": 1.0}}, id="measured slower"),
     ],
 )
-def test_auto_passes_fa4_by(gpu, capability, settings):
+def test_auto_passes_fa4_by(gpu, capability, settings, monkeypatch):
+    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
     name, said, calls = gpu(capability, **settings)
     assert (name, calls) == ("flex", [])
     assert "skipped" not in said
@@ -349,7 +353,8 @@ def test_unmeasured_auto_prefers_installed_fa4(gpu):
     assert "first in order of preference" in said
 
 
-def test_megatrons_deterministic_mode_makes_attention_deterministic(hopper):
+def test_megatrons_deterministic_mode_makes_attention_deterministic(hopper, monkeypatch):
+    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
     case = case_of_config(config(deterministic_mode=True), device=torch.device("cpu"))
     assert case.options.deterministic
     model = config(deterministic_mode=True, params_dtype=torch.bfloat16, kv_channels=64)
@@ -358,6 +363,7 @@ def test_megatrons_deterministic_mode_makes_attention_deterministic(hopper):
 
 
 def test_transformer_engines_variable_makes_attention_deterministic(hopper, monkeypatch):
+    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     model = config(params_dtype=torch.bfloat16, kv_channels=64)
     assert resolve_backend("fa4", model, lambda: STEP, device=hopper) == "fa4"

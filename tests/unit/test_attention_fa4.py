@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from attention_cases import case_of, random_inputs
 from fake_flash_attention import install
 from harness.oracles import metadata_of, random_forest
 
-from mcore_prefix_tree.attention import fa4, imports, tree_attention
+from mcore_prefix_tree.attention import fa4, imports, tree_attention, triton_tree
 from mcore_prefix_tree.attention.tile_blocks import block_plan
 
 HOPPER = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "deterministic": False}
@@ -28,6 +29,9 @@ def installed(monkeypatch):
     monkeypatch.setattr(fa4, "import_fault", lambda module: None)
 
 
+LATENT = {"head_dim": 192, "value_dim": 128}
+
+
 @pytest.mark.parametrize(
     ("case", "says"),
     [
@@ -35,12 +39,10 @@ def installed(monkeypatch):
         (HOPPER | {"capability": (8, 0)}, r"^a GPU of compute capability 8.0 \(Hopper and Blackwell only\)"),
         (HOPPER | {"capability": (12, 0)}, r"^a GPU of compute capability 12.0"),
         (HOPPER | {"dtype": torch.float32}, "^dtype=torch.float32"),
-        (HOPPER | {"deterministic": True}, r"^deterministic=True \(on Hopper"),
         (HOPPER | {"head_dim": 100}, r"^head_dim=100 with values of 100 \(multiples of 8\)"),
         (HOPPER | {"head_dim": 264}, "^head_dim=264 .*at most 256"),
-        (HOPPER | {"head_dim": 192, "value_dim": 128}, "^head_dim=192 with values of 128 and 4 heads on 2"),
         (BLACKWELL | {"head_dim": 192}, "^head_dim=192 with values of 192 .*at most 128"),
-        (BLACKWELL | {"head_dim": 256}, "^head_dim=256 with values of 256 .*at most 128"),
+        (BLACKWELL | {"head_dim": 256, "value_dim": 128}, "^head_dim=256 with values of 128 .*or 192 with 128, or 256"),
     ],
 )
 def test_refusals_name_the_argument(case, says, installed):
@@ -51,15 +53,36 @@ def test_refusals_name_the_argument(case, says, installed):
     "case",
     [
         HOPPER,
-        HOPPER | {"deterministic": True, "needs_grad": False},
-        HOPPER | {"head_dim": 192, "value_dim": 128, "kv_heads": 4},
+        HOPPER | {"deterministic": True},
+        HOPPER | LATENT,
+        HOPPER | LATENT | {"kv_heads": 4},
         HOPPER | {"head_dim": 256, "window": 5, "sinks": torch.zeros(4)},
-        BLACKWELL | {"head_dim": 192, "value_dim": 128},
+        BLACKWELL | LATENT,
         BLACKWELL | {"deterministic": True},
+        BLACKWELL | {"head_dim": 256},
     ],
 )
 def test_supported_cases_are_accepted(case, installed):
     assert fa4.refusal(case_of(**case)) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "borrows"),
+    [
+        (HOPPER | {"deterministic": True}, True),
+        (HOPPER | LATENT, True),
+        (BLACKWELL | {"head_dim": 256}, True),
+        (HOPPER, False),
+        (HOPPER | LATENT | {"kv_heads": 4}, False),
+        (BLACKWELL | LATENT | {"deterministic": True}, False),
+    ],
+)
+def test_only_training_with_tritons_backward_needs_triton(case, borrows, installed, monkeypatch):
+    monkeypatch.setattr(triton_tree, "has_triton", lambda: False)
+    reason = fa4.refusal(case_of(**case))
+    says = r"^deterministic=.*: its backward there is that of 'triton', which does not support .*package triton, 3.4"
+    assert re.search(says, reason) if borrows else reason is None
+    assert fa4.refusal(case_of(**case | {"needs_grad": False})) is None
 
 
 @pytest.fixture
@@ -83,7 +106,6 @@ def test_a_package_that_is_installed_but_does_not_import():
     assert fa4._is_installed()
     for _ in range(2):
         assert re.search(says, fa4.refusal(case_of(**HOPPER)))
-    assert "deterministic=True" in fa4.refusal(case_of(**HOPPER | {"deterministic": True}))
 
 
 def test_a_cpu_is_refused_with_the_way_out():
@@ -135,10 +157,102 @@ def test_its_backward_in_order_compiles_for_blackwell(dims):
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize("option", ["forward", "forward,window,sinks"])
+@pytest.mark.parametrize(
+    ("target", "dims"),
+    [(ON_HOPPER, "8,2,64,64"), (ON_HOPPER, "8,2,128,128"), (ON_HOPPER, "8,2,192,128"), (ON_BLACKWELL, "8,2,256,256")],
+    ids=["64 on Hopper", "128 on Hopper", "192/128 on Hopper", "256 on Blackwell"],
+)
+def test_a_forward_for_tritons_backward_returns_its_log_sum_exps(target, dims, option):
+    result = compiles(dims, option, target=target)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["forward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
 def test_why_no_order_is_asked_of_hopper():
     result = compiles("8,2,128,128", "ordered")
     assert result.returncode != 0
     assert result.stdout.split() == ["forward"]
+
+
+@pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize(("option", "reads"), [("forward", 1), ("forward,window", 2)])
+def test_blackwell_reads_the_mask_by_words(option, reads, tmp_path):
+    """Four keys a load, for two copies of a tile's 128 keys: one for the last tile, which may be cut off."""
+    keep = {"CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    result = compiles("8,2,128,128", option, target=ON_BLACKWELL | keep)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (code,) = (file.read_text() for file in tmp_path.glob("*fwd_sm100*.ptx"))
+    assert code.count("ld.global.v4.b32") == reads * 2 * 128 // 4
+    assert code.count("ld.global.b32") < 128
+
+
+class Pointer:
+    """A place in a tensor, for the package's language."""
+
+    def __init__(self, tensor, place=0):
+        self.tensor, self.place = tensor, place
+        self.iterator = self
+
+    def __add__(self, places):
+        assert places % 32 == 0  # the alignment that the load relies on
+        return Pointer(self.tensor, self.place + places)
+
+    def __getitem__(self, place):
+        return int(self.tensor[place])
+
+
+@pytest.fixture
+def language(tmp_path, monkeypatch):
+    """The parts of the package's language that the mask is written in, as Python."""
+    install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import cutlass
+    from cutlass import cute
+    from flash_attn.cute import utils
+
+    cutlass.Uint32, cutlass.max, cutlass.range_constexpr = int, max, range
+    cute.assume = lambda value, divby: value
+    cute.make_tensor = lambda pointer, size: SimpleNamespace(
+        load=lambda: pointer.tensor[pointer.place : pointer.place + size].tolist()
+    )
+    utils.shr_u32 = lambda value, places: value >> places
+    fa4._visible.cache_clear()
+    yield
+    install(tmp_path)  # its modules are forgotten
+    fa4._visible.cache_clear()
+
+
+class Index(tuple):
+    """Indices of a row or of keys, which the package passes as a vector."""
+
+    __slots__ = ()
+    shape = property(lambda self: (len(self),))
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("window", [None, 70])
+def test_words_of_the_mask_are_its_bits(window):
+    metadata = metadata_of(*random_forest(1, nodes=14, node_lens=(1, 60, 130)), padding=3)
+    end, position = (
+        torch.nn.functional.pad(one, (0, 256)) for one in (metadata.subtree_end, metadata.tree_position_ids)
+    )
+    mask, size = fa4._visible(window, words=True), metadata.padded_size
+    assert mask.__vec_size__ == 32
+    key = torch.arange(size)
+    for row in range(0, size, 3):
+        seen = (key <= row) & (row < end[:size])
+        if window is not None:
+            seen &= position[row] - position[:size] < window
+        for first in range(0, size, 32):
+            # Past the last key, the kernel counts them from zero, and masks what it gets.
+            keys = Index(place % size for place in range(first, first + 32))
+            word = mask(0, 0, Index([row] * 32), keys, None, (Pointer(end), Pointer(position)))
+            bits = [word >> bit & 1 for bit in range(32)][: size - first]
+            assert bits == seen[first : first + 32].int().tolist()
+        wrapped = mask(0, 0, Index([row] * 32), Index(range(5, 37)), None, (Pointer(end), Pointer(position)))
+        assert 0 <= wrapped < 1 << 32
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -159,7 +273,7 @@ def test_key_blocks_add_to_a_query_block_one_after_the_other(window):
 
 
 @pytest.mark.skipif(not fa4._is_installed(), reason="flash-attn-4 is not installed")
-def test_why_a_head_dim_of_256_is_refused_on_blackwell():
+def test_why_a_head_dim_of_256_borrows_its_backward_on_blackwell():
     result = compiles("8,2,256,256", target=ON_BLACKWELL)
     assert result.returncode != 0
     assert "head_dim=256 does not support block sparsity" in result.stderr

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import AttentionOptions, Case, cascade, path, reference
-from mcore_prefix_tree.attention.parity import ParityError, _forest, check_parity
+from mcore_prefix_tree.attention.parity import _forest, check_parity
+from mcore_prefix_tree.utils.triton_here import ParityError
 
 SHAPES = ((1, 1, 64, 64), (8, 2, 128, 128), (8, 1, 32, 32), (2, 2, 192, 128))
 # Every shape and every dtype; together, they are slow.

@@ -12,9 +12,9 @@ import torch
 
 from mcore_prefix_tree import TreeMetadata
 from mcore_prefix_tree.attention import AttentionOptions, Case, parity, reference, tree_attention, triton_tree
-from mcore_prefix_tree.attention.parity import ParityError
 from mcore_prefix_tree.attention.triton_tree.block_order import ROUND
 from mcore_prefix_tree.attention.triton_tree.config import Configs, configs_for
+from mcore_prefix_tree.utils.triton_here import ParityError
 
 HOPPER = Case(
     device=torch.device("cuda"),
@@ -93,7 +93,8 @@ def kernels(monkeypatch):
         Case, "of", classmethod(lambda cls, *arguments: replace(of(cls, *arguments), capability=(9, 0)))
     )
 
-    def attend(query, key, value, metadata, options, configs):
+    def attend(query, key, value, metadata, options, configs, operator):
+        assert operator is None
         calls.append((metadata.num_tokens, (query.requires_grad, configs.divides)))
         out = reference.attention(query, key, value, metadata, options)
         return 1.1 * out if calls[0] == "wrong" else out

@@ -182,13 +182,18 @@ BACKENDS = [
 ]
 
 
+# FlashAttention-4 has no deterministic backward on Hopper: it takes Triton's.
+BORROWED = {"fa4": {"triton_tree"}}
+
+
 def test_attention_back_ends_do_not_import_each_other():
     assert {"path", "reference"} <= {attention_part(file) for file in BACKENDS}
     offenders = []
     for file in BACKENDS:
         for name in imports_of(file):
             package, _, rest = name.partition(f"{PACKAGE}.attention.")
-            if not package and rest and rest.split(".")[0] not in SHARED_BY_BACKENDS | {attention_part(file)}:
+            allowed = SHARED_BY_BACKENDS | {attention_part(file)} | BORROWED.get(attention_part(file), set())
+            if not package and rest and rest.split(".")[0] not in allowed:
                 offenders.append(f"{module_of(file)} imports {name}")
     assert not offenders, "\n".join(offenders)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,12 +70,17 @@ def attend_as_tabled(
     options: AttentionOptions,
     *,
     divides: bool = True,
+    operator: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
-    """Run :func:`attention`, ``[P, H, D]``, unchecked, with the table's launch or with undivided groups of heads."""
+    """Run :func:`attention`, ``[P, H, D]``, unchecked, with the table's launch or with undivided groups of heads.
+
+    ``operator`` replaces ``ops.tree_attention``; it has the same arguments, results and backward.
+    """
     from mcore_prefix_tree.attention.triton_tree.config import configs_for
 
     configs = configs_for(Case.of(query, key, value, options))
-    return attend(query, key, value, metadata, options, configs if divides else replace(configs, divides=False))
+    configs = configs if divides else replace(configs, divides=False)
+    return attend(query, key, value, metadata, options, configs, operator)
 
 
 _attend_whole_groups = partial(attend_as_tabled, divides=False)
@@ -87,12 +93,13 @@ def attend(
     metadata: TreeMetadata,
     options: AttentionOptions,
     configs: Configs,
+    operator: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
     """Run :func:`attention`, ``[P, H, D]``, unchecked, with the launches in ``configs``."""
     from mcore_prefix_tree.attention.triton_tree.ops import tree_attention
 
     plan = _plan(metadata, configs, options.window)
-    out: torch.Tensor = tree_attention(
+    out: torch.Tensor = (operator or tree_attention)(
         query,
         key,
         value,

@@ -81,22 +81,26 @@ def _(grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *othe
     return (*(like.new_empty(like.shape) for like in (query, key, value)), torch.empty_like(lse))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save for backward the inputs, out ``[P, H, W]`` and log-sum-exps ``[H, R]``."""
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Save for backward the inputs, out ``[P, H, W]`` and log-sum-exps ``[H, R]``.
+
+    The operator may be another than :func:`tree_attention`: one with the same results and arguments, and more of both
+    schedules and settings behind them.
+    """
     query, key, value, sinks, end, position, schedules, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, end, position, *schedules)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+def differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[Any, ...]:
     """Return the gradients of the inputs for that of out, ``[P, H, W]``."""
     query, key, value, sinks, out, lse, end, position, *schedules = ctx.saved_tensors
     of_settings = (None, None, [None] * len(schedules), *(None for _ in ctx.settings))
     if grad_out is None:
         return None, None, None, None, *of_settings
     grad_query, grad_key, grad_value, delta = tree_attention_backward(
-        grad_out, query, key, value, out, lse, end, position, schedules, *ctx.settings
+        grad_out, query, key, value, out, lse, end, position, schedules, *ctx.settings[:3]
     )
     grad_sinks = None
     if sinks is not None:
@@ -106,4 +110,4 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[An
     return grad_query, grad_key, grad_value, grad_sinks, *of_settings
 
 
-tree_attention.register_autograd(_differentiate, setup_context=_save)
+tree_attention.register_autograd(differentiate, setup_context=save)
