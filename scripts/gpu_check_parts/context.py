@@ -133,11 +133,11 @@ def reason_of(error: BaseException) -> str:
 
 
 def hash_of(sources: tuple[str, ...]) -> str:
-    """Return a short hash of the Python files in folders and files of the repository."""
+    """Return a short hash of the Python files in folders and files of the repository; FileNotFoundError without any."""
     found = hashlib.sha256()
     for source in sources:
         path = ROOT / source
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        for file in sorted(path.rglob("*.py")) or [path]:
             found.update(file.read_bytes())
     return found.hexdigest()[:12]
 

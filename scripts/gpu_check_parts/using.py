@@ -60,9 +60,9 @@ def packages_of(method: str) -> tuple[str, ...]:
 def sources_of(method: str) -> tuple[str, ...]:
     """Return the files and folders of the repository that implement an attention method."""
     own = {
-        "triton": (f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/blocks.py"),
-        "fa4": (f"{_ATTENTION}/fa4.py", f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/blocks.py"),
-        "flex": (f"{_ATTENTION}/flex.py", f"{_ATTENTION}/blocks.py"),
+        "triton": (f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/tile_blocks.py"),
+        "fa4": (f"{_ATTENTION}/fa4.py", f"{_ATTENTION}/triton_tree", f"{_ATTENTION}/tile_blocks.py"),
+        "flex": (f"{_ATTENTION}/flex.py", f"{_ATTENTION}/tile_blocks.py"),
     }
     return own.get(
         method.removesuffix(", whole groups"), (f"{_ATTENTION}/cascade",) if method.startswith("cascade") else ()

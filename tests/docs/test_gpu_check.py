@@ -224,6 +224,8 @@ def test_rows_depend_only_on_packages_that_they_used(tmp_path):
     unfinished = Context(part="attention", options=Options(), device_name="H100", earlier=[row | {"unfinished": True}])
     assert not unfinished.is_done(key, used)
     assert hash_of(("scripts/gpu_check_parts",)) != hash_of(("scripts/gpu_check_parts/check.py",))
+    with pytest.raises(FileNotFoundError, match="no_such"):
+        hash_of(("scripts/no_such.py",))
 
 
 def test_unfolded_batches_are_divided_by_memory():
