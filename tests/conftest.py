@@ -89,7 +89,10 @@ def _freeze_imported() -> None:
 
 
 def _forget_balancing() -> None:
-    """Forget the balancing losses and their scale, which upstream keeps in tensors of the first model's shapes."""
+    """Forget the balancing losses and the scales of losses, which upstream keeps in tensors of the first shapes."""
+    sparse = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
+    if sparse is not None:
+        sparse.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
     utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if utils is None:
         return
