@@ -187,6 +187,7 @@ class Sweep:
             return case
         try:
             ours = copy.deepcopy(args)
+            ours.prefix_tree_vocab_size = args.padded_vocab_size  # no tokenizer is built
             checked = checked_config(ours)
             with contextlib.redirect_stdout(io.StringIO()):
                 tree = tree_model(ours, checked, pre_process=True, post_process=True, pg_collection=None)

@@ -247,7 +247,7 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
         elif self.enable_expert_bias and torch.is_grad_enabled():
             weight = self._local(self._counts.of_token, routing_map)
             with torch.no_grad():
-                self.local_tokens_per_expert += weight @ routing_map.to(weight.dtype)
+                self.local_tokens_per_expert += weight @ routing_map.to(weight)
 
 
 @contextmanager
