@@ -32,6 +32,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
 )
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeAbsorbedAttentionMixin, TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
+from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES
 from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 
@@ -136,9 +137,9 @@ def check_layer(kind: Any) -> None:
 
 
 def check_follows(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError if the layers of a model do not follow trees, by the first that mixes tokens."""
+    """Raise NotImplementedError if a model does not follow trees; those of a patched Megatron-Core do by themselves."""
     first = next((module for module in model.modules() if isinstance(module, tuple(_MIXERS))), None)
-    if first is not None and not isinstance(first, tuple(_MIXERS.values())):
+    if not (first is None or isinstance(first, tuple(_MIXERS.values())) or CORE_KNOWS_TREES):
         raise NotImplementedError(
             f"the model's {type(first).__name__} does not follow a tree; call follow_trees(model), or build it from "
             "with_prefix_tree(spec)"
@@ -178,10 +179,8 @@ def _follow_mixer(layer: Any, module: Any, place: str) -> None:
             f"prefix-tree training does not support {type(module).__name__} as {place}, in layer "
             f"{layer.layer_number}: use one of {known}"
         )
-    name = type(module).__name__
-    if name not in _COMPARED:
-        _check_methods(layer, module)
-    if name == "Qwen3VLSelfAttention":
+    _check_methods(layer, module)
+    if type(module).__name__ == "Qwen3VLSelfAttention":
         mixin = TreeFlatAttentionMixin
     if change_class(module, mixin):
         module.follow_tree()
@@ -205,7 +204,7 @@ def _follow_mixer(layer: Any, module: Any, place: str) -> None:
 def _check_methods(layer: Any, module: Any) -> None:
     """Reject a class with methods that may read the order of tokens, for example to scale queries by positions."""
     kind: Any = type(module)
-    if getattr(kind, "follows_prefix_trees", False):
+    if kind.__name__ in _COMPARED or getattr(kind, "follows_prefix_trees", False):
         return
     for name in ("forward", "get_query_key_value_tensors"):
         if not _is_stock(getattr(kind, name, None)):
