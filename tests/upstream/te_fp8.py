@@ -163,6 +163,7 @@ def test_transformer_engine_refuses_other_sizes(recipe: str, multiple: int, said
         along_tree(tree, batch)
 
 
+CUT = {"max_tokens": 10, "over_budget": "carry"}
 LAYOUTS = {
     "TP and SP": (2, Layout(tp=2, sequence_parallel=True), {}, {}),
     "latent, TP and SP": (2, Layout(tp=2, sequence_parallel=True), dict(folded_runs.LATENT) | WIDE, {}),
@@ -173,8 +174,14 @@ LAYOUTS = {
         dict(folded_runs.MOE) | {"moe_grouped_gemm": True, "moe_router_topk": 4},
         {"max_tokens": 90},
     ),
-    "chunks": (1, Layout(), {}, {"max_tokens": 10, "over_budget": "carry"}),
-    "chunks, TP and SP": (2, Layout(tp=2, sequence_parallel=True), {}, {"max_tokens": 10, "over_budget": "carry"}),
+    "chunks": (1, Layout(), {}, CUT),
+    "chunks, TP and SP": (2, Layout(tp=2, sequence_parallel=True), {}, CUT),
+    "latent chunks, TP and SP": (
+        2,
+        Layout(tp=2, sequence_parallel=True),
+        dict(folded_runs.LATENT) | WIDE,
+        CUT,
+    ),
 }
 
 
@@ -183,7 +190,7 @@ def on_one_rank(config: tuple[tuple[str, Any], ...]) -> folded_runs.Result:
     return folded_runs.oracle(Job(config=config))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "mxfp8"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_and_chunks(name: str, recipe: str) -> None:
     size, layout, changes, cut = LAYOUTS[name]

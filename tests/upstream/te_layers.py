@@ -161,14 +161,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
 )
 def test_tensor_and_sequence_parallelism(name: str, sequence_parallel: bool) -> None:
     job = Job(config=tuple((STOCK | CONFIGS[name]).items()))
-    layout = Layout(tp=2, sequence_parallel=sequence_parallel)
+    assert_trains(name, job, Layout(tp=2, sequence_parallel=sequence_parallel))
+
+
+@pytest.mark.parametrize("name", ["dense", "latent attention"])
+def test_chunks_of_trees(name: str) -> None:
+    """Keys and values that chunks carry, or latents, which each rank projects for its heads."""
+    job = Job(config=tuple((STOCK | CONFIGS[name]).items()), max_tokens=20, over_budget="carry")
+    assert_trains(name, job, Layout(tp=2, sequence_parallel=True))
+
+
+def assert_trains(name: str, job: Any, layout: Any) -> None:
     with mock.patch.multiple(
         folded_runs,
         unfolded_gradients=functools.partial(of_te, folded_jobs.unfolded_gradients),
         folded_gradients=functools.partial(of_te, folded_jobs.folded_gradients),
     ):
         limit = FP32_INSIDE if name == "experts" else folded_runs.FP64
-        folded_runs.check(folded_runs.folded(2, layout, job), folded_runs.oracle(job), limit)
+        expected = folded_runs.oracle(Job(config=job.config))
+        folded_runs.check(folded_runs.folded(2, layout, job), expected, limit)
 
 
 @pytest.mark.skipif(not CORE_KNOWS_TREES, reason="Megatron-Core is not patched")

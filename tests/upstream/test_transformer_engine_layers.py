@@ -55,9 +55,16 @@ def test_folded_is_unfolded(request: pytest.FixtureRequest) -> None:
     assert "skipped" not in said
 
 
-@pytest.mark.parametrize("file", ["te_fp8.py", "te_fp8_recipes.py"])
-def test_fp8(file: str, request: pytest.FixtureRequest) -> None:
-    said = run([wheel("transformer-engine", VERSION, request.config.cache)], file=file)
+@pytest.mark.parametrize(
+    ("file", "marked"),
+    [
+        ("te_fp8.py", "not slow"),
+        ("te_fp8_recipes.py", ""),
+        pytest.param("te_fp8.py", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_fp8(file: str, marked: str, request: pytest.FixtureRequest) -> None:
+    said = run([wheel("transformer-engine", VERSION, request.config.cache)], "-m", marked, file=file)
     assert re.search(r"\d passed", said), said
     assert "skipped" not in said
 
