@@ -183,6 +183,7 @@ LAYOUTS = {
         CUT,
     ),
 }
+QUICK = LAYOUTS.keys() - {"latent chunks, TP and SP", "latent, TP and SP", "PP"}
 
 
 @functools.cache
@@ -191,7 +192,9 @@ def on_one_rank(config: tuple[tuple[str, Any], ...]) -> folded_runs.Result:
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "mxfp8"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [*sorted(QUICK), *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(LAYOUTS.keys() - QUICK))]
+)
 def test_ranks_and_chunks(name: str, recipe: str) -> None:
     size, layout, changes, cut = LAYOUTS[name]
     plain = tuple((STOCK | SIZES | {"ffn_hidden_size": 128} | changes).items())
