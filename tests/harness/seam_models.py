@@ -267,7 +267,7 @@ REFUSED_EXPERT_SETTINGS: list[dict[str, Any]] = [
 # Fields that older releases of megatron-core lack.
 NEWER = {
     *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
-    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections"),
+    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections", "fp8_output_proj"),
 }
 # A setting of MLATransformerConfig only.
 LATENT_ONLY = {"cache_mla_latents"}
