@@ -111,7 +111,8 @@ def _fp8_refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         *(
             (has_fp8 and bool(value), f"fp8 with {name}={value!r}: not proven yet; set fp8=None")
-            for name in ("experimental_attention_variant", "mtp_num_layers")
+            # Older releases are refused depths anyway.
+            for name in ("experimental_attention_variant", *["mtp_num_layers"] * multi_token_names.are_there())
             for value in (getattr(config, name),)
         ),
         (
