@@ -203,6 +203,19 @@ def refused_core() -> str:
     return ""
 
 
+def compare_by_token(rows: list[Any]) -> float:
+    """Compare rows folded inside, and each by itself, of a model with OLMoE's attention, and return the fold ratio."""
+    auto_bridge()
+    from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
+
+    config = tiny_config(qk_layernorm=True, normalization="RMSNorm", num_query_groups=None)
+    spec = local_spec(config)
+    spec.submodules.self_attention.module = OLMoESelfAttention
+    model = fold_inside(build(config, spec), check_first=True)
+    model(**packed(rows, 1)).sum().backward()
+    return float(model.folding.last.fold_ratio)
+
+
 def logged(rows: list[Any]) -> dict[str, float]:
     """Megatron-Bridge's own log of a step with its callbacks, after an evaluation."""
     auto_bridge()

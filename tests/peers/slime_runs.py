@@ -28,6 +28,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import router as megatron_router
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from stand_ins import StandIn
 
 from mcore_prefix_tree import Sample
@@ -60,6 +61,17 @@ def packed_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     else:
         spec = local_spec(config)
     return exchanged(spec, {DotProductAttention: PackedAttention})
+
+
+def minimax_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """``--spec``: the same with slime's attention of MiniMax-M2, which norms all heads together."""
+    from slime_plugins.models.minimax_m2 import MiniMaxM2SelfAttention
+
+    spec = packed_spec(args, config, vp_stage)
+    attention = spec.submodules.self_attention
+    attention.module = MiniMaxM2SelfAttention
+    attention.submodules.q_layernorm = attention.submodules.k_layernorm = WrappedTorchNorm
+    return spec
 
 
 def building_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:

@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
-from bridge_models import logged, refused, refused_core, refused_settings, run, run_in_double
+from bridge_models import compare_by_token, logged, refused, refused_core, refused_settings, run, run_in_double
 from harness.worlds import Layout, world
 from hf_folders import folder_of, rows
 from hf_jobs import OWN_LAYERS
@@ -89,6 +89,12 @@ def test_dropout_of_its_adapters_is_refused_in_training(kind: str, tmp_path: Pat
 def test_attention_that_caps_scores_is_refused() -> None:
     (said,) = world(1).run(refused_core, layout=Layout())
     assert "does not support Gemma2DotProductAttention as core attention" in said
+
+
+def test_attention_that_norms_all_heads_together() -> None:
+    """``check_first`` compares rows and gradients."""
+    (ratio,) = world(1).run(compare_by_token, [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 7]], layout=Layout())
+    assert ratio > 1.3
 
 
 def test_its_log_gains_the_report() -> None:

@@ -141,6 +141,10 @@ def test_a_spec_that_builds_the_model() -> None:
     world(1).run(compare, Layout(), "actor", 1e-12, {"spec": ("slime_runs", "building_spec")}, {}, layout=Layout())
 
 
+def test_attention_of_its_own_models() -> None:
+    world(1).run(compare, Layout(), "actor", 1e-12, {}, {"spec": ("slime_runs", "minimax_spec")}, layout=Layout())
+
+
 @pytest.mark.parametrize("experts", [None, 2])
 def test_layers_of_slime_itself(experts: int | None) -> None:
     if experts is None:

@@ -39,8 +39,8 @@ from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 # Classes that mix the tokens of a layer, and what makes them follow a tree.
 _MIXERS: dict[type, Any] = {SelfAttention: TreeSelfAttentionMixin, MLASelfAttention: TreeLatentAttentionMixin}
 _CORES: dict[type, Any] = {torch.nn.Module: TreeCoreAttentionMixin}
-# Megatron-Bridge's classes whose methods below are theirs, and compute each token as transformers' do.
-_COMPARED = {"Gemma3SelfAttention", "Gemma4SelfAttention", "Gemma4DenseSelfAttention", "Qwen3VLSelfAttention"}
+# Classes of Megatron-Bridge and slime with methods of theirs that compute each token by itself.
+_BY_TOKEN = {f"{name}SelfAttention" for name in ("Gemma3", "Gemma4", "Gemma4Dense", "MiniMaxM2", "OLMoE", "Qwen3VL")}
 # Functions that reject a machine without the packages of a hybrid pattern's layers, by letter.
 _PACKAGES: dict[str, Any] = {}
 if HAS_DELTA_NET:
@@ -204,7 +204,7 @@ def _follow_mixer(layer: Any, module: Any, place: str) -> None:
 def _check_methods(layer: Any, module: Any) -> None:
     """Reject a class with methods that may read the order of tokens, for example to scale queries by positions."""
     kind: Any = type(module)
-    if kind.__name__ in _COMPARED or getattr(kind, "follows_prefix_trees", False):
+    if kind.__name__ in _BY_TOKEN or getattr(kind, "follows_prefix_trees", False):
         return
     for name in ("forward", "get_query_key_value_tensors"):
         if not _is_stock(getattr(kind, name, None)):
