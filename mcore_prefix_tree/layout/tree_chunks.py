@@ -186,15 +186,15 @@ def find_stack(layout: FlatLayout, start: int) -> Int64Array:
     return np.flatnonzero(layout.subtree_end[:start] > start)
 
 
-def find_in_window(layout: FlatLayout, start: int, end: int, window: int) -> npt.NDArray[np.bool_]:
-    """Return which tokens of its stack a chunk ``start:end`` sees through a window, bool ``[n]``.
+def find_in_window(layout: FlatLayout, start: int, end: int, size: int, window: int) -> npt.NDArray[np.bool_]:
+    """Return which of the ``size`` tokens of its stack a chunk ``start:end`` sees through a window, bool ``[size]``.
 
     The stack is a path, whose n-th token has position n. Below a head, a token of the chunk whose predecessor is in the
     stack, no token sees more of it than the head does.
     """
     before = layout.predictor[start:end]
     head = layout.position_ids[start:end][(before >= 0) & (before < start)].astype(np.int64)
-    change = np.zeros(len(find_stack(layout, start)) + 1, dtype=np.int64)
+    change = np.zeros(size + 1, dtype=np.int64)
     np.add.at(change, np.maximum(head - window + 1, 0), 1)
     np.add.at(change, head, -1)
     return np.cumsum(change[:-1]) > 0

@@ -297,7 +297,7 @@ def test_a_window_of_latents() -> None:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_window_is_kept(trains: bool) -> None:
-    """Of a path of 60 tokens, and with a branch in its middle, layers with a window of 4 keep 3 before each part."""
+    """Layers with a window of 4 keep the 3 tokens before each part, of a path of 60 tokens that has a branch."""
     samples = [Sample(tokens=[*range(60)]), Sample(tokens=[*range(30), 60])]
     config = tiny_config(window_size=(3, 0), window_attn_skip_freq=3)  # in two of three layers
     batches = carried(samples, [40, 50], trains=trains, config=config, backend="reference")

@@ -149,7 +149,7 @@ class LayoutInParts:
             layout = self.above if part.forward_only else self.layout
             stack = self._places(find_stack(layout, part.start), forward_only=part.forward_only)
             for window, seen in found.items():
-                seen[stack[find_in_window(layout, part.start, part.end, window)]] = True
+                seen[stack[find_in_window(layout, part.start, part.end, len(stack), window)]] = True
         return found
 
     @cached_property
@@ -226,7 +226,8 @@ class LayoutInParts:
         borders, parent = find_key_nodes(layout.whole, layout.start, end)
         row = self.row
         if window is not None:
-            seen, row = find_in_window(layout.whole, layout.start, end, window), self.seen_row[window]
+            seen = find_in_window(layout.whole, layout.start, end, len(stack), window)
+            row = self.seen_row[window]
             # What a token sees is a run of its path, so positions relative to it stay.
             behind = borders - len(stack)
             borders = np.append(0, np.cumsum(seen))[np.minimum(borders, len(stack))] + np.maximum(behind, 0)
