@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_prefix_tree.utils.randomness import SHARED
+
+# Owner, name and off value.
+Setting: TypeAlias = "tuple[Any, str, Any]"
 
 # Some kernels add in any order. With other random numbers, runs have to differ by this much more than with the same.
 _FACTOR = 4.0
@@ -45,19 +48,21 @@ def kept_generators() -> Iterator[None]:
 
 
 @contextmanager
-def without_fp8(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def turned_off(settings: Sequence[Setting]) -> Iterator[None]:
+    """Turn settings off, and restore them at the end."""
+    with ExitStack() as restored:
+        for owner, name, value in settings:
+            restored.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def without_fp8(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Turn FP8 off, whose rounding would hide a mistake; its weights are quantised as if nothing had run meanwhile."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    configs: list[Any] = [one.config for one in modules if getattr(getattr(one, "config", None), "fp8", None)]
-    kept = [(one, "fp8", one.fp8) for one in configs]
-    kept += [(one, name, getattr(one, name)) for one in modules if hasattr(one, name := "is_first_microbatch")]
-    try:
-        for config in configs:
-            config.fp8 = None
-        yield
-    finally:
-        for owner, name, value in kept:
-            setattr(owner, name, value)
+    configs = (one.config for one in modules if getattr(getattr(one, "config", None), "fp8", None))
+    kept = [(one, name, getattr(one, name)) for one in modules if hasattr(one, name := "is_first_microbatch")]
+    return turned_off([*((config, "fp8", None) for config in configs), *kept])
 
 
 def why_not_the_same(run: Callable[[], torch.Tensor]) -> str | None:

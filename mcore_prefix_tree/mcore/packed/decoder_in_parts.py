@@ -9,11 +9,10 @@ Legend: P tokens of the folded micro-batch, with its padding; h hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from mcore_prefix_tree.layout import FlatLayout, fold
 from mcore_prefix_tree.mcore.engine.backend import list_windows
+from mcore_prefix_tree.mcore.engine.random_draws import Setting, turned_off
 from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.carried_keys import Carry
@@ -34,8 +34,6 @@ from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan.carry import cut_tree
 
-# Owner, name and off value.
-Setting: TypeAlias = "tuple[Any, str, Any]"
 # Settings of recomputation that are read when a layer runs.
 _OF_BLOCK, _OF_ATTENTION = "recompute_granularity", ("checkpoint_core_attention", "offload_core_attention")
 
@@ -178,16 +176,6 @@ class PartedDecoderMixin:
                 self.input_tensor = own
             out = stock(own if self.pre_process else None, *args, **kwargs | {"packed_seq_params": part.params})
         return gather_tokens(out, self)
-
-
-@contextmanager
-def turned_off(settings: Sequence[Setting]) -> Iterator[None]:
-    """Turn settings off, and restore them at the end."""
-    with ExitStack() as restored:
-        for owner, name, value in settings:
-            restored.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
 
 
 def recomputation(model: Any) -> list[Setting]:

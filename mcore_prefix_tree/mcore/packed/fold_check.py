@@ -17,13 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mcore_prefix_tree.mcore.engine.random_draws import kept_buffers, kept_generators, why_not_the_same, without_fp8
+from mcore_prefix_tree.mcore.engine.random_draws import (
+    kept_buffers,
+    kept_generators,
+    turned_off,
+    why_not_the_same,
+    without_fp8,
+)
 from mcore_prefix_tree.mcore.packed.answers import expand
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import (
     most_of_experts,
     recomputation,
     recomputed_modules,
-    turned_off,
 )
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
