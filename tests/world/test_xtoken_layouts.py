@@ -7,7 +7,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from harness.layouts import LAYOUTS, every_way, in_layouts
+from harness.layouts import LAYOUTS, every_way, in_layouts, shallow
 from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
@@ -42,8 +42,9 @@ def samples_of(name: str):
 
 
 @functools.cache
-def expected(name: str):
-    ((loss, parts),) = world(1).run(unfolded_step, JOBS[name], samples_of(name), layout=Layout())
+def expected(name: str, config):
+    job = replace(JOBS[name], config=config)
+    ((loss, parts),) = world(1).run(unfolded_step, job, samples_of(name), layout=Layout())
     return loss, assemble(parts)
 
 
@@ -62,9 +63,9 @@ JOBS = (
 
 
 def check(size, layout, name, *, max_tokens=LONGEST + 12, **teacher):
-    job = replace(JOBS[name], max_tokens=max_tokens, **teacher)
+    job = replace(JOBS[name], max_tokens=max_tokens, config=shallow(layout), **teacher)
     results = world(size).run(folded_step, layout, job, samples_of(name), layout=layout)
-    loss, wanted = expected(name)
+    loss, wanted = expected(name, job.config)
     gradients = assemble(itertools.chain.from_iterable(parts for _, parts in results))
     for outcome, _ in results:
         assert outcome["loss"] == pytest.approx(loss, rel=1e-12)
