@@ -18,7 +18,7 @@ if not HAS_HYBRID_MODEL:
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
-VARIANT = (("experimental_attention_variant", "gated_delta_net"), ("linear_attention_freq", 4))
+VARIANT = (("experimental_attention_variant", "gated_delta_net"), ("linear_attention_freq", 2), ("num_layers", 2))
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 DENSE = Job(pattern="*-*-", way="weighted sum")
 TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)

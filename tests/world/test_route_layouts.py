@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.folded_jobs import VOCAB, Job, unfolded_gradients
 from harness.folded_runs import FP32_INSIDE, LONGEST, MOE, SAMPLES, Result, check, folded
-from harness.layouts import in_layouts, shallow
+from harness.layouts import every_way, in_layouts, shallow
 from harness.routes import with_routes
 from harness.torchrun_jobs import TP2, run
 from harness.train_jobs import rows, write_job
@@ -39,8 +39,15 @@ def by_sample(kind: str, depth: tuple[tuple[str, int], ...]) -> Result:
     return loss, assemble(parts)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("one token", marks=pytest.mark.ci), "missing"])
-@in_layouts("tp2-sp", "pp2", "pp2-vpp2", "dp2", "ep2", ci=["single", "tp2-sp-pp2-vpp2"], slow=["dp4"])
+EVERY = {"tp2-sp", "pp2", "pp2-vpp2", "dp2", "ep2"}
+IN_CI = {name: {"one token"} if name in ("tp2-sp", "pp2-vpp2") else set() for name in sorted(EVERY)}
+IN_CI |= {"tp2-sp-pp2-vpp2": {"missing"}, "single": {"one token"}, "dp4": set()}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "kind"),
+    every_way({kind: kind for kind in ("one token", "missing")}, quick={name: {"missing"} for name in EVERY}, ci=IN_CI),
+)
 def test_routes_in_every_layout(size: int, layout: Layout, kind: str) -> None:
     """In micro-batches under a budget, layers recomputed, on ranks with different numbers of tokens."""
     job = Job(config=MOE + RECOMPUTE + shallow(layout), max_tokens=LONGEST + 10)
