@@ -152,7 +152,7 @@ def test_sampling_masks_equal_unfolded_samples(job: Job) -> None:
         (2, Layout(), True, max(LONGEST, PAIR) + 10),
         (2, Layout(tp=2, sequence_parallel=True), True, max(LONGEST, PAIR) + 10),
         (2, Layout(tp=2), False, 10_000),
-        (2, Layout(pp=2, vpp=2), True, max(LONGEST, PAIR) + 10),
+        (2, Layout(pp=2), True, max(LONGEST, PAIR) + 10),
         (1, Layout(), True, 10_000),
     ):
         check(size, layout, replace(job, max_tokens=most, fused_head=fused))
