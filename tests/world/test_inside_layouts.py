@@ -12,6 +12,8 @@ from harness.worlds import Layout, WorkerError, world
 from inside_jobs import InsideJob, inside, inside_gradients, rows_without_a_vocabulary, unfolded_oracle
 from megatron.core.transformer import multi_latent_attention
 
+from mcore_prefix_tree.mcore import multi_token_names
+
 RECOMPUTE = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
@@ -131,6 +133,17 @@ def test_rows_that_share_nothing(size: int, layout: Layout, reads: str) -> None:
     """They go through the stock model."""
     job = InsideJob(reads=reads, packed_attention=True)
     check(inside(size, layout, job), unfolded_oracle(unlike=True), FP64)
+
+
+@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.parametrize("pattern", [None, pytest.param("*-|*-/*-/*-", marks=pytest.mark.ci)], ids=["gpt", "hybrid"])
+@in_layouts("tp2-sp", "pp2", slow=["tp2", "tp2-pp2"])
+def test_multi_token_prediction(size: int, layout: Layout, pattern: str | None) -> None:
+    """As in one process, which equals the stock model: the mean over a micro-batch's labels is of no single row."""
+    config = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
+    job = InsideJob(config=config, pattern=pattern if layout.pp > 1 or pattern is None else pattern.replace("|", ""))
+    alone = replace(job, pattern=None if pattern is None else pattern.replace("|", ""))
+    check(inside(size, layout, job), inside(1, Layout(), alone), FP64)
 
 
 @pytest.mark.parametrize("head", ["none", "scalar"])

@@ -103,7 +103,7 @@ class DepthPackedSeqParams(TreePackedSeqParams):
     left: torch.Tensor
     edges: Edges
     weight: torch.Tensor
-    scale: float = 1.0
+    scale: float | torch.Tensor = 1.0
 
     @classmethod
     def from_layout(
