@@ -144,6 +144,7 @@ def provider_of(layout: Any, policy: dict[str, Any]) -> Any:
     provider = GPTModelProvider(
         **(experts if replays else {"num_layers": 2}),
         mtp_num_layers=policy["megatron_cfg"].get("mtp_num_layers"),
+        cross_entropy_loss_fusion=False,  # the fused loss of a depth rounds its gradient to bfloat16
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -176,7 +177,8 @@ def depths_of(config: Any, vp_stage: int | None = None) -> Any:
     """A provider's layers of multi-token prediction, which Megatron-Bridge makes of TransformerEngine's only."""
     if not config.mtp_num_layers:
         return None
-    return get_gpt_mtp_block_spec(config, layers(config), use_transformer_engine=False, vp_stage=vp_stage)
+    block = get_gpt_mtp_block_spec(config, layers(config), use_transformer_engine=False, vp_stage=vp_stage)
+    return None if block is None else cpu_spec(block, config)
 
 
 def batch(route_layers: slice | None = None, *, depths: int | None = None) -> Any:
