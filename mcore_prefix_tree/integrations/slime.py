@@ -55,7 +55,9 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     """
     args = get_args()
     recorded = args.use_routing_replay and not args.use_rollout_routing_replay
-    _refuse({"--use-routing-replay without --use-rollout-routing-replay": recorded})
+    # slime's own Megatron-LM runs depths by an argument of its forward, and detaches their output weight.
+    depths = getattr(args, "mtp_num_layers", None)
+    _refuse({"--use-routing-replay without --use-rollout-routing-replay": recorded, "--mtp-num-layers": depths})
     if torch.distributed.get_rank() == 0 and not vp_stage and _adds_a_forward_pass(args):
         logger.warning(
             "--loss-type custom_loss: slime computes old log-probabilities in a separate forward pass, which its "

@@ -33,8 +33,8 @@ from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import STRICT, Output, SecondModels, TokenObjective, refuse_unused
+from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.objective import STRICT, Output, SecondModels, SummedObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import Int64Array, ScoredTokens, refuse_sampling_masks
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets
 from mcore_prefix_tree.sample import Sample
@@ -73,7 +73,7 @@ class TeacherRows(LossRows):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Distillation(TokenObjective):
+class Distillation(SummedObjective):
     """A divergence between teacher and student at every scored token; see the formulas above.
 
     Attributes:
@@ -99,14 +99,6 @@ class Distillation(TokenObjective):
     @property
     def second_models(self) -> SecondModels | None:
         return SecondModels(asked=True, same_vocabulary=True) if self.teacher == "full" else None
-
-    @property
-    def sums_edges(self) -> bool:
-        return True
-
-    @property
-    def grouped_by(self) -> Unit | None:
-        return counted_as_one(self.normalise)
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Compute the weights of a step, on the host; raises SampleError for a missing teacher, or one of another k."""

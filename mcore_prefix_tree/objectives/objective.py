@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.objectives.metrics import LossOutput
+from mcore_prefix_tree.objectives.normalise import By, counted_as_one
 from mcore_prefix_tree.objectives.scored_rows import LossRows, Targets, Terms
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import GroupedBy
@@ -169,3 +170,17 @@ class TokenObjective(Objective, Protocol):
             entropy: ``[P]``, entropy of the distribution that each token predicts; None if it is not computed.
             rows: result of :meth:`rows`.
         """
+
+
+class SummedObjective(TokenObjective, Protocol):
+    """Objective whose loss is a sum over tokens, each with the weight that ``normalise`` gives it."""
+
+    normalise: By
+
+    @property
+    def sums_edges(self) -> bool:
+        return True
+
+    @property
+    def grouped_by(self) -> GroupedBy | None:
+        return counted_as_one(self.normalise)

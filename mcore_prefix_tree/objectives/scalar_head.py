@@ -15,8 +15,8 @@ from pydantic.dataclasses import dataclass
 from mcore_prefix_tree.objectives.advantages import gae, token_rewards
 from mcore_prefix_tree.objectives.kl import KLEstimator, KLPenalty
 from mcore_prefix_tree.objectives.metrics import LossOutput, Means, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import STRICT, TokenObjective, refuse_unused
+from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.objective import STRICT, SummedObjective, TokenObjective, refuse_unused
 from mcore_prefix_tree.objectives.preference import find_pairs, reward_means
 from mcore_prefix_tree.objectives.scored import ScoredTokens, refuse_routes
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
@@ -26,7 +26,7 @@ from mcore_prefix_tree.utils.lazy_torch import F, torch
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Critic(TokenObjective):
+class Critic(SummedObjective):
     """Regression of values on returns, clipped around the old values as in PPO's reference implementation.
 
     Per scored token, with the value V of the state that the token is chosen in, that is, at its predictor:
@@ -58,17 +58,8 @@ class Critic(TokenObjective):
     scored_as: ClassVar[str] = "values"
 
     def __post_init__(self) -> None:
-        has_rewards = self.returns == "gae"
         settings = ("gamma", "lam", "kl_coef", "kl_estimator")
-        refuse_unused(self, [(name, has_rewards, "returns=gae") for name in settings])
-
-    @property
-    def sums_edges(self) -> bool:
-        return True
-
-    @property
-    def grouped_by(self) -> Unit | None:
-        return counted_as_one(self.normalise)
+        refuse_unused(self, [(name, self.returns == "gae", "returns=gae") for name in settings])
 
     def targets(self, samples: Sequence[Sample]) -> Targets:
         """Compute returns, old values and weights of a step, on the host; raises SampleError for a missing field."""

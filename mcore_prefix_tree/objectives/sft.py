@@ -8,8 +8,8 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from mcore_prefix_tree.objectives.metrics import LossOutput, first_bad_sample, weighted_mean
-from mcore_prefix_tree.objectives.normalise import By, Unit, counted_as_one, normalise
-from mcore_prefix_tree.objectives.objective import STRICT, Output, TokenObjective, refuse_unused
+from mcore_prefix_tree.objectives.normalise import By, normalise
+from mcore_prefix_tree.objectives.objective import STRICT, Output, SummedObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
 from mcore_prefix_tree.sample import Sample
@@ -29,7 +29,7 @@ def sft_loss(logprob: torch.Tensor, loss_weight: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SupervisedFineTuning(TokenObjective):
+class SupervisedFineTuning(SummedObjective):
     """``- sum_t w_t log p_t`` with the loss mask as weight.
 
     Attributes:
@@ -41,16 +41,7 @@ class SupervisedFineTuning(TokenObjective):
     normalise_length: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        is_sum = self.normalise == "sample_sum"
-        refuse_unused(self, [("normalise_length", is_sum, "normalise=sample_sum")])
-
-    @property
-    def grouped_by(self) -> Unit | None:
-        return counted_as_one(self.normalise)
-
-    @property
-    def sums_edges(self) -> bool:
-        return True
+        refuse_unused(self, [("normalise_length", self.normalise == "sample_sum", "normalise=sample_sum")])
 
     @property
     def output(self) -> Output:

@@ -14,9 +14,12 @@ from harness.seam_models import VOCAB
 from harness.seam_runs import assert_same_gradients, score_alone, sft_step, take_gradients
 from mcore_prefix_tree import Sample, fold
 from mcore_prefix_tree.layout import Padding
+from mcore_prefix_tree.layout.tree_chunks import join_scores
 from mcore_prefix_tree.mcore.engine.backend import attention_cases_of_model
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
+from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
+from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.plan import Carrying
 from mcore_prefix_tree.plan.carry import make_chunks, scored_places, with_first_pass
@@ -80,6 +83,14 @@ def carried_parts(
     rows = [[(order, 0, run) for run in runs]]
     carrying = Carrying(runs=runs, trains=trains, scored=scored_places(rows, 1, trains=trains))
     return fold_carrying(samples, [order] * len(runs), carrying, folding), folding, carrying
+
+
+def score_in_parts(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> Any:
+    """Return the log-probabilities of a tree's tokens, ``[P]``; first passes among its parts score nothing."""
+    with torch.no_grad():
+        found = [(batch, Logprobs(fused=False).read(tree_forward(model, batch), batch)[0]) for batch in batches]
+    chunks = [(batch.layout, scores.numpy()) for batch, scores in found if not batch.forward_only]
+    return join_scores(*zip(*chunks, strict=True))
 
 
 def train(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> dict[str, Any]:

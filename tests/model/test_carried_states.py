@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.carried_trees import assert_equal, carried, small_tree, train, unfolded
+from harness.carried_trees import assert_equal, carried, score_in_parts, small_tree, train, unfolded
 from harness.fla_in_torch import fla_in_torch
 from harness.in_double import kept_double
 from harness.seam_models import (
@@ -25,8 +25,6 @@ from harness.seam_models import (
 from harness.seam_runs import FP32_INSIDE, MOE, assert_same_gradients, score_alone, sft_step, take_gradients
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-from mcore_prefix_tree.mcore.outputs import Logprobs
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.levels import Levels
 
@@ -126,22 +124,19 @@ def test_gpt(settings: dict[str, Any]) -> None:
     assert_equal(train(tree, carried(samples, [size // 3, size // 2])), unfolded(stock, samples), FP64)
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["from the first to the last", "a step without its backward"])
 @pytest.mark.parametrize("name", ["Gated DeltaNet", "Mamba"])
-def test_scores_of_chunks_from_the_first_to_the_last(name: str) -> None:
+def test_scores_of_chunks(name: str, trains: bool) -> None:
     samples = small_tree(4)
     stock, tree = make_twins(name)
-    batches = carried(samples, range(3, fold(samples).physical_tokens, 3), trains=False)
-    store, most, scores, readout = batches[0].packed_seq_params.carry.store, 0, [], Logprobs(fused=False)
-    with torch.no_grad():
-        for batch in batches:
-            scores.append(readout.flat(tree_forward(tree, batch, readout), batch))
-            most = max(most, store.num_bytes)
-        assert store.num_bytes == 0 < most
-        joined, _ = readout.joined([batch.layout for batch in batches], scores)
-        layout = batches[0].layout.whole
-        for at, sample in enumerate(samples):
+    cuts = range(3, fold(samples).physical_tokens, 3)
+    batches = [batch.without_backward() for batch in carried(samples, cuts, trains=trains)]
+    joined, layout = score_in_parts(tree, batches), batches[-1].layout.whole
+    assert batches[0].packed_seq_params.carry.store.num_bytes == 0
+    for at, sample in enumerate(samples):
+        with torch.no_grad():
             expected, _ = score_alone(stock, sample)
-            np.testing.assert_allclose(joined[layout.sample_tokens(at)[1:]], expected.numpy(), atol=1e-12)
+        np.testing.assert_allclose(joined[layout.sample_tokens(at)[1:]], expected.numpy(), atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["Gated DeltaNet", "Mamba"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.carried_trees import assert_equal, carried, carried_parts, small_tree, train, unfolded
+from harness.carried_trees import assert_equal, carried, carried_parts, score_in_parts, small_tree, train, unfolded
 from harness.folded_jobs import counting_exactly
 from harness.in_double import kept_double
 from harness.kept_sets import with_sets
@@ -30,12 +30,11 @@ from harness.seam_runs import (
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from mcore_prefix_tree import Sample, fold
-from mcore_prefix_tree.layout.tree_chunks import join_scores
 from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward, with_rows
 from mcore_prefix_tree.mcore.engine.tree_losses import make_hook
-from mcore_prefix_tree.mcore.outputs import Logprobs, make_readout
+from mcore_prefix_tree.mcore.outputs import make_readout
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
@@ -243,14 +242,16 @@ def test_one_path_is_held_at_once(settings: dict[str, Any]) -> None:
     of_token = 2 * config.num_layers * sizes * 8  # with gradients
     # A path of 30 tokens, and 5 that ran ahead; all carried tokens are about 120.
     assert 20 * of_token < most <= 35 * of_token
-    # Keys and values only, of the chunks from the first to the last.
-    store, most = (scored := carried(samples, range(5, size, 5), trains=False))[0].packed_seq_params.carry.store, 0
-    for batch in scored:
-        with torch.no_grad():
-            tree_forward(tree, batch)
-        most = max(most, store.num_bytes)
-    assert 20 * of_token // 2 < most <= 35 * of_token // 2
-    assert store.num_bytes == 0
+    # Keys and values only: of the chunks from the first to the last, and of a step without its backward.
+    step = [batch.without_backward() for batch in carried(samples, range(5, size, 5))]
+    for scored in (carried(samples, range(5, size, 5), trains=False), step):
+        store, most = scored[0].packed_seq_params.carry.store, 0
+        for batch in scored:
+            with torch.no_grad():
+                tree_forward(tree, batch)
+            most = max(most, store.num_bytes)
+        assert 20 * of_token // 2 < most <= 35 * of_token // 2
+        assert store.num_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["reference", "cascade"])
@@ -285,14 +286,13 @@ def test_a_window_of_latents() -> None:
     cuts = [size // 4, size // 2, size - 3]
     assert_equal(train(tree, carried(samples, cuts, **options)), unfolded(stock, samples), FP32_INSIDE)
     expected = torch.cat([score_alone(stock, sample)[0] for sample in samples]).detach()
-    batches = carried(samples, cuts, trains=False, **options)
-    with torch.no_grad():
-        scores = [Logprobs(fused=False).read(tree_forward(tree, batch), batch)[0] for batch in batches]
-    joined = join_scores([batch.layout for batch in batches], [score.numpy() for score in scores])
-    layout = batches[0].layout.whole
-    rows = [joined[layout.sample_map[slice(*ends)][1:]] for ends in pairwise(layout.cu_sample_lens)]
-    assert worst(torch.from_numpy(np.concatenate(rows)), expected) < FP32_INSIDE
-    assert batches[0].packed_seq_params.carry.store.num_bytes == 0
+    step = [batch.without_backward() for batch in carried(samples, cuts, **options)]
+    for batches in (carried(samples, cuts, trains=False, **options), step):
+        joined = score_in_parts(tree, batches)
+        layout = batches[-1].layout.whole
+        rows = [joined[layout.sample_map[slice(*ends)][1:]] for ends in pairwise(layout.cu_sample_lens)]
+        assert worst(torch.from_numpy(np.concatenate(rows)), expected) < FP32_INSIDE
+        assert batches[0].packed_seq_params.carry.store.num_bytes == 0
 
 
 @pytest.mark.parametrize("trains", [True, False])

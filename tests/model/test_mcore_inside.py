@@ -476,7 +476,6 @@ def test_models_that_are_refused() -> None:
         fold_inside(model)
     for name, value, message in (
         ("context_parallel_size", 2, "context_parallel_size=2"),
-        ("mtp_num_layers", 1, "mtp_num_layers=1"),
         ("attention_dropout", 0.1, "attention_dropout"),
         ("moe_enable_routing_replay", True, "moe_enable_routing_replay=True"),
         ("fp8", "e4m3", "fp8"),

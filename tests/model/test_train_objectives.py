@@ -125,8 +125,10 @@ def with_scores(job: Path, recipe: Recipe, columns: Sequence[str]) -> None:
     write_rows(path, lines)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_first_importance_ratios_are_1_to_the_bit(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [("float32", 60), ("float64", 60), pytest.param("float32", 8, id="trees above the budget")]
+)
+def test_the_first_importance_ratios_are_1_to_the_bit(tmp_path: Path, dtype: str, budget: int) -> None:
     """Scored and trained by one plan, the old policy is the policy."""
     job, overrides = objective_job(tmp_path, "grpo", {"kl_coef": 0.1})
     recipe = load_recipe(
@@ -139,12 +141,14 @@ def test_the_first_importance_ratios_are_1_to_the_bit(tmp_path: Path, dtype: str
             "data.order=file",
             "train_iters=2",
             "optimizer.lr_warmup_steps=0",
-            "batch.max_tokens=60",
+            f"batch.max_tokens={budget}",
             "attention_backend=path",
         ],
     )
     with_scores(job, recipe, ["old_logprobs", "ref_logprobs"])
-    first, second = (report.metrics for report in train(recipe).reports)
+    reports = train(recipe).reports
+    assert (reports[0].carried_tokens > 0) == (budget == 8)
+    first, second = (report.metrics for report in reports)
     if dtype == "float32":  # JSON lines are read as fp32
         assert (first["ratio"], first["clip_fraction"], first["kl_old"], first["kl"]) == (1.0, 0.0, 0.0, 0.0)
     else:

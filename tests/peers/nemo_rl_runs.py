@@ -22,7 +22,11 @@ from bridge_models import auto_bridge
 from harness.routes import with_routes
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from stand_ins import Finder, StandIn
@@ -139,6 +143,8 @@ def provider_of(layout: Any, policy: dict[str, Any]) -> Any:
     }
     provider = GPTModelProvider(
         **(experts if replays else {"num_layers": 2}),
+        mtp_num_layers=policy["megatron_cfg"].get("mtp_num_layers"),
+        cross_entropy_loss_fusion=False,  # the fused loss of a depth rounds its gradient to bfloat16
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -167,10 +173,19 @@ def provider_of(layout: Any, policy: dict[str, Any]) -> Any:
     return provider.apply_overrides_and_finalize(dtype=torch.float64)
 
 
-def batch(route_layers: slice | None = None) -> Any:
+def depths_of(config: Any, vp_stage: int | None = None) -> Any:
+    """A provider's layers of multi-token prediction, which Megatron-Bridge makes of TransformerEngine's only."""
+    if not config.mtp_num_layers:
+        return None
+    block = get_gpt_mtp_block_spec(config, layers(config), use_transformer_engine=False, vp_stage=vp_stage)
+    return None if block is None else cpu_spec(block, config)
+
+
+def batch(route_layers: slice | None = None, *, depths: int | None = None) -> Any:
     """A micro-batch as NeMo-RL's packer cuts it: groups of answers, rows padded to the longest.
 
-    ``route_layers`` are the layers of its routes, of all layers; None gives no routes.
+    ``route_layers`` are the layers of its routes, of all layers; None gives no routes. For ``depths`` it has the mask
+    that NeMo-RL's worker adds.
     """
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -198,6 +213,7 @@ def batch(route_layers: slice | None = None) -> Any:
         routes["routed_experts"] = torch.from_numpy(filled[:, :, route_layers])
     return BatchedDataDict(
         **routes,
+        **({"mtp_loss_mask": torch.from_numpy(mask).float()} if depths else {}),
         input_ids=torch.from_numpy(ids),
         input_lengths=torch.tensor(lengths),
         token_mask=torch.from_numpy(mask),
@@ -221,7 +237,8 @@ def run(layout: Any, worker: type, policy: dict[str, Any], route_layers: slice |
             generator.manual_seed(len(name))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = (parameter.ndim == 1) + noise / 5
-    data, loss = batch(route_layers), ClippedPGLossFn(ClippedPGLossConfig())
+    depths = policy["megatron_cfg"].get("mtp_num_layers")
+    data, loss = batch(route_layers, depths=depths), ClippedPGLossFn(ClippedPGLossConfig())
     scored = built.passes(data, LogprobsPostProcessor(policy, sampling_params()), forward_only=True)
     found = {f"logprobs {name}": torch.as_tensor(value) for one in scored[:1] for name, value in one.items()}
     judged = built.train(data, loss, eval_mode=True)["all_mb_metrics"]
@@ -241,19 +258,27 @@ POLICY: dict[str, Any] = {
 
 
 def compare(
-    layout: Any, limit: float = 1e-12, route_layers: slice | None = None, keep_scores: bool = False
+    layout: Any,
+    limit: float = 1e-12,
+    route_layers: slice | None = None,
+    keep_scores: bool = False,
+    depths: int | None = None,
 ) -> dict[str, Any]:
     """Every rank: NeMo-RL's answers with its own model and with ours agree; the names and the report of ours.
 
-    ``keep_scores`` keeps Megatron-Core from rounding the scores of routers to fp32.
+    ``keep_scores`` keeps Megatron-Core from rounding the scores of routers to fp32. ``depths`` predict further tokens.
     """
     softmax = torch.softmax
     kept = mock.patch.object(torch, "softmax", lambda values, dim, dtype=None: softmax(values, dim))
     policy = POLICY if route_layers is None else POLICY | {"router_replay": {"enabled": True}}
+    policy = policy | {"megatron_cfg": policy["megatron_cfg"] | {"mtp_num_layers": depths}}
     with nemo_rl(), kept if keep_scores else nullcontext():
+        from megatron.bridge.models import gpt_provider
+
         from mcore_prefix_tree.integrations.nemo_rl import FoldingPolicyWorkerImpl
 
-        stock, folded = (run(layout, one, policy, route_layers) for one in (Worker, FoldingPolicyWorkerImpl))
+        with mock.patch.object(gpt_provider, "mtp_block_spec", depths_of):
+            stock, folded = (run(layout, one, policy, route_layers) for one in (Worker, FoldingPolicyWorkerImpl))
     report = folded.pop("report")
     assert stock.keys() == folded.keys()
     for name, expected in stock.items():

@@ -19,6 +19,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 from harness.layouts import in_layouts
+from harness.seam_runs import FP32_INSIDE
 from harness.worlds import Layout, world
 from nemo_rl_runs import WORKER, compare, refusals
 
@@ -33,6 +34,13 @@ def test_logprobs_losses_and_gradients(size: int, layout: Layout) -> None:
     added = {name: sum(result["report"][name][0] for result in results[:: layout.tp]) for name in results[0]["report"]}
     assert added["fold/fold_ratio"] > 1.3
     assert (added["fold/micro_batches"], added["fold/rows"]) == (2 * replicas, 16 * replicas)
+
+
+@in_layouts("single", "tp2-sp", "pp2")
+def test_multi_token_prediction(size: int, layout: Layout) -> None:
+    """Gradients of all layers, of depths that learn from the answers as NeMo-RL masks them."""
+    results = world(size).run(compare, layout, FP32_INSIDE, None, False, 2, layout=layout)
+    assert any(" mtp.layers." in name for name in results[-1]["names"])
 
 
 @in_layouts("single", "tp2-sp", "pp2", "ep2")

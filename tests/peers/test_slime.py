@@ -126,6 +126,7 @@ def test_a_stage_without_experts_finds_no_routes() -> None:
     ("ours", "named"),
     [
         ({"use_routing_replay": True}, "--use-routing-replay without --use-rollout-routing-replay"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         (
             {"loss_type": "custom_loss", "custom_loss_function_path": f"{OURS}.policy_loss", "use_tis": True},
             "--use-tis with this loss",

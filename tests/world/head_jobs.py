@@ -117,6 +117,7 @@ class ScoringJob:
     entropy: bool = True
     config: tuple[tuple[str, Any], ...] = ()
     vocab_size: int = VOCAB
+    over_budget: str = "repeat"
 
 
 class Seen:
@@ -138,11 +139,12 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
     from megatron.core import parallel_state
 
     from mcore_prefix_tree.layout import Padding
-    from mcore_prefix_tree.logprob import restore
+    from mcore_prefix_tree.layout.tree_chunks import join_scores
     from mcore_prefix_tree.mcore import with_edge_head
+    from mcore_prefix_tree.mcore.engine.carried_trees import fold_carrying
     from mcore_prefix_tree.mcore.engine.folding import Folding
     from mcore_prefix_tree.mcore.engine.forward_step import tree_forward
-    from mcore_prefix_tree.mcore.engine.scoring import score
+    from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
     from mcore_prefix_tree.mcore.outputs import EdgeLoss, Logprobs
     from mcore_prefix_tree.objectives import LossRows
 
@@ -157,30 +159,34 @@ def scores_and_first_ratios(layout: Any, job: ScoringJob, samples: Sequence[Samp
         micro_batch_multiple=layout.pp if layout.vpp else 1,
         padding=Padding(multiple=layout.tp if layout.sequence_parallel else 1, buckets=()),
         only_supervised=not job.all_tokens,
+        over_budget=job.over_budget,
     )
-    scored = Logprobs(entropy=job.entropy, fused=job.fused)
-    scores = score(trainer.chunks, samples, folding, scored, all_tokens=job.all_tokens)
+    step = ScoringStep.plan(samples, folding, all_tokens=job.all_tokens)
+    scores = step.score(trainer.chunks, Logprobs(entropy=job.entropy, fused=job.fused))
 
-    mine = folding.plan(samples).micro_batches[parallel_state.get_data_parallel_rank()]
-    rows = LossRows(count=0)
-    batches = [replace(folding.micro_batch([samples[i] for i in indices]), rows=rows) for indices in mine]
+    plan, rank = folding.plan(samples), parallel_state.get_data_parallel_rank()
+    trained = fold_carrying(samples, plan.micro_batches[rank], plan.carrying_of(rank), folding)
+    batches = [replace(batch, rows=LossRows(count=0)) for batch in trained]
     objective: Any = Seen()
     readout = EdgeLoss(objective=objective, fused=job.fused)  # the output that a nonlinear objective uses
-    remaining = iter(mine)
-    ratios: list[Any] = []
+    logprobs: list[Any] = []
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
         batch = next(data_iterator)
 
         def loss_func(output: torch.Tensor) -> Any:
             loss = readout.read(output, batch).loss
-            for index, row in zip(next(remaining), restore(objective.logprob, batch.layout), strict=True):
-                ratios.append((index, np.exp(row.numpy() - scores[index].logprobs)[scores[index].scored]))
+            logprobs.append(objective.logprob.numpy())
             return loss, torch.ones((), dtype=torch.int), None
 
         return tree_forward(model, batch, readout), loss_func
 
     trainer.backward(forward_step, batches, seq_length=1)
+    ratios = []
+    for tree, of_tree, indices in step.joined(logprobs, join_scores):
+        for place, index in enumerate(indices):
+            own, scored = of_tree[tree.sample_places(place)], scores[index].scored
+            ratios.append((index, np.exp(own[scored] - scores[index].logprobs[scored])))
     return scores, ratios
 
 

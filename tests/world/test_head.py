@@ -171,6 +171,18 @@ def test_the_first_importance_ratios_are_one_to_the_bit(
     assert seen == set(range(len(SAMPLES)))
 
 
+@in_layouts("single", "tp2-sp", "dp2", ci=["pp2-vpp2"], slow=["tp2", "pp2", "tp2-pp2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_importance_ratios_of_trees_above_the_budget_are_one_to_the_bit(
+    size: int, layout: Layout, dtype: torch.dtype
+) -> None:
+    """Scoring runs the first passes of the step, too."""
+    job = ScoringJob(dtype=dtype, max_tokens=LONGEST // 2, over_budget="carry")
+    found = [ratios for _, ratios in world(size).run(scores_and_first_ratios, layout, job, SAMPLES, layout=layout)]
+    assert {index for ratios in found for index, _ in ratios} == set(range(len(SAMPLES)))
+    assert all((ratio == 1.0).all() for ratios in found for _, ratio in ratios)
+
+
 def test_full_recompute_scores_the_same_bits() -> None:
     recompute = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
     job = ScoringJob(dtype=torch.bfloat16, config=recompute)

@@ -12,6 +12,8 @@ from harness.worlds import Layout, WorkerError, world
 from inside_jobs import InsideJob, inside, inside_gradients, rows_without_a_vocabulary, unfolded_oracle
 from megatron.core.transformer import multi_latent_attention
 
+from mcore_prefix_tree.mcore import multi_token_names
+
 RECOMPUTE = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
@@ -131,6 +133,27 @@ def test_rows_that_share_nothing(size: int, layout: Layout, reads: str) -> None:
     """They go through the stock model."""
     job = InsideJob(reads=reads, packed_attention=True)
     check(inside(size, layout, job), unfolded_oracle(layout, unlike=True), FP64)
+
+
+DEPTHS = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
+
+
+@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.parametrize(
+    ("layout", "job"),
+    [
+        pytest.param(Layout(tp=2, sequence_parallel=True), InsideJob(), id="tp2-sp"),
+        pytest.param(Layout(pp=2), InsideJob(), id="pp2"),
+        pytest.param(Layout(pp=2, vpp=2), InsideJob(), id="pp2-vpp2", marks=pytest.mark.ci),
+        pytest.param(Layout(tp=2, sequence_parallel=True), InsideJob(config=MOE), id="experts-tp2-sp"),
+        pytest.param(Layout(pp=2), InsideJob(pattern="*-|*-/*-/*-"), id="hybrid-pp2", marks=pytest.mark.ci),
+    ],
+)
+def test_multi_token_prediction(layout: Layout, job: InsideJob) -> None:
+    """As in one process, which equals the stock model: Megatron's mean is over the labels of a micro-batch."""
+    job = replace(job, config=DEPTHS + job.config)
+    in_one = replace(job, pattern=None if job.pattern is None else job.pattern.replace("|", ""))
+    check(inside(2, layout, job), inside(1, Layout(), in_one), FP32_INSIDE if MOE[0] in job.config else FP64)
 
 
 @pytest.mark.parametrize("head", ["none", "scalar"])

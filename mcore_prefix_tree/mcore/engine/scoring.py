@@ -79,12 +79,13 @@ class ScoringStep:
     ) -> ScoringStep:
         """Plan and fold samples, the same on every rank; in a training step's order they are planned as that step."""
         folding = replace(folding, only_supervised=not all_tokens)
-        plan, rank = folding.plan(samples, trains=False), parallel_state.get_data_parallel_rank()
+        plan, rank = folding.plan(samples), parallel_state.get_data_parallel_rank()
         mine = plan.micro_batches[rank]
+        batches = fold_carrying(samples, mine, plan.carrying_of(rank), folding)
         return cls(
             samples=samples,
             sample_index=mine,
-            micro_batches=fold_carrying(samples, mine, plan.carrying_of(rank), folding),
+            micro_batches=[batch.without_backward() for batch in batches],
             physical_tokens=sum(map(sum, plan.physical_tokens)),
             all_tokens=all_tokens,
             for_main_rank=for_main_rank,
@@ -130,7 +131,9 @@ class ScoringStep:
         self, flats: Sequence[Any], join: Callable[[Sequence[FlatLayout], Sequence[Any]], Any]
     ) -> Iterator[tuple[FlatLayout, Any, tuple[int, ...]]]:
         """Yield layout, output and samples of each micro-batch; of the chunks of a tree once, their outputs joined."""
-        found = zip((batch.layout for batch in self.micro_batches), flats, self.sample_index, strict=False)
+        of_each = zip(self.micro_batches, flats, self.sample_index, strict=False)
+        # A first pass scores nothing.
+        found = ((batch.layout, flat, indices) for batch, flat, indices in of_each if not batch.forward_only)
         for _, group in groupby(found, key=lambda one: id(getattr(one[0], "whole", one[0]))):
             parts = list(group)
             layout, flat, indices = parts[0]

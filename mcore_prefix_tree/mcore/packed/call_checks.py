@@ -97,10 +97,10 @@ def check_foldable(model: Any) -> None:
             f"position_embedding_type='mrope' of {kind.__name__}, whose own forward may give pictures to its layers: "
             "folding inside the model supports M-RoPE only of GPTModel and of Megatron-Bridge's Qwen3-VL"
         )
-    if model.config.mtp_num_layers:
+    if model.config.mtp_num_layers and model.position_embedding_type == "mrope":
         raise NotImplementedError(
-            f"mtp_num_layers={model.config.mtp_num_layers}: folding inside the model does not compute the losses of "
-            "further tokens; set mtp_num_layers=None"
+            f"mtp_num_layers={model.config.mtp_num_layers} with position_embedding_type='mrope': folding inside the "
+            "model predicts several tokens only of text; set mtp_num_layers=None"
         )
     if model.config.pipeline_model_parallel_size > 1 and not model.config.variable_seq_lengths:
         raise NotImplementedError(

@@ -151,7 +151,7 @@ class PartedDecoderMixin:
                 needed = torch.zeros((), device=hidden.device, requires_grad=True)
                 out: torch.Tensor = _InParts.apply(hidden, needed, self, parts, run)  # type: ignore[no-untyped-call]
             else:
-                scoring = [_with_carry(part, Carry.for_scoring) for part in parts]
+                scoring = [replace(part, params=part.params.with_carry(Carry.for_scoring)) for part in parts]
                 out = _join([run(part, _take(hidden, part)) for part in scoring], parts, hidden)
         finally:
             self.input_tensor = None if self.pre_process else sent
@@ -207,7 +207,8 @@ class _InParts(torch.autograd.Function):
             )
         ctx.save_for_backward(hidden)
         ctx.decoder, ctx.parts, ctx.run = decoder, parts, run
-        outputs = [run(_with_carry(part, Carry.for_passing), _take(hidden, part)) for part in parts[:-1]]
+        passing = [replace(part, params=part.params.with_carry(Carry.for_passing)) for part in parts[:-1]]
+        outputs = [run(part, _take(hidden, part)) for part in passing]
         # The last one runs first in backward, so it keeps its graph.
         ctx.last = _run_with_graph(run, parts[-1], hidden)
         return _join([*outputs, ctx.last[1].detach()], parts, hidden)
@@ -241,14 +242,6 @@ def _run_with_graph(
     with torch.enable_grad():
         leaf = _take(hidden, part).detach().requires_grad_()
         return leaf, run(part, leaf)
-
-
-def _with_carry(part: DecoderPart, variant: Callable[[Carry], Carry]) -> DecoderPart:
-    """Return a part with a variant of its carry, if it has one."""
-    carry = part.params.carry
-    if carry is None:
-        return part
-    return replace(part, params=replace(part.params, carry=variant(carry)))
 
 
 def _take(values: torch.Tensor, part: DecoderPart) -> torch.Tensor:

@@ -36,7 +36,9 @@ from mcore_prefix_tree.mcore.packed.packed_rows import (
     take_tokens,
     with_spatial,
 )
+from mcore_prefix_tree.mcore.packed.row_depths import with_depths
 from mcore_prefix_tree.mcore.seam.all_tokens import padding_multiple
+from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import EdgeHeadMixin, request_arguments, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import TreePackedSeqParams
 from mcore_prefix_tree.mcore.seam.routes import check_routes
@@ -94,6 +96,16 @@ class Inside:
             raise ValueError(f"max_tokens={self.max_tokens} is below 1; set the tokens of a part, or None for no parts")
         if self.log_every < 0:
             raise ValueError(f"log_every={self.log_every} is negative; set a number of micro-batches, or 0 for no log")
+
+    def check_depths(self, depths: int | None) -> None:
+        """Reject settings that a model with depths of multi-token prediction does not support."""
+        is_set = {"fused_head": not self.fused_head, "max_tokens": self.max_tokens, "check_first": self.check_first}
+        name = next((name for name in is_set if is_set[name]), None)
+        if depths and name is not None:
+            raise NotImplementedError(
+                f"{name}={getattr(self, name)} with mtp_num_layers={depths}: folding inside the model predicts several "
+                f"tokens only with the default of {name}; leave it, or set mtp_num_layers=None"
+            )
 
 
 class Folding:
@@ -206,6 +218,7 @@ class Folding:
             report=FoldReport.of(rows.layout, self._work, head_rows=head_rows),
             rotary_by_token=rows.spatial is not None,
         )
+        folded["packed_seq_params"] = with_depths(model, rows, folded["packed_seq_params"], call)
         kept = {name: value for name, value in call.items() if name not in _OF_ROWS}
         return kept | folded | take_tokens(model, rows, call) | take_deepstack(model, rows, call) | asked
 
@@ -310,6 +323,7 @@ def fold_inside(target: Target, **settings: Any) -> Target:
         model.folding = model.language_model.folding
         return target
     check_foldable(model)
+    inside.check_depths(model.config.mtp_num_layers)
     follow_trees(model)
     if inside.check_first:
         check_comparable(model)
@@ -320,6 +334,7 @@ def fold_inside(target: Target, **settings: Any) -> Target:
     with_vocab_size(model, inside.vocab_size or getattr(model.config, "vocab_size", None))
     if inside.fused_head and model.post_process and isinstance(model.output_layer, ColumnParallelLinear):
         with_edge_head(model)
+    with_multi_token(model)
     model.folding = Folding(model, inside)
     model.register_forward_pre_hook(model.folding.before, with_kwargs=True)
     model.register_forward_hook(model.folding.after, with_kwargs=True)

@@ -158,6 +158,7 @@ class Carry:
         last_scored: shelves that nobody reads after it if the chunks run from the first to the last.
         store: the store of the tree.
         keeps: whether it runs forward only and fills the store: in a first pass, or where nothing trains.
+        forgets: whether what it reads last is forgotten at once, because no backward pass does that.
         counts: its tokens that count for the samples of the tree; None where nothing trains.
         head: last hidden states that the output layer reads, and those that others read; None if the loss reads none.
     """
@@ -169,6 +170,7 @@ class Carry:
     last_scored: tuple[int, ...]
     store: CarryStore
     keeps: bool
+    forgets: bool = False
     counts: SampleCounts | None = None
     head: Passage | None = None
     windows: Mapping[int, Stack] = field(default_factory=dict)
@@ -190,11 +192,15 @@ class Carry:
 
     def for_scoring(self) -> Carry:
         """Return what a chunk reads and leaves when all chunks run forward only, from the first to the last."""
-        return replace(self, last=self.last_scored, keeps=True, counts=None)
+        return replace(self, last=self.last_scored, keeps=True, forgets=True, counts=None)
+
+    def without_backward(self) -> Carry:
+        """Return what a micro-batch reads and leaves when those of a step run forward only, in the step's order."""
+        return replace(self, forgets=True, counts=None)
 
     def for_passing(self) -> Carry:
         """Return what a chunk reads and leaves when all chunks of a step run forward only before they train."""
-        return replace(self, last=(), keeps=True)
+        return replace(self, keeps=True)
 
     def on(self, device: torch.device | str) -> Carry:
         """Return a copy on the device, with the same store."""
@@ -219,7 +225,7 @@ class Carry:
         They have a gradient if one of ``inputs`` has, the tensors that the layer makes states of.
         """
         if not self.states.read:
-            if self.keeps:
+            if self.forgets:
                 self.forget(which)
             return None
         states: torch.Tensor = _ReadStates.apply(self, which, *inputs)  # type: ignore[no-untyped-call]
@@ -242,7 +248,7 @@ class Carry:
     def read(self, passage: Passage, which: Tensors) -> list[torch.Tensor]:
         """Return the values of each part that is read, ``[n, ...]``."""
         values = [self.store.read(which, shelf)[rows] for shelf, rows in passage.read]
-        if self.keeps:
+        if self.forgets:
             self.forget(which)
         return values
 
@@ -267,8 +273,7 @@ class _WithStack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = grad_outputs
-        carry: Carry = ctx.carry
+        (gradient,), carry = grad_outputs, ctx.carry
         carry.add_gradient(carry.tokens, ctx.which, gradient)
         if ctx.along is not None:
             carry.forget(ctx.along)

@@ -214,6 +214,7 @@ class LayoutInParts:
             last_scored=last[1],
             store=self.store,
             keeps=keeps,
+            forgets=not self.trains,
             counts=counts if self.trains else None,
         )
         return LaidOutPart(layout, sample_node, handover, carry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges
+from mcore_prefix_tree.mcore.seam.carried_keys import Carry
 from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, TreePackedSeqParams
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.objectives import LossRows
@@ -106,9 +108,12 @@ class MicroBatch:
 
     def for_scoring(self) -> MicroBatch:
         """Return the micro-batch for a pass over all parts of its tree, forward only, from the first to the last."""
-        params = self.packed_seq_params
-        carry = None if params.carry is None else params.carry.for_scoring()
-        return replace(self, packed_seq_params=replace(params, carry=carry, depths=()))
+        params = self.packed_seq_params.with_carry(Carry.for_scoring)
+        return replace(self, packed_seq_params=replace(params, depths=()))
+
+    def without_backward(self) -> MicroBatch:
+        """Return the micro-batch for a run of its step forward only: the numbers are those of training, to the bit."""
+        return replace(self, packed_seq_params=self.packed_seq_params.with_carry(Carry.without_backward))
 
     def without_routes(self) -> MicroBatch:
         """Return the micro-batch for a model that routes by itself; it shares the plans of its attention."""
@@ -117,6 +122,12 @@ class MicroBatch:
             return self
         params = replace(params, tree_metadata=replace(params.tree_metadata, routes=None))
         return replace(self, layout=replace(self.layout, routes=None), packed_seq_params=params)
+
+
+def from_first_to_last(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """Return a step's micro-batches in the order of a scoring pass; those of a step that trains are in reverse."""
+    carries = (batch.packed_seq_params.carry for batch in batches if not batch.forward_only)
+    return batches[::-1] if any(carry is not None and not carry.keeps for carry in carries) else batches
 
 
 class WaitingMicroBatch:

@@ -78,6 +78,10 @@ class TreePackedSeqParams(PackedSeqParams):  # type: ignore[misc]
             deterministic_attention=deterministic_attention,
         )
 
+    def with_carry(self, variant: Callable[[Carry], Carry]) -> TreePackedSeqParams:
+        """Return the parameters with a variant of their carry, if they have one."""
+        return self if self.carry is None else replace(self, carry=variant(self.carry))
+
 
 @dataclass(kw_only=True)
 class DepthPackedSeqParams(TreePackedSeqParams):
@@ -99,7 +103,7 @@ class DepthPackedSeqParams(TreePackedSeqParams):
     left: torch.Tensor
     edges: Edges
     weight: torch.Tensor
-    scale: float = 1.0
+    scale: float | torch.Tensor = 1.0
 
     @classmethod
     def from_layout(

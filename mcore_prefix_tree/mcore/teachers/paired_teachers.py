@@ -28,7 +28,7 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import TeacherHidden
 from mcore_prefix_tree.mcore.outputs.distillation import ChunkLesson, chunk_rows
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, from_first_to_last
 from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 from mcore_prefix_tree.objectives import BoundCrossTokenizer
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import kd_metric
@@ -247,10 +247,8 @@ def _joined(batches: Sequence[MicroBatch], number: int, found: Sequence[TeacherH
 
 def _for_scoring(batches: Sequence[MicroBatch], multiple: int) -> list[MicroBatch]:
     """Return as many micro-batches for a pass over all parts of trees; in place of first passes they are empty."""
-    carries = [batch.packed_seq_params.carry for batch in batches if not batch.forward_only]
-    trains = any(carry is not None and not carry.keeps for carry in carries)
     scored = []
-    for batch in batches[::-1] if trains else batches:
+    for batch in from_first_to_last(batches):
         one = batch.for_scoring()
         if batch.forward_only:
             empty = MicroBatch.from_layout(

@@ -23,7 +23,7 @@ from mcore_prefix_tree.mcore.engine.pipeline import forward_only
 from mcore_prefix_tree.mcore.engine.step_hook import Forward, StepHook
 from mcore_prefix_tree.mcore.outputs import Hidden, TeacherHidden
 from mcore_prefix_tree.mcore.ranks import everyone
-from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch, from_first_to_last
 from mcore_prefix_tree.mcore.seam.output_layer import output_weight, output_weight_and_head
 from mcore_prefix_tree.plan import Carrying
 
@@ -170,25 +170,22 @@ class TeacherModel(StepHook):
 
         Parts of trees run from the first to the last, once each: a first pass is the student's, and predicts nothing.
         """
-        order = [place for place, batch in enumerate(batches) if not batch.forward_only]
-        carries = [batches[place].packed_seq_params.carry for place in order]
-        if any(carry is not None and not carry.keeps for carry in carries):
-            order = order[::-1]  # as a step trains them, the last part comes first
-        asked, own = self._asked([batches[place] for place in order])
+        order = [batch for batch in from_first_to_last(batches) if not batch.forward_only]
+        asked, own = self._asked(order)
         one_stage = self.ranks is not None and self.ranks.on_last_stage
         found = forward_only(self.chunks, asked, Hidden(), Hidden().read, one_stage=one_stage) if self.chunks else []
         if not found:
             return []
-        hidden = dict(zip(order, found[own], strict=False))
+        hidden = dict(zip(map(id, order), found[own], strict=False))
         made = []
-        for place, batch in enumerate(batches):
+        for batch in batches:
             weight, head = output_weight_and_head(self._model, batch.edges, batch.temperature)
             if self.columns is not None:
                 parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
                 group = parallel_state.get_tensor_model_parallel_group() if parallel else None
                 start = parallel_state.get_tensor_model_parallel_rank() * len(self.columns)
                 weight, head = self.columns, replace(head, vocab_start=start, group=group)
-            of_batch = hidden.get(place, weight.new_empty(0, weight.shape[1]))
+            of_batch = hidden.get(id(batch), weight.new_empty(0, weight.shape[1]))
             # Megatron converts the output of a bfloat16 model to fp32; these are numbers that bfloat16 has.
             made.append(TeacherHidden(hidden=of_batch.to(weight.dtype), weight=weight.detach(), head=head))
         return made
