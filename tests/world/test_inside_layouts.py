@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from harness.folded_runs import FP32_INSIDE, FP64, LATENT, MOE, SAMPLES, check
-from harness.layouts import in_layouts
+from harness.layouts import in_layouts, shallow
 from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.worlds import Layout, WorkerError, world
 from inside_jobs import InsideJob, inside, inside_gradients, rows_without_a_vocabulary, unfolded_oracle
@@ -151,7 +151,7 @@ DEPTHS = (("mtp_num_layers", 2), ("mtp_loss_scaling_factor", 0.5))
 )
 def test_multi_token_prediction(layout: Layout, job: InsideJob) -> None:
     """As in one process, which equals the stock model: Megatron's mean is over the labels of a micro-batch."""
-    job = replace(job, config=DEPTHS + job.config)
+    job = replace(job, config=DEPTHS + (() if job.pattern else shallow(layout)) + job.config)
     in_one = replace(job, pattern=None if job.pattern is None else job.pattern.replace("|", ""))
     check(inside(2, layout, job), inside(1, Layout(), in_one), FP32_INSIDE if MOE[0] in job.config else FP64)
 
