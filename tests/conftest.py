@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.groups import LEFT_BEHIND, release_groups, threads
+from harness.groups import LEFT_BEHIND, forget_losses, release_groups, threads
 from hypothesis import settings
 
 from mcore_prefix_tree.cpu.emulation import eager_functions
@@ -63,7 +63,7 @@ def pytest_runtest_logfinish() -> None:
     # Groups of a module's fixture have to be found when it ends.
     if len(sys.modules) > _imported + 100 and not torch.distributed.is_initialized():
         _freeze_imported()
-    _forget_balancing()
+    forget_losses()
     if threads() > _kept + LEFT_BEHIND:
         release_groups()
         _kept = threads()
@@ -86,22 +86,6 @@ def _freeze_imported() -> None:
     gc.collect()
     gc.freeze()
     _imported = len(sys.modules)
-
-
-def _forget_balancing() -> None:
-    """Forget the balancing losses and the scales of losses, which upstream keeps in tensors of the first shapes."""
-    sparse = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
-    if sparse is not None:
-        sparse.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
-    utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    if utils is None:
-        return
-    utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    if logging is None:
-        utils.get_moe_layer_wise_logging_tracker().clear()
-    else:
-        logging.set_moe_metrics_tracker(logging.MoEMetricsTracker())
 
 
 def pytest_configure(config: pytest.Config) -> None:

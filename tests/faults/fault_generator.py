@@ -65,6 +65,14 @@ def all_cases(bases: Path, seed: int = 18) -> list[Case]:
     ]
 
 
+def _case(
+    reader: str, name: str, arguments: Sequence[str], names: Sequence[Any] = (), *, is_valid: bool = False, **more: Any
+) -> Case:
+    """Make a case whose refusal has to contain names."""
+    more["names"] = () if is_valid else names
+    return Case(reader=reader, name=name, arguments=arguments, is_valid=is_valid, **more)
+
+
 def _dumped(value: Any) -> str:
     text = repr(value) if not isinstance(value, str) else json.dumps(value)
     return text if len(text) < 40 else f"{text[:37]}..."
@@ -76,16 +84,8 @@ def _dumped(value: Any) -> str:
 def _with_row(row: Any, at: int, name: str, command: Sequence[str] = INSPECT) -> Case:
     rows = copy.deepcopy(ROWS)
     rows[at] = row
-    valid = record_is_valid(json.loads(json.dumps(row)))
-    names = () if valid else (f"data.jsonl:{at + 1}",)
-    return Case(
-        name=name,
-        reader="JSON Lines, fields",
-        arguments=command,
-        files={"data.jsonl": lines(rows)},
-        is_valid=valid,
-        names=names,
-    )
+    valid, files = record_is_valid(json.loads(json.dumps(row))), {"data.jsonl": lines(rows)}
+    return _case("JSON Lines, fields", name, command, (f"data.jsonl:{at + 1}",), is_valid=valid, files=files)
 
 
 def _fields() -> Iterator[Case]:
@@ -228,14 +228,7 @@ def _text_of_lines(rng: random.Random) -> Iterator[Case]:
             files = {**case.files, "recipe.yaml": recipe_bytes(RECIPE), "other.jsonl": good}
             yield Case(**{**vars(case), "files": files})
     for name, content in (("an empty sample", bad), ("a cut file", good[:200])):
-        yield Case(
-            name=f"{name}, on standard input",
-            reader="JSON Lines, text",
-            arguments=("inspect", "-"),
-            stdin=content,
-            is_valid=False,
-            names=("<stdin>:",),
-        )
+        yield _case("JSON Lines, text", f"{name}, on standard input", ("inspect", "-"), ("<stdin>:",), stdin=content)
 
 
 def _packed_lines(rng: random.Random, bases: Path) -> Iterator[Case]:
@@ -243,17 +236,10 @@ def _packed_lines(rng: random.Random, bases: Path) -> Iterator[Case]:
     faults = [_mutated(rng, good) for _ in range(20)]
     faults += [("half of the file", good[: len(good) // 2]), ("not packed", lines(ROWS)), ("empty", b"")]
     faults += [("junk behind the end", good + b"junk")]
+    command, file = ("inspect", "data.jsonl.gz", "--json"), "data.jsonl.gz"
     for name, content in faults:
-        yield Case(
-            name=f"gzip: {name}",
-            reader="JSON Lines, packed",
-            arguments=("inspect", "data.jsonl.gz", "--json"),
-            base="gzip",
-            files={"data.jsonl.gz": content},
-            is_valid=False,
-            same_output=True,
-            names=("data.jsonl.gz",),
-        )
+        files = {file: content}
+        yield _case("JSON Lines, packed", f"gzip: {name}", command, (file,), base="gzip", files=files, same_output=True)
 
 
 # Chat messages -------------------------------------------------------------------------------------------------------
@@ -295,14 +281,9 @@ def _messages() -> Iterator[Case]:
                 holder = holder[step]
             holder[path[-1]] = value
             is_valid = any(type(one) is type(value) and one == value for one in valid)
-            yield Case(
-                name=f"{'.'.join(map(str, path))} = {_dumped(value)}",
-                reader="chat messages",
-                arguments=("inspect", "chat.jsonl"),
-                files={"chat.jsonl": lines([row])},
-                is_valid=is_valid,
-                names=("chat.jsonl:1",) if not is_valid else (),
-            )
+            name, files = f"{'.'.join(map(str, path))} = {_dumped(value)}", {"chat.jsonl": lines([row])}
+            command = ("inspect", "chat.jsonl")
+            yield _case("chat messages", name, command, ("chat.jsonl:1",), is_valid=is_valid, files=files)
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
@@ -330,16 +311,16 @@ def _table_rows_are_valid(path: Path) -> bool:
 def _tables(rng: random.Random, bases: Path) -> Iterator[Case]:
     """Bytes of tables. A Parquet file has checksums, an Arrow file none, so that its values have to be valid only."""
     for file, count in (("data.parquet", 60), ("data.arrow", 40), ("stream.arrow", 25), ("data.feather", 25)):
-        good = (bases / "tables" / file).read_bytes()
+        good, checked = (bases / "tables" / file).read_bytes(), file == "data.parquet"
+        reader, command = "Parquet" if checked else "Arrow, Feather", ("inspect", file, "--json")
         for _ in range(count):
             name, content = _mutated(rng, good)
-            checked = file == "data.parquet"
             if not checked:
                 (bases / "mutated").write_bytes(content)
             yield Case(
                 name=f"{file}: {name}",
-                reader="Parquet" if checked else "Arrow, Feather",
-                arguments=("inspect", file, "--json"),
+                reader=reader,
+                arguments=command,
                 base="tables",
                 files={file: content},
                 is_valid=not checked and _table_rows_are_valid(bases / "mutated"),
@@ -347,20 +328,14 @@ def _tables(rng: random.Random, bases: Path) -> Iterator[Case]:
                 names=(file,),
             )
         for name, content in (("empty", b""), ("text", lines(ROWS)), ("zero bytes", bytes(500)), ("magic", good[:8])):
-            yield Case(
-                name=f"{file}: {name}",
-                reader="Parquet" if file == "data.parquet" else "Arrow, Feather",
-                arguments=("inspect", file, "--json"),
-                files={file: content},
-                is_valid=False,
-                names=(file,),
-            )
+            yield _case(reader, f"{file}: {name}", command, (file,), files={file: content})
 
 
 def _columns() -> Iterator[Case]:
     """Columns of other types, and additional columns."""
     int32, float32 = pa.list_(pa.int32()), pa.list_(pa.float32())
     tokens = pa.array([[1, 2, 3]], type=int32)
+    not_utf8 = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
     made: dict[str, tuple[dict[str, Any] | pa.Table, bool]] = {
         "tokens of int8": ({"tokens": pa.array([[1, 2, 3]], type=pa.list_(pa.int8()))}, True),
         "tokens of uint64": ({"tokens": pa.array([[1, 2]], type=pa.list_(pa.uint64()))}, True),
@@ -402,10 +377,7 @@ def _columns() -> Iterator[Case]:
         "a group as a date": ({"tokens": tokens, "group": pa.array([1], type=pa.date32())}, False),
         "a group as a list": ({"tokens": tokens, "group": pa.array([[1]])}, False),
         "a group of a dictionary": ({"tokens": tokens, "group": pa.array(["g"]).dictionary_encode()}, True),
-        "chosen as a number": (
-            {"tokens": tokens, "pair": pa.array(["p"]), "chosen": pa.array([1])},
-            False,
-        ),
+        "chosen as a number": ({"tokens": tokens, "pair": pa.array(["p"]), "chosen": pa.array([1])}, False),
         "logprobs of text": ({"tokens": tokens, "old_logprobs": pa.array([["-1", "-1", "-1"]])}, False),
         "probabilities": ({"tokens": tokens, "old_logprobs": pa.array([[0.5, 0.5, 0.5]])}, False),
         "messages as text": ({"messages": pa.array(["hi"])}, False),
@@ -415,13 +387,7 @@ def _columns() -> Iterator[Case]:
         "a merge key of bytes": ({"tokens": tokens, "merge_key": pa.array([b"k"])}, False),
         "a teacher of text": ({"tokens": tokens, "teacher": pa.array(["t"])}, False),
         "a teacher of half": ({"tokens": tokens, "teacher": pa.array([{"token_ids": [[1], [2], [3]]}])}, False),
-        "text that is not UTF-8": (
-            {
-                "tokens": tokens,
-                "group": pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")),
-            },
-            False,
-        ),
+        "text that is not UTF-8": ({"tokens": tokens, "group": not_utf8}, False),
     }
     for name, (columns, is_valid) in made.items():
         content = columns if isinstance(columns, pa.Table) else pa.table(columns)
@@ -435,14 +401,9 @@ def _columns() -> Iterator[Case]:
                         writer.write_table(content)
             except (pa.ArrowException, ValueError):
                 continue  # a format that has no such column
-            yield Case(
-                name=f"{suffix}: {name}",
-                reader="Parquet" if suffix == ".parquet" else "Arrow, Feather",
-                arguments=("inspect", f"data{suffix}"),
-                files={f"data{suffix}": sink.getvalue()},
-                is_valid=is_valid,
-                names=() if is_valid else (f"data{suffix}",),
-            )
+            reader, file = "Parquet" if suffix == ".parquet" else "Arrow, Feather", f"data{suffix}"
+            files = {file: sink.getvalue()}
+            yield _case(reader, f"{suffix}: {name}", ("inspect", file), (file,), is_valid=is_valid, files=files)
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------
@@ -477,18 +438,10 @@ _BAD_TEMPLATES = {
 
 
 def _tokenizers(rng: random.Random, bases: Path) -> Iterator[Case]:
-    command = ("inspect", "chat.jsonl", "--tokenizer", "tok")
+    reader, command = "tokenizers and chat templates", ("inspect", "chat.jsonl", "--tokenizer", "tok")
 
     def case(name: str, files: dict[str, bytes | None], is_valid: bool = False) -> Case:
-        return Case(
-            name=name,
-            reader="tokenizers and chat templates",
-            arguments=command,
-            base="tokenizer",
-            files=files,
-            is_valid=is_valid,
-            names=() if is_valid else ("'tok'",),
-        )
+        return _case(reader, name, command, ("'tok'",), is_valid=is_valid, base="tokenizer", files=files)
 
     yield case("unchanged", {}, True)
     for name, template in _BAD_TEMPLATES.items():
@@ -536,15 +489,9 @@ def _tokenizers(rng: random.Random, bases: Path) -> Iterator[Case]:
         "deep": "[" * 100_000,
         "NUL": '{"a": "\\u0000"}',
     }.items():
-        is_valid = name == "NUL"
-        yield Case(
-            name=f"--chat-template-kwargs: {name}",
-            reader="tokenizers and chat templates",
-            arguments=(*command, "--chat-template-kwargs", text),
-            base="tokenizer",
-            is_valid=is_valid,
-            names=() if is_valid else (("--chat-template-kwargs", "chat_template_kwargs"),),
-        )
+        option, names = "--chat-template-kwargs", (("--chat-template-kwargs", "chat_template_kwargs"),)
+        asked = (*command, option, text)
+        yield _case(reader, f"{option}: {name}", asked, names, is_valid=name == "NUL", base="tokenizer")
 
 
 # Recipes -------------------------------------------------------------------------------------------------------------
@@ -568,16 +515,14 @@ def _recipe_values() -> Iterator[Case]:
     for key, rule in RECIPE_RULES.items():
         values = [*_RECIPE_VALUES, "shuffled"] if not rule("abc") else _RECIPE_VALUES
         for value in values:
-            is_valid = rule(value)
-            at_fault = key.rpartition(".")[2]
-            yield Case(
-                name=f"{key} = {_dumped(value)}",
-                reader="recipes, values",
-                arguments=("train", "recipe.yaml"),
+            yield _case(
+                "recipes, values",
+                f"{key} = {_dumped(value)}",
+                ("train", "recipe.yaml"),
+                ((key.rpartition(".")[2], key, str(value)),),
+                is_valid=rule(value),
                 base="plain",
                 files={"recipe.yaml": recipe_bytes(_changed(key, value))},
-                is_valid=is_valid,
-                names=() if is_valid else ((at_fault, key, str(value)),),
             )
 
 
@@ -585,15 +530,8 @@ def _recipe_text(rng: random.Random) -> Iterator[Case]:
     good = recipe_bytes(RECIPE)
 
     def case(name: str, content: bytes, names: Sequence[str] = ("recipe.yaml",), is_valid: bool = False) -> Case:
-        return Case(
-            name=name,
-            reader="recipes, text",
-            arguments=("train", "recipe.yaml"),
-            base="plain",
-            files={"recipe.yaml": content},
-            is_valid=is_valid,
-            names=names,
-        )
+        files, command = {"recipe.yaml": content}, ("train", "recipe.yaml")
+        return _case("recipes, text", name, command, names, is_valid=is_valid, base="plain", files=files)
 
     for _ in range(40):
         at = rng.randrange(1, len(good) - len(b"compare: false\nverify:\n  enabled: false\n"))
@@ -664,14 +602,8 @@ def _recipe_text(rng: random.Random) -> Iterator[Case]:
             ("binary", bytes(range(256))),
         ):
             yield Case(**{**vars(case(f"{name}, through {' '.join(command[:2])}", content)), "arguments": command})
-        yield Case(
-            name=f"no recipe, through {command[0]}",
-            reader="recipes, text",
-            arguments=[word.replace("recipe.yaml", "nope.yaml") for word in command],
-            base="plain",
-            is_valid=False,
-            names=("nope.yaml",),
-        )
+        absent = [word.replace("recipe.yaml", "nope.yaml") for word in command]
+        yield _case("recipes, text", f"no recipe, through {command[0]}", absent, ("nope.yaml",), base="plain")
 
 
 def _recipe_contradictions() -> Iterator[Case]:
@@ -741,14 +673,8 @@ def _recipe_contradictions() -> Iterator[Case]:
         ("seed=[1", "seed"),
         ("seed='", "seed"),
     ):
-        yield Case(
-            name=overrides,
-            reader="recipes, contradictions",
-            arguments=("train", "recipe.yaml", *overrides.split()),
-            base="plain",
-            is_valid=False,
-            names=names,
-        )
+        command = ("train", "recipe.yaml", *overrides.split())
+        yield _case("recipes, contradictions", overrides, command, names, base="plain")
 
 
 # Options -------------------------------------------------------------------------------------------------------------
@@ -783,11 +709,7 @@ def _options() -> Iterator[Case]:
         ((*plan, "--max-tokens", "64"), "--plot", _no),
         (("calibrate", "recipe.yaml"), "--repeats", _no),
         (("bench", "step", "recipe.yaml"), "--repeats", _no),
-        (
-            ("score", "recipe.yaml", "checkpoint.save=nope", "--output", "o.jsonl"),
-            "--teacher-top-k",
-            lambda word: False,
-        ),
+        (("score", "recipe.yaml", "checkpoint.save=nope", "--output", "o.jsonl"), "--teacher-top-k", _no),
         (("score", "recipe.yaml", "checkpoint.save=nope"), "--output", _no),
         (("bench", "attention"), "--scale", _no),
         (("bench", "attention"), "--heads", _no),
@@ -801,64 +723,29 @@ def _options() -> Iterator[Case]:
                 option == "--scale" and word in ("1.5", "1e3")
             ):
                 continue  # matches a workload, or is a scale
-            yield Case(
-                name=f"{option} {word!r}",
-                reader=f"options of {command[0]}",
-                arguments=(*command, f"{option}={word}"),
-                base="plain",
+            yield _case(
+                f"options of {command[0]}",
+                f"{option} {word!r}",
+                (*command, f"{option}={word}"),
+                ((option, "checkpoint.save", "nope", f"'{word}'", f"{word}:", "recipe", "length_buckets"),),
                 is_valid=rule(word),
-                names=()
-                if rule(word)
-                else ((option, "checkpoint.save", "nope", f"'{word}'", f"{word}:", "recipe", "length_buckets"),),
+                base="plain",
             )
     for command in ("train", "verify", "inspect", "plan", "calibrate", "score", "bench", "bench step", "nope"):
+        words = command.split()
+        reader = f"options of {words[0]}" if command != "nope" else "options of all"
         for rest in (["--nope"], ["recipe.yaml", "--nope"], ["-x"]):
-            yield Case(
-                name=f"{command} {' '.join(rest)}",
-                reader=f"options of {command.split()[0]}" if command != "nope" else "options of all",
-                arguments=[*command.split(), *rest],
-                base="plain",
-                is_valid=False,
-                names=(("nope", "-x", "missing", "recipe.yaml"),),
-            )
+            names = (("nope", "-x", "missing", "recipe.yaml"),)
+            yield _case(reader, f"{command} {' '.join(rest)}", [*words, *rest], names, base="plain")
         if command not in ("bench", "nope"):
-            yield Case(
-                name=f"{command} without arguments",
-                reader=f"options of {command.split()[0]}",
-                arguments=command.split(),
-                is_valid=False,
-                names=(("RECIPE", "FILE", "--output"),),
-            )
+            yield _case(reader, f"{command} without arguments", words, (("RECIPE", "FILE", "--output"),))
     for rest in (["--nope"], ["-x"], ["nope"], [""], ["--version=1"]):
-        yield Case(
-            name=f"no command, {rest[0]!r}",
-            reader="options of all",
-            arguments=rest,
-            is_valid=False,
-            names=(rest[0].split("=")[0],),
-        )
-    for file in (
-        "nope.jsonl",
-        ".",
-        "*.nope",
-        "",
-        "/",
-        "/dev/null",
-        "\x01",
-        "a" * 300,
-        "nope/nope.jsonl",
-        "recipe.yaml",
-    ):
+        yield _case("options of all", f"no command, {rest[0]!r}", rest, (rest[0].split("=")[0],))
+    files = ("nope.jsonl", ".", "*.nope", "", "/", "/dev/null", "\x01", "a" * 300, "nope/nope.jsonl", "recipe.yaml")
+    for file in files:
         for command in ("inspect", "plan"):
-            more = ["--max-tokens", "64"] if command == "plan" else []
-            yield Case(
-                name=f"{command} {file[:20]!r}",
-                reader=f"options of {command}",
-                arguments=[command, file, *more],
-                base="plain",
-                is_valid=False,
-                names=(file[:20],),
-            )
+            words = [command, file, *(["--max-tokens", "64"] if command == "plan" else [])]
+            yield _case(f"options of {command}", f"{command} {file[:20]!r}", words, (file[:20],), base="plain")
 
 
 # Small files ---------------------------------------------------------------------------------------------------------
@@ -903,19 +790,10 @@ def _costs(rng: Random) -> Iterator[Case]:
     faults += rng.sample(changed, 60)
     faults += [("empty", b""), ("binary", bytes(50)), ("deep", b"[" * 100_000), ("BOM", b"\xef\xbb\xbf" + good)]
     for number, (name, content) in enumerate(faults):
-        through_plan = number % 6
-        is_valid = costs_are_valid(content)
-        yield Case(
-            name=name,
-            reader="cost files",
-            arguments=("plan", "data.jsonl", "--max-tokens", "64", "--calibration", "cost.json")
-            if through_plan
-            else ("train", "recipe.yaml", "batch.calibration=cost.json"),
-            base="cost",
-            files={"cost.json": content},
-            is_valid=is_valid,
-            names=() if is_valid else ("cost.json",),
-        )
+        through_plan = ("plan", "data.jsonl", "--max-tokens", "64", "--calibration", "cost.json")
+        command = through_plan if number % 6 else ("train", "recipe.yaml", "batch.calibration=cost.json")
+        is_valid, files = costs_are_valid(content), {"cost.json": content}
+        yield _case("cost files", name, command, ("cost.json",), is_valid=is_valid, base="cost", files=files)
 
 
 def _metrics(rng: Random) -> Iterator[Case]:
@@ -928,17 +806,10 @@ def _metrics(rng: Random) -> Iterator[Case]:
         if "iteration" in name or "all" in name
     ]
     faults += [("binary", bytes(range(256))), ("deep", b"[" * 100_000 + b"\n"), ("a recipe", recipe_bytes(RECIPE))]
+    file, command = "metrics.jsonl", ("train", "recipe.yaml", "log.metrics=metrics.jsonl")
     for name, content in faults:
-        is_valid = metrics_are_valid(content)
-        yield Case(
-            name=name,
-            reader="metrics files",
-            arguments=("train", "recipe.yaml", "log.metrics=metrics.jsonl"),
-            base="metrics",
-            files={"metrics.jsonl": content},
-            is_valid=is_valid,
-            names=() if is_valid else ("metrics.jsonl",),
-        )
+        is_valid, files = metrics_are_valid(content), {file: content}
+        yield _case("metrics files", name, command, (file,), is_valid=is_valid, base="metrics", files=files)
 
 
 CHECKPOINT = "runs/iter_0000001"
@@ -956,15 +827,8 @@ def _checkpoints(rng: Random, bases: Path) -> Iterator[Case]:
     def case(name: str, file: str, content: bytes | None, is_valid: bool, names: Sequence[Any]) -> Case:
         nonlocal number
         number += 1
-        return Case(
-            name=f"{file.rpartition('/')[2]}: {name}",
-            reader="checkpoints",
-            arguments=doors[number % len(doors)],
-            base="checkpoint",
-            files={file: content},
-            is_valid=is_valid,
-            names=() if is_valid else names,
-        )
+        door, name, files = doors[number % len(doors)], f"{file.rpartition('/')[2]}: {name}", {file: content}
+        return _case("checkpoints", name, door, names, is_valid=is_valid, base="checkpoint", files=files)
 
     for content in (
         *(b"", b" ", b"x", b"-1", b"1.0", b"1e0", b"0x1", b"\xef\xbb\xbf1", b"\x00", b"\xff\xfe1\x00", b"1 1", b"2"),
@@ -1001,11 +865,8 @@ def _checkpoints(rng: Random, bases: Path) -> Iterator[Case]:
     written = (folder / CHECKPOINT / "recipe.yaml").read_bytes()
     for name, content in [
         *[("empty", b""), ("a list", b"[]"), ("not YAML", b"{"), ("binary", bytes(range(256)))],
-        *[
-            ("a model that is a list", b"model: []"),
-            ("deep", b"[" * 5000),
-            ("UTF-16", written.decode().encode("utf-16")),
-        ],
+        *[("a model that is a list", b"model: []"), ("deep", b"[" * 5000)],
+        *[("UTF-16", written.decode().encode("utf-16"))],
         *[("Python object", b"model: !!python/object:os.system {}"), ("an unknown section", written + b"x: 1\n")],
         *[("an alias in itself", b"model: &a {x: *a}\n"), ("a number as a key", b"model: {1: 2}\n1: 2\n")],
         *[("an interpolation", b"seed: ${nope}\n")],
@@ -1028,38 +889,21 @@ def _outputs_and_inputs() -> Iterator[Case]:
         ("no reference", (*to, "--reference", "nope"), "nope"),
         ("a file as reference", (*to, "--reference", "data.jsonl"), "data.jsonl"),
         ("a checkpoint as reference", (*to, "--reference", CHECKPOINT), "iter_0000001"),
-        (
-            "a checkpoint as folder",
-            itself,
-            "iter",
-        ),
+        ("a checkpoint as folder", itself, "iter"),
         ("no checkpoint.save", ("score", "recipe.yaml", "--output", "o.jsonl"), "checkpoint.save"),
         ("top k beyond the vocabulary", (*to, "--teacher-top-k", "65"), "--teacher-top-k"),
         ("another vocabulary", (*to, "model.vocab_size=63"), "vocab_size"),
         ("another size", (*to, "model.hidden_size=64"), "hidden_size"),
         ("another number of layers", (*to, "model.num_layers=3"), "num_layers"),
         ("a scalar head", critic, ("critic", "iter_0000001", "runs")),
-        (
-            "top k of a critic",
-            (*critic, "--teacher-top-k", "2"),
-            "--teacher",
-        ),
+        ("top k of a critic", (*critic, "--teacher-top-k", "2"), "--teacher"),
     ):
-        yield Case(
-            name=name, reader="options of score", arguments=arguments, base="checkpoint", is_valid=False, names=names
-        )
+        yield _case("options of score", name, arguments, names, base="checkpoint")
     for name, row in (
         ("an empty sample", {"tokens": []}),
         ("outside the vocabulary", {"tokens": [64]}),
         ("too long", {"tokens": [1] * 50}),
         ("messages without a tokenizer", {"messages": MESSAGES}),
     ):
-        yield Case(
-            name=name,
-            reader="options of score",
-            arguments=to,
-            base="checkpoint",
-            files={"data.jsonl": lines([ROWS[1], row])},
-            is_valid=False,
-            names=("data.jsonl:2",),
-        )
+        files = {"data.jsonl": lines([ROWS[1], row])}
+        yield _case("options of score", name, to, ("data.jsonl:2",), base="checkpoint", files=files)

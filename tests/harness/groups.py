@@ -1,4 +1,4 @@
-"""Gloo groups that tests leave behind in a process."""
+"""What tests leave behind in a process: groups of gloo, and upstream's logs of losses."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ def release_groups() -> None:
         if module in sys.modules:
             getattr(sys.modules[module], name).forward.cache_clear()
     gc.collect()
+
+
+def forget_losses() -> None:
+    """Forget the losses of layers and their scales, which upstream keeps in tensors of the first model's shapes."""
+    sparse = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
+    if sparse is not None:
+        sparse.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+        sparse.DSAIndexerLossLoggingHelper.tracker.clear()
+    utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if utils is None:
+        return
+    utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if logging is None:
+        utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        logging.set_moe_metrics_tracker(logging.MoEMetricsTracker())

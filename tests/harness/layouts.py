@@ -25,6 +25,11 @@ LAYOUTS = {
 }
 
 
+def shallow(layout: Layout) -> tuple[tuple[str, Any], ...]:
+    """Settings of the smallest model of a layout: two layers, or one for each of the chunks of two stages."""
+    return (("num_layers", 4 if layout.vpp else 2),)
+
+
 def in_layouts(*names: str, ci: Sequence[str] = (), slow: Sequence[str] = ()) -> pytest.MarkDecorator:
     """Give a test the ``size`` and ``layout`` of each name; those of ``ci`` and ``slow`` only with such tests."""
     cases = [pytest.param(*LAYOUTS[name], id=name) for name in names]

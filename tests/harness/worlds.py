@@ -34,7 +34,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from harness.forks import fork_context
-from harness.groups import LEFT_BEHIND, release_groups, threads
+from harness.groups import LEFT_BEHIND, forget_losses, release_groups, threads
 from mcore_prefix_tree.cpu.emulation import enable
 from mcore_prefix_tree.cpu.launcher import SEED
 
@@ -107,6 +107,7 @@ def _process_group(store: c10d.Store, rank: int, size: int, timeout_s: float) ->
         yield
     finally:
         torch.distributed.destroy_process_group()
+        forget_losses()
         release_groups()
 
 

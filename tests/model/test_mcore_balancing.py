@@ -44,6 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "capacity that holds all tokens": {"moe_expert_capacity_factor": 2.0},
 }
+# Each recomputation with a padded tree or one that is not.
+WAYS = pytest.mark.parametrize(("recompute", "padding"), [("nothing", 16), ("layers", 1), ("experts", 16)])
 # Upstream computes the scores of its losses in fp32.
 ROUNDING = 1e-6
 
@@ -88,15 +90,13 @@ def assert_equal(folded, alone, limit=ROUNDING):
         assert error < limit, f"{name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@WAYS
 @pytest.mark.parametrize("kind", KINDS)
 def test_balancing_is_that_of_each_sample_alone(kind, recompute, padding):
     stock, tree = twins(tiny_config(**EXPERTS, **KINDS[kind], **RECOMPUTE[recompute]))
     samples = branching_samples()
     alone = gradients_alone(stock.train(), samples)
-    pad = {"pad_to_multiple_of": 16} if padding else {}
-    folded = gradients_folded(tree.train(), [fold(samples, **pad)])
+    folded = gradients_folded(tree.train(), [fold(samples, pad_to_multiple_of=padding)])
     assert_equal(folded, alone)
     for ours, theirs in zip(counts_of(tree), counts_of(stock), strict=True):
         assert torch.equal(ours, theirs)
@@ -117,21 +117,22 @@ def step_counts_of(model):
     return torch.stack([torch.cat([one.global_tokens_per_expert, one.ga_steps[None]]) for one in routers])
 
 
-@pytest.mark.parametrize("padding", [0, 16])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@WAYS
 @pytest.mark.parametrize(("score", "limit"), [("softmax", ROUNDING), ("sigmoid", 1e-12)])
 def test_the_global_loss_is_that_of_the_same_micro_batches(score, limit, recompute, padding):
     """Of two steps, between which upstream resets the counts; the second begins with a micro-batch of padding."""
     balancing = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0, 0.5]}
     config = tiny_config(**EXPERTS, **balancing, **RECOMPUTE[recompute], moe_router_score_function=score)
     stock, tree = twins(config, position_embedding_type="learned_absolute")
-    samples, pad = branching_samples(), {"pad_to_multiple_of": padding} if padding else {}
+    samples = branching_samples()
     batches = [samples[:5], samples[5:7], samples[7:]]
     with kept_double(), counting_exactly():
         for empty in ([], [fold([], pad_to_multiple_of=4)]):
             rows = gradients_in_rows(stock.train(), batches)
             logged = logged_values("global_load_balancing_loss")
-            folded = gradients_folded(tree.train(), [*empty, *(fold(one, **pad) for one in batches)])
+            folded = gradients_folded(
+                tree.train(), [*empty, *(fold(one, pad_to_multiple_of=padding) for one in batches)]
+            )
             assert_equal(folded, rows, limit)
             torch.testing.assert_close(logged_values("global_load_balancing_loss"), logged)
             assert torch.equal(step_counts_of(tree), step_counts_of(stock))

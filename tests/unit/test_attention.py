@@ -89,12 +89,6 @@ def test_reference_in_float16_has_its_range():
     assert worst(out, expected) < 0.1
 
 
-@given(st.integers(0, 10_000), st.integers(0, 14), st.sampled_from([(1, 2, 5), (0, 1, 3), (4, 9)]), st.integers(1, 3))
-def test_path_is_reference_on_random_forests(seed, nodes, lens, padding):
-    forest = random_forest(seed, nodes=nodes, node_lens=lens, root_rate=0.2)
-    assert_path_is_reference(metadata_of(*forest, padding=padding), seed=seed)
-
-
 @pytest.mark.parametrize("value_dim", [1, 5, 24])
 def test_unequal_value_dim(value_dim):
     metadata = metadata_of(*random_forest(3), padding=3)

@@ -22,6 +22,7 @@ from harness.folded_jobs import (
     unfolded_gradients,
 )
 from harness.folded_runs import SAMPLES, Result
+from harness.layouts import shallow
 from harness.weights import assemble
 from harness.worlds import Layout, world
 
@@ -255,17 +256,27 @@ def logits_of(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: 
 UNLIKE = [Sample(tokens=[first, *range(9, 9 + more)]) for first, more in ((1, 6), (2, 4), (3, 0))]
 
 
-@functools.cache
 def unfolded_oracle(
-    config: tuple[object, ...] = (), share_embeddings: bool = False, unlike: bool = False, pattern: str | None = None
+    layout: Layout,
+    config: tuple[object, ...] = (),
+    share_embeddings: bool = False,
+    unlike: bool = False,
+    pattern: str | None = None,
 ) -> Result:
-    job = Job(config=config, share_embeddings=share_embeddings, pattern=pattern)  # type: ignore[arg-type]
+    """The stock model of as many layers as :func:`inside` has in the layout."""
+    config = config if pattern else (*shallow(layout), *config)
+    return _unfolded(Job(config=config, share_embeddings=share_embeddings, pattern=pattern), unlike)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _unfolded(job: Job, unlike: bool) -> Result:
     samples = UNLIKE if unlike else SAMPLES
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
     return loss, assemble(parts)
 
 
 def inside(size: int, layout: Layout, job: InsideJob) -> Result:
+    job = job if job.pattern else replace(job, config=(*shallow(layout), *job.config))
     samples = UNLIKE if job.packed_attention else SAMPLES
     results = world(size).run(inside_gradients, layout, job, samples, layout=layout)
     assert all(ratio == 1 if job.packed_attention else ratio > 1.1 for _, _, ratio in results)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.folded_jobs import VOCAB, Job, packed_gradients, unfolded_gradients
 from harness.folded_runs import BALANCED, FP32, FP32_INSIDE, FP64, LATENT, LONGEST, MOE, SAMPLES, check, folded, oracle
-from harness.layouts import in_layouts
+from harness.layouts import LAYOUTS, in_layouts, shallow
 from harness.weights import assemble
 from harness.worlds import Layout, world
 from megatron.core.transformer import multi_latent_attention
@@ -19,6 +19,7 @@ from mcore_prefix_tree import fold
 # Its loss compares samples: the stock model has those of a micro-batch in one row.
 GLOBAL = Job(
     config=(
+        ("num_layers", 2),
         *MOE[:-1],
         ("moe_router_load_balancing_type", ["global_aux_loss"]),
         ("moe_aux_loss_coeff", [0.5]),
@@ -28,6 +29,7 @@ GLOBAL = Job(
     positions="learned_absolute",
     max_tokens=LONGEST + 10,
 )
+TWO_LAYERS = shallow(Layout())
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 
 
@@ -46,25 +48,28 @@ def test_the_batch_is_a_hard_one() -> None:
     "tp2-sp", "pp2-vpp2", "dp2", "tp2-sp-pp2-vpp2", ci=["single", "tp2", "pp2", "dp4"], slow=["tp2-pp2", "tp2-dp2"]
 )
 def test_every_layout(size: int, layout: Layout) -> None:
-    job = Job(max_tokens=LONGEST + 10)
-    check(folded(size, layout, job), oracle(Job()), FP64)
+    job = Job(max_tokens=LONGEST + 10, config=shallow(layout))
+    check(folded(size, layout, job), oracle(job), FP64)
 
 
 @pytest.mark.parametrize("max_tokens", [LONGEST, 2 * LONGEST, 10_000])
 def test_the_budget_changes_nothing(max_tokens: int) -> None:
-    check(folded(1, Layout(), Job(max_tokens=max_tokens)), oracle(Job()), FP64)
+    job = Job(max_tokens=max_tokens, config=TWO_LAYERS)
+    check(folded(1, Layout(), job), oracle(job), FP64)
 
 
 def test_the_order_of_samples_changes_nothing() -> None:
     shuffled = [SAMPLES[i] for i in torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()]
-    check(folded(2, Layout(), Job(max_tokens=LONGEST), shuffled), oracle(Job()), FP64)
+    job = Job(max_tokens=LONGEST, config=TWO_LAYERS)
+    check(folded(2, Layout(), job, shuffled), oracle(job), FP64)
 
 
 def test_a_rank_without_samples() -> None:
     """Four replicas, two samples that share nothing: two ranks compute padding, and no gradient changes."""
     two = [SAMPLES[0], SAMPLES[-2]]
-    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), Job(), two, layout=Layout())
-    check(folded(4, Layout(), Job(max_tokens=LONGEST), two), (loss, assemble(parts)), FP64)
+    job = Job(max_tokens=LONGEST, config=TWO_LAYERS)
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, two, layout=Layout())
+    check(folded(4, Layout(), job, two), (loss, assemble(parts)), FP64)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +101,24 @@ def test_a_rank_without_samples() -> None:
 def test_other_models(size: int, layout: Layout, job: Job) -> None:
     if job.config == LATENT and layout.sequence_parallel and multi_latent_attention.Linear is None:
         pytest.skip("this megatron-core takes projections that all ranks hold whole only with TransformerEngine")
-    job = replace(job, max_tokens=2 * LONGEST)
-    check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.config in (MOE, BALANCED) else FP64)
+    limit = FP32_INSIDE if job.config in (MOE, BALANCED) else FP64
+    job = replace(job, max_tokens=2 * LONGEST, config=(*TWO_LAYERS, *job.config))
+    check(folded(size, layout, job), oracle(job), limit)
 
 
-@pytest.mark.parametrize("recompute", [(), pytest.param(RECOMPUTE, marks=pytest.mark.ci)], ids=["", "recompute"])
-@in_layouts("tp2-sp", "dp2", ci=["single", "pp2", "ep2"])
-def test_the_global_balancing_loss(size: int, layout: Layout, recompute: tuple[tuple[str, object], ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("tp2-sp", ()),
+        ("dp2", ()),
+        pytest.param("tp2-sp", RECOMPUTE, id="tp2-sp-recompute", marks=pytest.mark.ci),
+        pytest.param("ep2", RECOMPUTE, id="ep2-recompute", marks=pytest.mark.ci),
+        pytest.param("pp2", (), marks=pytest.mark.ci),
+    ],
+)
+def test_the_global_balancing_loss(name: str, recompute: tuple[tuple[str, object], ...]) -> None:
     """It equals the stock model's on the same micro-batches, of several ranks with other numbers of tokens."""
+    size, layout = LAYOUTS[name]
     replicas, job = layout.dp(size), replace(GLOBAL, config=GLOBAL.config + recompute)
     results = world(replicas).run(packed_gradients, Layout(), GLOBAL, SAMPLES, layout=Layout())
     expected = results[0][0], assemble(chain.from_iterable(parts for _, parts in results))
@@ -112,17 +127,17 @@ def test_the_global_balancing_loss(size: int, layout: Layout, recompute: tuple[t
 
 def test_the_distributed_optimizer() -> None:
     """After two steps the weights are those of training without it on unfolded samples, in fp32."""
-    job = Job(dtype=torch.float32, steps=2, distributed_optimizer=True, max_tokens=LONGEST)
+    job = Job(dtype=torch.float32, steps=2, distributed_optimizer=True, max_tokens=LONGEST, config=TWO_LAYERS)
     check(folded(2, Layout(), job), oracle(job), FP32)
 
 
 def test_fp32() -> None:
-    job = Job(dtype=torch.float32, max_tokens=2 * LONGEST)
+    job = Job(dtype=torch.float32, max_tokens=2 * LONGEST, config=TWO_LAYERS)
     check(folded(2, Layout(tp=2), job), oracle(job), FP32)
 
 
 @pytest.mark.ci
 def test_the_same_bits_twice() -> None:
-    first, second = (folded(2, Layout(tp=2), Job(max_tokens=LONGEST)) for _ in range(2))
+    first, second = (folded(2, Layout(tp=2), Job(max_tokens=LONGEST, config=TWO_LAYERS)) for _ in range(2))
     assert first[0] == second[0]
     assert all(torch.equal(tensor, second[1][name]) for name, tensor in first[1].items())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from harness.folded_jobs import Job
 from harness.folded_runs import DELTA_NET, FP32_INSIDE, FP64, LATENT, LONGEST, MAMBA, MOE, SPARSE, check, folded, oracle
+from harness.layouts import shallow
 from harness.worlds import Layout
 from inside_jobs import InsideJob, inside, unfolded_oracle
 
@@ -17,7 +18,7 @@ if not HAS_HYBRID_MODEL:
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
-VARIANT = (("experimental_attention_variant", "gated_delta_net"), ("linear_attention_freq", 4))
+VARIANT = (("experimental_attention_variant", "gated_delta_net"), ("linear_attention_freq", 2), ("num_layers", 2))
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 DENSE = Job(pattern="*-*-", way="weighted sum")
 TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)
@@ -115,7 +116,7 @@ def test_state_spaces_fold_inside_the_model(max_tokens: int | None) -> None:
 
 
 CHOOSES = replace(STATES, pattern="D-DD", config=LATENT + SPARSE)
-GPT = replace(CHOOSES, pattern=None)
+GPT = replace(CHOOSES, pattern=None, config=LATENT + SPARSE + shallow(PP2))
 
 
 @pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
@@ -123,7 +124,7 @@ GPT = replace(CHOOSES, pattern=None)
     ("size", "layout", "job"),
     [
         pytest.param(2, TP2_SP, GPT, id="gpt-tp2-sp"),
-        pytest.param(2, PP2, replace(GPT, config=LATENT + SPARSE + RECOMPUTE), id="gpt-pp2-recompute"),
+        pytest.param(2, PP2, replace(GPT, config=GPT.config + RECOMPUTE), id="gpt-pp2-recompute"),
         pytest.param(
             2, TP2_SP, replace(CHOOSES, config=LATENT + SPARSE + RECOMPUTE), id="tp2-sp", marks=pytest.mark.ci
         ),
@@ -145,7 +146,7 @@ def test_sparse_attention_in_every_layout(size: int, layout: Layout, job: Job) -
 )
 def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads: str) -> None:
     job = InsideJob(pattern=pattern, reads=reads, check_first=True)
-    check(inside(size, layout, job), unfolded_oracle(pattern="*-*-"), FP64)
+    check(inside(size, layout, job), unfolded_oracle(layout, pattern="*-*-"), FP64)
 
 
 @pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
@@ -156,7 +157,7 @@ def test_states_fold_inside_the_model(max_tokens: int | None) -> None:
 
 
 @pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
-@pytest.mark.parametrize("pattern", [CHOOSES.pattern, None], ids=["hybrid", "gpt in parts"])
-def test_sparse_attention_folds_inside_the_model(pattern: str | None) -> None:
-    job = InsideJob(pattern=pattern, config=CHOOSES.config, double=True, max_tokens=None if pattern else 24)
-    check(inside(2, TP2_SP, job), oracle(replace(CHOOSES, pattern=pattern)), FP64)
+@pytest.mark.parametrize(("model", "max_tokens"), [(CHOOSES, None), (GPT, 24)], ids=["hybrid", "gpt in parts"])
+def test_sparse_attention_folds_inside_the_model(model: Job, max_tokens: int | None) -> None:
+    job = InsideJob(pattern=model.pattern, config=model.config, double=True, max_tokens=max_tokens)
+    check(inside(2, TP2_SP, job), oracle(model), FP64)

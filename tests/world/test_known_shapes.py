@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from harness.folded_jobs import Job, folded_gradients
 from harness.folded_runs import FP64, SAMPLES, check, oracle
-from harness.layouts import LAYOUTS
+from harness.layouts import LAYOUTS, shallow
 from harness.weights import assemble
 from harness.worlds import Layout, world
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -36,8 +36,9 @@ def test_stages_ask_for_no_shapes(name: str) -> None:
     size, layout = LAYOUTS[name]
     plan = plan_step(SAMPLES, max_tokens=BUDGET, dp_size=1)
     assert len(set(plan.physical_tokens[0])) > 2, "micro-batches differ in length"
-    results = world(size).run(count_exchanges, layout, Job(max_tokens=BUDGET), layout=layout)
+    job = Job(max_tokens=BUDGET, config=shallow(layout))
+    results = world(size).run(count_exchanges, layout, job, layout=layout)
     assert [asked for _, asked in results] == [0] * size
     (loss, _, _), _ = results[0]
     parts = [part for (_, own, _), _ in results for part in own]
-    check((loss, assemble(parts)), oracle(Job()), FP64)
+    check((loss, assemble(parts)), oracle(job), FP64)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness.layouts import every_way, in_layouts
+from harness.layouts import every_way, in_layouts, shallow
 from harness.marks import quick
 from harness.weights import assemble
 from harness.worlds import Layout, world
@@ -56,7 +56,7 @@ DISTILL = Job(name="distill", options=(("divergence", "jsd"), ("jsd_beta", 0.3),
 TAUGHT = Job(
     name="distill",
     options=(("divergence", "jsd"), ("jsd_beta", 0.3), ("normalise", "sample"), ("teacher", "full")),
-    teacher_config=(("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8)),
+    teacher_config=(("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 4)),
 )
 OBJECTIVES = [pytest.param(job, id=job.name) for job in (GRPO, DPO, CRITIC, REWARD_MODEL, DISTILL)]
 IDS = ["grpo", "critic", "dpo", "reward_model", "distill", "distill from a model"]
@@ -114,6 +114,7 @@ def errors(actual: Gradients, wanted: Gradients) -> dict[str, float]:
 def check(
     size: int, layout: Layout, job: Job, *, order: Sequence[int] = range(len(SAMPLES)), limit: float = FP64
 ) -> list[Outcome]:
+    job = replace(job, config=(*shallow(layout), *job.config))
     outcomes, gradients = folded(size, layout, job, order)
     loss, wanted = expected(job, len(order))
     for outcome in outcomes:
@@ -151,7 +152,7 @@ def test_sampling_masks_equal_unfolded_samples(job: Job) -> None:
         (2, Layout(), True, max(LONGEST, PAIR) + 10),
         (2, Layout(tp=2, sequence_parallel=True), True, max(LONGEST, PAIR) + 10),
         (2, Layout(tp=2), False, 10_000),
-        (2, Layout(pp=2, vpp=2), True, max(LONGEST, PAIR) + 10),
+        (2, Layout(pp=2), True, max(LONGEST, PAIR) + 10),
         (1, Layout(), True, 10_000),
     ):
         check(size, layout, replace(job, max_tokens=most, fused_head=fused))
@@ -224,6 +225,7 @@ LOOP_IN_CI = {
     [*every_way(CUT, quick=CUT_QUICK, ci=CUT_IN_CI), *every_way(IN_LOOP, quick=LOOP_QUICK, ci=LOOP_IN_CI)],
 )
 def test_trees_in_chunks(size: int, layout: Layout, job: Job) -> None:
+    job = replace(job, config=(*shallow(layout), *job.config))
     outcomes = check(size, layout, replace(job, max_tokens=LONGEST // 2, over_budget="carry"))
     (whole,) = check(1, Layout(), replace(job, max_tokens=10_000, in_loop=False))
     assert outcomes[0].carried_tokens > 0
@@ -340,7 +342,7 @@ def test_scalar_head_values_equal_unfolded_samples(size: int, layout: Layout) ->
         for (scored, values, last), alone, sample in zip(found, stock, SAMPLES, strict=True):
             assert scored.tolist() == [t > 0 and weight != 0 for t, weight in enumerate(sample.loss_mask.tolist())]
             assert np.array_equal(np.isfinite(values), scored)
-            np.testing.assert_allclose(values[1:][scored[1:]], alone[:-1][scored[1:]], rtol=1e-11)
+            np.testing.assert_allclose(values[1:][scored[1:]], alone[:-1][scored[1:]], rtol=1e-11, atol=1e-15)
             assert last == pytest.approx(alone[-1], rel=1e-11)
 
 

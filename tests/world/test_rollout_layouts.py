@@ -24,12 +24,13 @@ SHAPE = ((1, 6, 2, 3, 1), (4,), (2, 2), (6, 1, 5))
 WHOLES, TURNS = as_samples(rollouts(SHAPE, 1, vocab=VOCAB), 1, scale=0.1, around=-math.log(VOCAB))
 LONGEST = max(map(len, TURNS))
 FP64 = 1e-12
+LAYERS = (("num_layers", 2),)
 OPTIONS = (("alone", "zero"), ("kl_coef", 0.05), ("clip_eps_low", 0.05), ("clip_eps_high", 0.05))
 
 
 @functools.cache
 def expected(name: str, normalise: str) -> tuple[float, Mapping[str, torch.Tensor]]:
-    job = Job(name=name, options=(*OPTIONS, ("normalise", normalise)))
+    job = Job(name=name, options=(*OPTIONS, ("normalise", normalise)), config=LAYERS)
     ((loss, parts),) = world(1).run(unfolded_step, job, WHOLES, False, layout=Layout())
     return loss, assemble(parts)
 
@@ -37,7 +38,7 @@ def expected(name: str, normalise: str) -> tuple[float, Mapping[str, torch.Tenso
 @pytest.mark.parametrize(("name", "whole", "by_turn"), [("grpo", "sample", "rollout"), ("dapo", "token", "token")])
 @in_layouts("single", "dp2", "pp2", "tp2-sp")
 def test_every_layout(size: int, layout: Layout, name: str, whole: str, by_turn: str) -> None:
-    job = Job(name=name, options=(*OPTIONS, ("normalise", by_turn)), max_tokens=LONGEST + 6)
+    job = Job(name=name, options=(*OPTIONS, ("normalise", by_turn)), max_tokens=LONGEST + 6, config=LAYERS)
     results = world(size).run(folded_step, layout, job, TURNS, layout=layout)
     loss, gradients = expected(name, whole)
     outcomes = [outcome for outcome, _ in results]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.folded_jobs import VOCAB, Job, unfolded_gradients
 from harness.folded_runs import FP32_INSIDE, LONGEST, MOE, SAMPLES, Result, check, folded
-from harness.layouts import in_layouts
+from harness.layouts import every_way, in_layouts, shallow
 from harness.routes import with_routes
 from harness.torchrun_jobs import TP2, run
 from harness.train_jobs import rows, write_job
@@ -23,30 +23,41 @@ from inside_jobs import InsideJob, inside_gradients
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER
 
-SHAPE = (4, 2, 4)
 RECOMPUTE = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 
 
+def routed(kind: str, depth: tuple[tuple[str, int], ...]) -> list[Sample]:
+    """The samples with routes for each layer."""
+    return with_routes(SAMPLES, kind, (dict(depth)["num_layers"], 2, 4))
+
+
 @functools.cache
-def by_sample(kind: str) -> Result:
+def by_sample(kind: str, depth: tuple[tuple[str, int], ...]) -> Result:
     """Each routed sample by itself, one process, stock layers."""
-    samples = with_routes(SAMPLES, kind, SHAPE)
-    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), Job(config=MOE), samples, layout=Layout())
+    job = Job(config=MOE + depth)
+    ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, routed(kind, depth), layout=Layout())
     return loss, assemble(parts)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("one token", marks=pytest.mark.ci), "missing"])
-@in_layouts("tp2-sp", "pp2", "pp2-vpp2", "dp2", "ep2", ci=["single", "tp2-sp-pp2-vpp2"], slow=["dp4"])
+EVERY = {"tp2-sp", "pp2", "pp2-vpp2", "dp2", "ep2"}
+IN_CI = {name: {"one token"} if name in ("tp2-sp", "pp2-vpp2") else set() for name in sorted(EVERY)}
+IN_CI |= {"tp2-sp-pp2-vpp2": {"missing"}, "single": {"one token"}, "dp4": set()}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "kind"),
+    every_way({kind: kind for kind in ("one token", "missing")}, quick={name: {"missing"} for name in EVERY}, ci=IN_CI),
+)
 def test_routes_in_every_layout(size: int, layout: Layout, kind: str) -> None:
     """In micro-batches under a budget, layers recomputed, on ranks with different numbers of tokens."""
-    job = Job(config=MOE + RECOMPUTE, max_tokens=LONGEST + 10)
-    check(folded(size, layout, job, with_routes(SAMPLES, kind, SHAPE)), by_sample(kind), FP32_INSIDE)
+    job = Job(config=MOE + RECOMPUTE + shallow(layout), max_tokens=LONGEST + 10)
+    check(folded(size, layout, job, routed(kind, shallow(layout))), by_sample(kind, shallow(layout)), FP32_INSIDE)
 
 
 @pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=NEEDS_NEWER)
 def test_routes_of_a_hybrid_model() -> None:
     """It has a row for each layer of its pattern; those without experts read none."""
-    samples, job = with_routes(SAMPLES, "one token", SHAPE), Job(config=MOE, pattern="*E*E", way="weighted sum")
+    samples, job = with_routes(SAMPLES, "one token", (4, 2, 4)), Job(config=MOE, pattern="*E*E", way="weighted sum")
     ((loss, parts),) = world(1).run(unfolded_gradients, Layout(), job, samples, layout=Layout())
     layout = Layout(pp=2)
     check(folded(2, layout, replace(job, pattern="*E|*E"), samples), (loss, assemble(parts)), FP32_INSIDE)
@@ -55,10 +66,10 @@ def test_routes_of_a_hybrid_model() -> None:
 @in_layouts("tp2-sp", "pp2-vpp2", ci=["dp2", "pp2", "ep2"])
 def test_routes_inside_the_model(size: int, layout: Layout) -> None:
     """Every stage folds for itself, by the routes of all layers."""
-    samples, job = with_routes(SAMPLES, "one token", SHAPE), InsideJob(config=MOE)
-    results = world(size).run(inside_gradients, layout, job, samples, layout=layout)
+    job = InsideJob(config=MOE + shallow(layout))
+    results = world(size).run(inside_gradients, layout, job, routed("one token", shallow(layout)), layout=layout)
     found = results[0][0], assemble(chain.from_iterable(parts for _, parts, _ in results))
-    check(found, by_sample("one token"), FP32_INSIDE)
+    check(found, by_sample("one token", shallow(layout)), FP32_INSIDE)
 
 
 def recorded(layout: Layout) -> list[np.ndarray]:
@@ -121,5 +132,5 @@ def test_verify_replays_routes_in_recomputed_layers(tmp_path: Path, layout: list
 
 def test_routes_change_the_model_that_is_trained() -> None:
     """The test above can fail."""
-    wrong = folded(1, Layout(), Job(config=MOE))
-    assert abs(wrong[0] - by_sample("one token")[0]) > 1e-4
+    wrong = folded(1, Layout(), Job(config=MOE + shallow(Layout())))
+    assert abs(wrong[0] - by_sample("one token", shallow(Layout()))[0]) > 1e-4

@@ -22,7 +22,7 @@ from mcore_prefix_tree.xtoken.pairs import Pair
 
 # Both leave padded columns on each rank of two.
 STUDENT_SIZE, TEACHER_SIZE = 40, 48
-TEACHER_CONFIG = (("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 8), ("num_query_groups", 4))
+TEACHER_CONFIG = (("hidden_size", 48), ("ffn_hidden_size", 64), ("num_layers", 4), ("num_query_groups", 4))
 TEACHER_SEEDS = (5, 6)
 Options = tuple[tuple[str, Any], ...]
 
@@ -42,6 +42,7 @@ class Job:
     teacher_tp: int | None = None
     last_stage: bool = False
     over_budget: OverBudget = "repeat"
+    config: Options = ()
 
 
 def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[Any, list[Any]]:
@@ -65,7 +66,7 @@ def folded_step(layout: Layout, job: Job, samples: Sequence[Sample]) -> tuple[An
         chunks = build_chunks(config, tree_spec, vocab_size=vocab_size, groups=groups)
         return [with_edge_head(chunk) for chunk in chunks]
 
-    config = tiny_gpt_config(layout=layout)
+    config = tiny_gpt_config(layout=layout, **dict(job.config))
     trainer = Trainer.of(model(config, STUDENT_SIZE))
     multiple = layout.tp if layout.sequence_parallel else 1
     settings: Any = make_objective("xtoken", dict(job.options))
@@ -186,7 +187,8 @@ def unfolded_step(job: Job, samples: Sequence[Sample]) -> tuple[float, list[Any]
     from mcore_prefix_tree.objectives import make_objective
 
     settings: Any = make_objective("xtoken", dict(job.options))
-    (model,) = build_chunks(tiny_gpt_config(layout=Layout()), stock_spec, vocab_size=STUDENT_SIZE)
+    config = tiny_gpt_config(layout=Layout(), **dict(job.config))
+    (model,) = build_chunks(config, stock_spec, vocab_size=STUDENT_SIZE)
     student = OneByOne(model)
     teachers = [stock_model(seed) for seed in TEACHER_SEEDS[: job.teachers]]
     both = texts()
