@@ -2,7 +2,7 @@
 
 Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even in code that would run
 on any device. This file answers those calls with the CPU. Megatron's files are not touched: the emulation replaces a
-short list of ``torch`` functions (and, in megatron-core, two names that are wrong without TransformerEngine and the
+short list of ``torch`` functions (and, in megatron-core, the names that are wrong without TransformerEngine and the
 optimizers that it found), each below with the megatron call site that needs it, and restores them on exit.
 ``torch.cuda.is_available()`` is false, so that code which checks it takes its CPU path. This is a tool for tests and
 the quickstart. On a machine with a GPU it refuses to start, or if forced hides the GPU.
@@ -197,7 +197,7 @@ def _torch_optimizers() -> list[tuple[object, str, object]]:
 
 
 def _without_transformer_engine() -> list[tuple[object, str, object]]:
-    """Return replacements for code of megatron-core 0.16.1 that fails without TransformerEngine, or on CPU tensors."""
+    """Return replacements for code of megatron-core that fails without TransformerEngine, or on CPU tensors."""
     moe_utils, latent, extension = (
         importlib.import_module(f"megatron.core.{name}")
         for name in ("transformer.moe.moe_utils", "transformer.multi_latent_attention", "extensions.transformer_engine")
@@ -215,6 +215,13 @@ def _without_transformer_engine() -> list[tuple[object, str, object]]:
         # With TransformerEngine alone it knows projections that all ranks hold in full.
         layers = importlib.import_module("megatron.core.post_training.modelopt.layers")
         found.append((absorbed, "Linear", layers.Linear))
+    depths = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    question = "is_inference_column_parallel_linear"
+    if hasattr(depths, question):
+        inference = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
+        if not isinstance(inference.InferenceColumnParallelLinear, type):
+            # Since 0.20, depths ask whether a layer is one of two classes, which are mocks without TransformerEngine.
+            found.append((depths, question, _returns(False)))
     return found
 
 
