@@ -113,10 +113,6 @@ def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
     torch.default_generator.set_state(new_state)
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
 def _is_not_about_rng(record: logging.LogRecord) -> bool:
     # CudaRNGStatesTracker.fork() warns when the CPU's generator moved while it minded the GPU's. Here they are one.
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -142,7 +138,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         # CudaRNGStatesTracker.fork() and recompute then save and restore the stream that matters.
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda.random, "get_rng_state", _get_rng_state),
-        (torch.cuda, "manual_seed", _manual_seed),
+        (torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(seed)),
         (torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator)),
         # After messages in p2p_communication.py; before a checkpoint is written in filesystem_async.py.
         (torch.cuda, "synchronize", _returns(None)),
@@ -216,12 +212,9 @@ def _without_transformer_engine() -> list[tuple[object, str, object]]:
         layers = importlib.import_module("megatron.core.post_training.modelopt.layers")
         found.append((absorbed, "Linear", layers.Linear))
     depths = importlib.import_module("megatron.core.transformer.multi_token_prediction")
-    question = "is_inference_column_parallel_linear"
-    if hasattr(depths, question):
-        inference = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
-        if not isinstance(inference.InferenceColumnParallelLinear, type):
-            # Since 0.20, depths ask whether a layer is one of two classes, which are mocks without TransformerEngine.
-            found.append((depths, question, _returns(False)))
+    if hasattr(depths, "is_inference_column_parallel_linear") and not extension.HAVE_TE:
+        # Since 0.20, depths ask whether a layer is one of two classes, which are mocks without TransformerEngine.
+        found.append((depths, "is_inference_column_parallel_linear", _returns(False)))
     return found
 
 

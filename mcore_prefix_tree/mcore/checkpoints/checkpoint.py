@@ -294,7 +294,6 @@ def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[A
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
     with _reading(source):
-        # Not Megatron's load_tensors_metadata, which builds tensors in a way that torch 2.15 refuses.
         has_head = CHECKPOINT_KEY in read_metadata(source / ".metadata").state_dict_metadata
     if not has_head:
         for chunk in chunks:
