@@ -2,7 +2,7 @@
 
 Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source, even in code that would run
 on any device. This file answers those calls with the CPU. Megatron's files are not touched: the emulation replaces a
-short list of ``torch`` functions (and, in megatron-core, two names that are wrong without TransformerEngine and the
+short list of ``torch`` functions (and, in megatron-core, the names that are wrong without TransformerEngine and the
 optimizers that it found), each below with the megatron call site that needs it, and restores them on exit.
 ``torch.cuda.is_available()`` is false, so that code which checks it takes its CPU path. This is a tool for tests and
 the quickstart. On a machine with a GPU it refuses to start, or if forced hides the GPU.
@@ -113,10 +113,6 @@ def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
     torch.default_generator.set_state(new_state)
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
 def _is_not_about_rng(record: logging.LogRecord) -> bool:
     # CudaRNGStatesTracker.fork() warns when the CPU's generator moved while it minded the GPU's. Here they are one.
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -142,7 +138,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         # CudaRNGStatesTracker.fork() and recompute then save and restore the stream that matters.
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda.random, "get_rng_state", _get_rng_state),
-        (torch.cuda, "manual_seed", _manual_seed),
+        (torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(seed)),
         (torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator)),
         # After messages in p2p_communication.py; before a checkpoint is written in filesystem_async.py.
         (torch.cuda, "synchronize", _returns(None)),
@@ -197,7 +193,7 @@ def _torch_optimizers() -> list[tuple[object, str, object]]:
 
 
 def _without_transformer_engine() -> list[tuple[object, str, object]]:
-    """Return replacements for code of megatron-core 0.16.1 that fails without TransformerEngine, or on CPU tensors."""
+    """Return replacements for code of megatron-core that fails without TransformerEngine, or on CPU tensors."""
     moe_utils, latent, extension = (
         importlib.import_module(f"megatron.core.{name}")
         for name in ("transformer.moe.moe_utils", "transformer.multi_latent_attention", "extensions.transformer_engine")
@@ -215,6 +211,10 @@ def _without_transformer_engine() -> list[tuple[object, str, object]]:
         # With TransformerEngine alone it knows projections that all ranks hold in full.
         layers = importlib.import_module("megatron.core.post_training.modelopt.layers")
         found.append((absorbed, "Linear", layers.Linear))
+    depths = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    if hasattr(depths, "is_inference_column_parallel_linear") and not extension.HAVE_TE:
+        # Since 0.20, depths ask whether a layer is one of two classes, which are mocks without TransformerEngine.
+        found.append((depths, "is_inference_column_parallel_linear", _returns(False)))
     return found
 
 

@@ -124,8 +124,9 @@ def _read_positions(backbone: Any, call: dict[str, Any], rows: HostRows) -> Int6
     positions = call.get("position_ids")
     if positions is None and call.get("image_grid_thw") is not None:
         names = ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw")
-        nothing = dict.fromkeys(("video_grid_thw", "inputs_embeds", "past_key_values"))
-        positions = backbone.compute_3d_position_ids(**{name: call.get(name) for name in names}, **nothing)
+        wanted = inspect.signature(backbone.compute_3d_position_ids).parameters.values()
+        nothing = {parameter.name: None for parameter in wanted if parameter.default is parameter.empty}
+        positions = backbone.compute_3d_position_ids(**nothing | {name: call.get(name) for name in names})
     if positions is None or positions.ndim != 3:
         return None
     size = call["input_ids"].shape

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.checkpoints import plain_content
 from killed_jobs import (
     LIMIT_S,
     STAGES,
@@ -83,8 +84,6 @@ class Silent:
 
 def finish(recipe: Path, saved: Path, case: Case) -> dict[str, Any]:
     """Continue a job to its end, undisturbed; returns its last checkpoint."""
-    from megatron.core import dist_checkpointing
-
     from mcore_prefix_tree.mcore.loop.jobs import run_train
 
     if case.ranks > 1:
@@ -99,8 +98,7 @@ def finish(recipe: Path, saved: Path, case: Case) -> dict[str, Any]:
     else:
         run_train(load_recipe(recipe, settings_of(case, saved)), Silent(), resume=True)
     with single_process():
-        content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(saved / f"iter_{STEPS:07d}"))
-    return content
+        return plain_content(saved / f"iter_{STEPS:07d}")
 
 
 @pytest.fixture(scope="module")

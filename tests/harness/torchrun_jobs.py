@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.checkpoints import plain_content
 from harness.commands import write_rows
 from harness.forked_ranks import launch
 from harness.forks import PRELOADED
@@ -121,12 +122,10 @@ def run_torchrun(ranks: int, *arguments: object, stdin: str = "") -> Ended:
 
 def checkpoint_content(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     """Every full tensor of a checkpoint, model and optimizer, from any layout."""
-    from megatron.core import dist_checkpointing
-
     from mcore_prefix_tree.cpu.launcher import single_process
 
     with single_process():
-        content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))
+        content = plain_content(folder / f"iter_{iteration:07d}")
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.checkpoints import plain_content
 from harness.commands import write_rows
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import iter_sample_groups
@@ -276,13 +277,10 @@ def batch_of(recipe: Recipe, iteration: int) -> list[Sample]:
 
 def checkpoint_content(folder: Path, iteration: int) -> dict[str, Any]:
     """Everything in a checkpoint, put together from its shards, in a world of one."""
-    from megatron.core import dist_checkpointing
-
     from mcore_prefix_tree.cpu.launcher import single_process
 
     with single_process():
-        content: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(folder / f"iter_{iteration:07d}"))
-    return content
+        return plain_content(folder / f"iter_{iteration:07d}")
 
 
 def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ from mcore_prefix_tree.mcore.checkpoints.unpickling import (
     UnsafeCheckpointError,
     check_holds_only_data,
     pickle_enums_by_value,
+    read_metadata,
 )
 from mcore_prefix_tree.mcore.checkpoints.writing import WriteInRank
 from mcore_prefix_tree.mcore.models.bridge import ADAPTER
@@ -293,7 +294,7 @@ def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[A
     source = _existing(folder, iteration)
     on_main_rank(partial(check_same_function, source, model))
     with _reading(source):
-        has_head = CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))
+        has_head = CHECKPOINT_KEY in read_metadata(source / ".metadata").state_dict_metadata
     if not has_head:
         for chunk in chunks:
             start_new_head(unwrap_model(chunk))

@@ -21,6 +21,7 @@ from megatron.training.checkpointing import (
     get_load_checkpoint_path_by_args,
     load_args_from_checkpoint,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
@@ -147,4 +148,4 @@ def _has_scalar_head(source: Path) -> bool:
             f"{source} is not of --ckpt-format torch_dist, the only format that shows whether a head is scalar; "
             "convert it with --ckpt-convert-format torch_dist"
         )
-    return CHECKPOINT_KEY in dist_checkpointing.load_tensors_metadata(str(source))
+    return CHECKPOINT_KEY in FileSystemReader(source).read_metadata().state_dict_metadata
