@@ -21,12 +21,12 @@ from megatron.training.checkpointing import (
     get_load_checkpoint_path_by_args,
     load_args_from_checkpoint,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fingerprint import CHECKSUMS, are_new_data, difference
 from mcore_prefix_tree.mcore.checkpoints.checkpoint import RELEASE
+from mcore_prefix_tree.mcore.checkpoints.unpickling import read_metadata
 from mcore_prefix_tree.mcore.ranks import everyone, on_main_rank
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 
@@ -148,4 +148,4 @@ def _has_scalar_head(source: Path) -> bool:
             f"{source} is not of --ckpt-format torch_dist, the only format that shows whether a head is scalar; "
             "convert it with --ckpt-convert-format torch_dist"
         )
-    return CHECKPOINT_KEY in FileSystemReader(source).read_metadata().state_dict_metadata
+    return CHECKPOINT_KEY in read_metadata(source / ".metadata").state_dict_metadata
