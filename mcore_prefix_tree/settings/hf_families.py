@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -53,6 +54,16 @@ COMPARED: dict[str, Allowed] = {
         "beta_fast": (32.0,),
         "beta_slow": (1.0,),
         "truncate": (False,),
+    },
+    "granitemoehybrid": {
+        "attention_bias": (False,),
+        "hidden_act": ("silu",),
+        "mamba_conv_bias": (True,),
+        "mamba_d_conv": (4,),
+        "mamba_proj_bias": (False,),
+        "rms_norm_eps": (1e-5,),  # the norm behind the scan has no other in Megatron-Core
+        "rope_type": ("default",),
+        "time_step_limit": ((0.0, math.inf), [0.0, math.inf]),
     },
     "hy_v3": {"hidden_act": ("silu",), "num_experts_per_tok": _ABOVE_ONE},
     "llama": {},

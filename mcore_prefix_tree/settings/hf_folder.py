@@ -64,6 +64,9 @@ _NOT_OF_THE_MODEL = (
 # The heads of language models, and of models that give a text one number.
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+# Classes with a scalar head that are not named as their language models are.
+_CLASSIFIERS = {f"{name}{_LANGUAGE_MODEL}": f"{name}Text{_CLASSIFIER}" for name in ("Gemma3", "Qwen3_5")}
+_LANGUAGE_MODELS = {name: model for model, name in _CLASSIFIERS.items()}
 _WITH_PICTURES = "ForConditionalGeneration"
 _EMBEDDINGS = "embed_tokens.weight"
 # Folders that are kept: a student's and those of its teachers.
@@ -125,14 +128,16 @@ class HuggingFaceFolder:
     @property
     def architecture(self) -> str:
         """Return the name of the language model's class in transformers, for any head that this one ends in."""
-        return str(self.config["architectures"][0]).removesuffix(_CLASSIFIER).removesuffix(_LANGUAGE_MODEL) + (
-            _LANGUAGE_MODEL
+        name = str(self.config["architectures"][0])
+        return _LANGUAGE_MODELS.get(
+            name, name.removesuffix(_CLASSIFIER).removesuffix(_LANGUAGE_MODEL) + _LANGUAGE_MODEL
         )
 
     @property
     def classifier(self) -> str:
         """Return the name of the class with a scalar head."""
-        return self.architecture.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER
+        name = self.architecture
+        return _CLASSIFIERS.get(name, name.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER)
 
     @property
     def has_scalar_head(self) -> bool:

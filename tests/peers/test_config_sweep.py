@@ -19,7 +19,7 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 from config_sweep import LIMIT, YARN, config_class, outcome
-from hf_folders import FAMILIES
+from hf_folders import FAMILIES, LLAMA3
 from hf_jobs import LOCAL
 
 from mcore_prefix_tree.settings.hf_families import COMPARED
@@ -45,6 +45,8 @@ def test_compared_families_are_accepted() -> None:
             "no rotary embeddings with these settings",
         ),
         ("Qwen3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}}, None),
+        ("Granite 4", {"time_step_limit": [0.01, 0.5]}, "time_step_limit=.*, and .* unless it is"),
+        ("Granite 4", {"rope_parameters": LLAMA3}, "no rotary embeddings with these settings"),
         ("Nemotron-H", {"tie_word_embeddings": True}, "tie_word_embeddings=True, and .* unless it is False"),
         ("Qwen3-MoE", {"num_experts_per_tok": 1}, None),
         ("Qwen3-MoE", {"scoring_func": "sigmoid", "routed_scaling_factor": 2.0}, None),

@@ -115,6 +115,8 @@ def auto_bridge() -> Any:
     try:
         with transformer_engine_names():
             from megatron.bridge import AutoBridge
+
+            from mcore_prefix_tree.mcore.models import granite  # noqa: F401  registers a further bridge
     except ImportError as error:
         raise RecipeError(_not_imported(error)) from error
     finally:

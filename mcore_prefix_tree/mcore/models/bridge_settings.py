@@ -151,7 +151,8 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
     supported: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         "default": lambda one: True,
         "llama3": lambda one: (
-            provider.rope_scaling and all(one.get(name, value) == value for name, value in _LLAMA3.items())
+            getattr(provider, "rope_scaling", False)
+            and all(one.get(name, value) == value for name, value in _LLAMA3.items())
         ),
         "linear": lambda one: getattr(provider, "seq_len_interpolation_factor", None) == one.get("factor"),
         "yarn": lambda one: (
