@@ -105,11 +105,14 @@ WITHOUT_EXPERTS: Allowed = {
     "rms_norm_eps": (1e-6,),
     "use_bidirectional_attention": (None, "vision"),
 }
+# By model_type, which transformers does not know, the model_type of the same model in transformers.
+RENAMED = {"kimi_k2": "deepseek_v3"}
 # Models of pictures and text by model_type: the model_type of their text model, and the model_type and architecture of
 # the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
 TEXT_MODELS = {
     "gemma3": ("gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
     "gemma4": ("gemma4_text", "gemma4_text", "Gemma4ForCausalLM"),
+    "kimi_k25": ("deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM"),
     "mistral3": ("mistral", "mistral", "MistralForCausalLM"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2", "Qwen2ForCausalLM"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM"),

@@ -91,12 +91,9 @@ STATE_SPACE: dict[str, Any] = {
     "chunk_size": 16,
     "time_step_floor": 0.05,  # initial steps are far above time_step_min, to which transformers raises steps
 }
-# Powers of two, which an exported weight would not show, are among no factor.
 GRANITE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
     "shared_intermediate_size": 48,
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -176,7 +173,9 @@ FAMILIES = {
     "Gemma 4": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4),
     "Gemma 4 E2B": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4_E2B),
     "Gemma 4 31B": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4_31B),
-    "Granite 4": Family(name="GraniteMoeHybrid", settings=SIZES | GRANITE),
+    "Granite 4": Family(
+        name="GraniteMoeHybrid", settings=SIZES | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
     "Granite 4 dense": Family(
         name="GraniteMoeHybrid", settings=SIZES | GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"}
     ),

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +20,33 @@ if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a 
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 from config_sweep import LIMIT, YARN, config_class, outcome
+from harness.commands import run_command
 from hf_folders import FAMILIES, LLAMA3
-from hf_jobs import LOCAL
+from hf_jobs import LOCAL, STILL, assert_same_folder, worst_score, write_job
 
-from mcore_prefix_tree.settings.hf_families import COMPARED
+from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 
 
 def test_compared_families_are_accepted() -> None:
     assert {config_class(family).model_type for family in FAMILIES} == set(COMPARED)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_families_by_another_name(name: str, tmp_path: Path) -> None:
+    """A published folder has code, too, which is ignored; the export has the same files."""
+    family = next(one for one in FAMILIES if config_class(one).model_type == RENAMED[name])
+    recipe, source, model = write_job(tmp_path, family)
+    config = json.loads((source / "config.json").read_text()) | {"model_type": name, "auto_map": {"AutoConfig": "a.B"}}
+    (source / "config.json").write_text(json.dumps(config))
+    scores = tmp_path / "scores.jsonl"
+    scored = run_command("score", recipe, "--hf", source, "--output", scores)
+    assert scored.exit_code == 0, scored.output
+    assert worst_score(scores, model) <= LIMIT
+    trained = run_command("train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={tmp_path / 'exported'}")
+    assert trained.exit_code == 0, trained.output
+    assert_same_folder(tmp_path / "exported", source)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def _scaled_addition(factor: float, training: bool, fused: bool) -> Callable[...
 
     def scaled_add(output: tuple[torch.Tensor, Any], residual: torch.Tensor, dropout: float) -> torch.Tensor:
         value, bias = output
-        return add((value * factor, None if bias is None else bias * factor), residual, dropout)
+        added: torch.Tensor = add((value * factor, None if bias is None else bias * factor), residual, dropout)
+        return added
 
     return scaled_add
 
@@ -98,7 +99,8 @@ class GraniteBridge(MegatronModelBridge):  # type: ignore[misc]
 
     def provider_bridge(self, hf_pretrained: Any) -> GraniteProvider:
         """Return the provider of a folder's configuration."""
-        provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
+        provider: GraniteProvider = super().provider_bridge(hf_pretrained)
+        config = hf_pretrained.config
         mlp = "E" if config.num_local_experts else "-"
         provider.hybrid_layer_pattern = "".join(
             ("M" if kind == _SCAN else "*") + mlp for kind in config.layers_block_type
