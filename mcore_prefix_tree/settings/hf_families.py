@@ -105,8 +105,8 @@ WITHOUT_EXPERTS: Allowed = {
     "rms_norm_eps": (1e-6,),
     "use_bidirectional_attention": (None, "vision"),
 }
-# By model_type, which transformers does not know, the model_type of the same model in transformers.
-RENAMED = {"kimi_k2": "deepseek_v3"}
+# By model_type, which transformers does not know, the model_type and architecture of the same model in transformers.
+RENAMED = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"), "mimo": ("qwen2", "Qwen2ForCausalLM")}
 # Models of pictures and text by model_type: the model_type of their text model, and the model_type and architecture of
 # the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
 TEXT_MODELS = {

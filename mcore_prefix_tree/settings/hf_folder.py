@@ -316,8 +316,8 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool, bool]:
         if not isinstance(text, dict) or _model_type(text) != expected:
             raise ValueError(f"{folder / CONFIG} has another 'text_config' than one of model_type={expected}")
         config = {**config, **text, "architectures": [architecture], "model_type": family}
-    else:
-        config = {**config, "model_type": kind}
+    elif config["model_type"] in RENAMED:
+        config = {**config, "architectures": [RENAMED[config["model_type"]][1]], "model_type": kind}
     if "quantization_config" in config:
         raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
     layers = config.get(_LAYER_KINDS, config.get(_PATTERN))
@@ -330,7 +330,7 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool, bool]:
 def _model_type(config: Mapping[str, Any]) -> str:
     """Return transformers' name of a configuration's model."""
     given = str(config.get("model_type"))
-    return RENAMED.get(given, given)
+    return RENAMED[given][0] if given in RENAMED else given
 
 
 def _without_head(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
@@ -22,7 +23,8 @@ pytest.importorskip("transformers")
 from config_sweep import LIMIT, YARN, config_class, outcome
 from harness.commands import run_command
 from hf_folders import FAMILIES, LLAMA3
-from hf_jobs import LOCAL, STILL, assert_same_folder, worst_score, write_job
+from hf_jobs import LOCAL, STILL, assert_same_folder, weights_in, worst_score, write_job
+from safetensors.torch import save_file
 
 from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED
 
@@ -33,13 +35,19 @@ def test_compared_families_are_accepted() -> None:
     assert {config_class(family).model_type for family in FAMILIES} == set(COMPARED)
 
 
-@pytest.mark.parametrize("name", RENAMED)
-def test_families_by_another_name(name: str, tmp_path: Path) -> None:
-    """A published folder has code, too, which is ignored; the export has the same files."""
-    family = next(one for one in FAMILIES if config_class(one).model_type == RENAMED[name])
+@pytest.mark.parametrize(
+    ("name", "architecture", "depth"),
+    [("kimi_k2", "DeepseekV3ForCausalLM", ()), ("mimo", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",))],
+)
+def test_families_by_another_name(name: str, architecture: str, depth: tuple[str, ...], tmp_path: Path) -> None:
+    """A published folder has code, too, which is ignored; the export has the same files, depths included."""
+    family = next(one for one in FAMILIES if config_class(one).model_type == RENAMED[name][0])
     recipe, source, model = write_job(tmp_path, family)
-    config = json.loads((source / "config.json").read_text()) | {"model_type": name, "auto_map": {"AutoConfig": "a.B"}}
-    (source / "config.json").write_text(json.dumps(config))
+    config = {"model_type": name, "architectures": [architecture], "auto_map": {"AutoConfig": "a.B"}}
+    config |= {"num_nextn_predict_layers": len(depth)}
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    weights = weights_in(source) | {one: torch.ones(64, 128) for one in depth}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
     scores = tmp_path / "scores.jsonl"
     scored = run_command("score", recipe, "--hf", source, "--output", scores)
     assert scored.exit_code == 0, scored.output

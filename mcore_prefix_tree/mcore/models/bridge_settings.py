@@ -44,7 +44,7 @@ def register_renamed() -> None:
     """Have transformers read the configurations of models that it knows by another name."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    for name, own in RENAMED.items():
+    for name, (own, _) in RENAMED.items():
         if name not in CONFIG_MAPPING:
             AutoConfig.register(name, type(name, (CONFIG_MAPPING[own],), {"model_type": name}))
 
