@@ -23,6 +23,12 @@ _LATENT: Allowed = {
 # By model_type, the settings that the layers do not read as transformers does, with the values that give its results.
 COMPARED: dict[str, Allowed] = {
     "deepseek_v3": _LATENT,
+    "deepseek_v32": {
+        "norm_topk_prob": (True,),
+        "num_experts_per_tok": _ABOVE_ONE,
+        "q_lora_rank": range(1, sys.maxsize),
+        "tie_word_embeddings": (False,),
+    },
     "gemma3_text": {
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),

@@ -161,6 +161,7 @@ FAMILIES = {
         name="GlmMoeDsa", settings=SIZES | LATENT | SPARSE | {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     ),
     "DeepSeek-V3": Family(name="DeepseekV3", settings=SIZES | LATENT),
+    "DeepSeek-V3.2": Family(name="DeepseekV32", settings=SIZES | LATENT | SPARSE | {"n_group": 2}),
     "gpt-oss": Family(
         name="GptOss", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
     ),

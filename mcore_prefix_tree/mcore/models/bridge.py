@@ -118,7 +118,7 @@ def auto_bridge() -> Any:
         with transformer_engine_names():
             from megatron.bridge import AutoBridge
 
-            from mcore_prefix_tree.mcore.models import granite  # noqa: F401  registers a further bridge
+            from mcore_prefix_tree.mcore.models import further_bridges  # noqa: F401  which registers them
     except ImportError as error:
         raise RecipeError(_not_imported(error)) from error
     finally:

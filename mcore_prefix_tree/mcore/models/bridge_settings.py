@@ -28,6 +28,7 @@ _PARTLY_ROTARY = ("glm4_moe", "minimax_m2", "qwen3_next")
 # Keys that Megatron-Bridge reads of a configuration by its model_type, and transformers' has not: of what transformers
 # does always, or of what settings_of_folder finds under another key.
 READ_BY_BRIDGE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"indexer_rope_interleave": False},
     "gemma4_text": {"allow_global_per_layer_attribute_access": True},  # or transformers raises; see _heads_by_kind
     "glm_moe_dsa": {"indexer_rope_interleave": True},
     "hy_v3": {"first_k_dense_replace": 0},

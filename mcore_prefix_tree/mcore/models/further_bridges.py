@@ -1,6 +1,8 @@
-"""Granite 4 (``granitemoehybrid``) for Megatron-Bridge, which has no bridge of its own for it.
+"""Bridges for families that Megatron-Bridge has none for: DeepSeek-V3.2 and Granite 4.
 
-A layer of transformers' model is two of a ``HybridModel``: Mamba-2 or attention, then an MLP or experts. Its factors on
+DeepSeek-V3.2 is GLM-5 with YaRN and another rotary embedding in its indexers.
+
+A layer of Granite 4 is two of a ``HybridModel``: Mamba-2 or attention, then an MLP or experts. Its factors on
 embeddings and logits are those of Megatron-Core's maximal update parametrisation (MuP); the factor on what a layer adds
 to its residual is applied where Megatron-Core adds it.
 """
@@ -27,13 +29,30 @@ from megatron.bridge.models.conversion.param_mapping import (
     QKVMapping,
     RowParallelMapping,
 )
+from megatron.bridge.models.glm_moe_dsa.glm5_bridge import GLM5Bridge
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 _SCAN = "linear_attention"
 # The attributes of layers that add an output to the residual, one in each layer of a HybridModel.
 _ADDITIONS = ("mamba_bda", "self_attn_bda", "mlp_bda")
+
+
+@MegatronModelBridge.register_bridge(  # type: ignore[untyped-decorator]
+    source="DeepseekV32ForCausalLM", target=GPTModel, provider=MLAModelProvider, model_type="deepseek_v32"
+)
+class DeepSeekV32Bridge(GLM5Bridge):  # type: ignore[misc]
+    """Converts settings and weights of ``DeepseekV32ForCausalLM``."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """Return the provider of a folder's configuration, whose YaRN GLM-5's bridge would pass over."""
+        provider = super().provider_bridge(hf_pretrained)
+        for name, value in self.hf_config_to_provider_kwargs(hf_pretrained.config).get("_mla_rope_params", {}).items():
+            setattr(provider, name, value)
+        return provider
 
 
 @dataclass
