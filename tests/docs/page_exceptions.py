@@ -98,6 +98,12 @@ LONG = {
 # training itself; verify and the closing table have separate tests, and pages cut both from a training's output.
 SHORTER = [("recipes/quickstart.yaml", "compare: true", "compare: false\nverify: {enabled: false}")]
 
+# Options with which a command whose output no page shows ends sooner, by how it begins.
+SOONER = {
+    "mcore-prefix-tree calibrate": "--repeats 1",
+    "mcore-prefix-tree verify recipes/quickstart.yaml": "batch.global_batch_size=8",
+}
+
 
 def reason(page: str, command: str) -> str | None:
     """Return why a command of a page is not run; None if it is."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.forked_ranks import launch
-from page_exceptions import AFTER, SHORTER, reason
+from page_exceptions import AFTER, SHORTER, SOONER, reason
 from page_outputs import rewritten
 from pages import ROOT, fences_of
 
@@ -214,6 +214,8 @@ class Runs:
         for command in block.commands:
             if reason(name, command):
                 continue
+            for start, option in () if block.shown else SOONER.items():
+                command = command.replace(start, f"{start} {option}")
             status, more = shell.run(command)
             printed += more
             fails = block.shown is not None and any(line.startswith("error: ") for line in block.shown)

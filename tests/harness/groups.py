@@ -26,11 +26,16 @@ def release_groups() -> None:
     """Free the groups of models that are no longer used.
 
     Megatron's caches of rotary tables hold the last 32 models' groups; reference cycles of models and optimizers hold
-    others. Tensors that a mixture of experts keeps in an autograd graph that refers to itself cannot be freed.
+    others. A dispatcher of experts keeps probabilities whose autograd graph leads back to it, which no collection sees.
     """
     for module, name in _ROTARY:
         if module in sys.modules:
             getattr(sys.modules[module], name).forward.cache_clear()
+    experts = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
+    if experts is not None:
+        # isinstance would ask objects of torch that warn of their names.
+        for dispatcher in (one for one in gc.get_objects() if issubclass(type(one), experts.MoETokenDispatcher)):
+            dispatcher.probs = None
     gc.collect()
 
 

@@ -327,17 +327,20 @@ def counts_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return counts
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("name", BALANCING)
+# All losses at once meet each recomputation, and each loss by itself one.
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [*zip(BALANCING, ["layers", "experts", "nothing", "layers"], strict=False), *(("all", way) for way in RECOMPUTE)],
+)
 def test_experts_are_balanced_as_without_a_cut(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are those of each sample alone, and biases see each token of each sample once."""
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1, dtype=torch.float64))
     stock, tree = twins(tiny_config(**MOE | BALANCING[name] | RECOMPUTE[recompute]))
-    samples, rng = small_tree(3), random.Random(3)
+    samples, rng = small_tree(3), random.Random(f"{name} {recompute}")
     expected, counts = unfolded(stock.train(), samples), counts_of(stock)
     assert len(counts) == (3 if "moe_router_enable_expert_bias" in BALANCING[name] else 0)
     places = range(1, fold(samples).physical_tokens)
-    for cuts in (places, *(rng.sample(places, rng.randint(2, 9)) for _ in range(2))):
+    for cuts in (places, rng.sample(places, rng.randint(2, 9))):
         batches = carried(samples, cuts, multiple=rng.randint(1, 4), pass_tokens=rng.randint(1, 9))
         for _ in range(1 if cuts == places else 2):  # a step that is run again
             assert_equal(train(tree.train(), batches), expected, FP32_INSIDE)

@@ -20,7 +20,7 @@ from harness.folded_runs import (
     folded,
     oracle,
 )
-from harness.layouts import LAYOUTS
+from harness.layouts import LAYOUTS, shallow
 from megatron.core.transformer import multi_latent_attention
 
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
@@ -51,8 +51,8 @@ def test_trees_and_samples_are_above_the_budget() -> None:
 )
 def test_layouts_train_as_separate_samples(name: str, way: str, settings: tuple[tuple[str, object], ...]) -> None:
     size, layout = LAYOUTS[name]
-    job = Job(max_tokens=BUDGET, over_budget="carry", way=way, config=settings)
-    expected = oracle(Job(config=MOE if settings == MOE else ()))
+    job = Job(max_tokens=BUDGET, over_budget="carry", way=way, config=shallow(layout) + settings)
+    expected = oracle(Job(config=shallow(layout) + (MOE if settings == MOE else ())))
     check(folded(size, layout, job), expected, FP32_INSIDE if settings == MOE else FP64)
 
 
@@ -83,8 +83,9 @@ def test_layouts_train_latent_attention(name: str, recompute: tuple[tuple[str, o
     size, layout = LAYOUTS[name]
     if layout.sequence_parallel and multi_latent_attention.Linear is None:
         pytest.skip("this megatron-core takes projections that all ranks hold whole only with TransformerEngine")
-    job = Job(max_tokens=BUDGET, over_budget="carry", config=LATENT + recompute, double=True)
-    check(folded(size, layout, job), oracle(Job(config=LATENT, double=True)), FP64)
+    job = Job(config=shallow(layout) + LATENT, double=True)
+    cut = replace(job, max_tokens=BUDGET, over_budget="carry", config=job.config + recompute)
+    check(folded(size, layout, cut), oracle(job), FP64)
 
 
 @pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
@@ -110,5 +111,6 @@ def test_layouts_train_sparse_attention(name: str) -> None:
 def test_experts_are_balanced_as_of_separate_samples(name: str, recompute: tuple[tuple[str, object], ...]) -> None:
     """The second of two steps, with the biases that the first has updated, and the losses of experts."""
     size, layout = LAYOUTS[name]
-    job = Job(max_tokens=BUDGET, over_budget="carry", config=BALANCED + recompute, steps=1)
-    check(folded(size, layout, job), oracle(Job(config=BALANCED, steps=1)), FP32_INSIDE)
+    job = Job(config=shallow(layout) + BALANCED, steps=1)
+    cut = replace(job, max_tokens=BUDGET, over_budget="carry", config=job.config + recompute)
+    check(folded(size, layout, cut), oracle(job), FP32_INSIDE)

@@ -36,19 +36,19 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-# Without padding, on the last rank, on all of it and some of the rank before.
-@pytest.mark.parametrize("padding", [0, 3, 9])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+WAYS = [(way, entropy) for way in ("any loss", "loss by rows", "loss of edges") for entropy in (False, True)]
+# No padding, some on the last rank, and all of it with some of the rank before.
+PADDINGS = (0, 3, 9)
+
+
+# Any two of a way, a type and a padding meet.
 @pytest.mark.parametrize(
-    ("with_entropy", "way"),
+    ("dtype", "limit", "with_entropy", "way", "padding"),
     [
-        (False, "any loss"),
-        (True, "any loss"),
-        (False, "weighted sum"),
-        (False, "loss by rows"),
-        (True, "loss by rows"),
-        (False, "loss of edges"),
-        (True, "loss of edges"),
+        (dtype, LIMITS[dtype], entropy, way, PADDINGS[(row + column) % 3])
+        for row, (way, entropy) in enumerate([*WAYS, ("weighted sum", False)])
+        for column, dtype in enumerate(LIMITS)
     ],
 )
 def test_a_vocabulary_in_uneven_parts(
