@@ -173,6 +173,8 @@ HYBRID = (
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.forward", keywords=_FORWARD),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel", attributes=f"hybrid_layer_pattern {_MODEL} {_STAGE}"),
     Uses(f"{_HYBRID}.hybrid_model:HybridModel.set_input_tensor", "input_tensor"),
+    # GraniteProvider, which scales what layers add.
+    Uses("megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add", "training fused"),
     # TreeMambaMixin, which stands before MambaMixer.
     Uses(f"{_SSM}.mamba_layer:MambaLayer", attributes="layer_number mixer"),
     Uses(f"{_SSM}.mamba_mixer:MambaMixer", "config", "layer_number", "activation chunk_size cp d_state norm rmsnorm"),

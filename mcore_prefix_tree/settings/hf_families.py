@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,12 @@ _LATENT: Allowed = {
 # By model_type, the settings that the layers do not read as transformers does, with the values that give its results.
 COMPARED: dict[str, Allowed] = {
     "deepseek_v3": _LATENT,
+    "deepseek_v32": {
+        "norm_topk_prob": (True,),
+        "num_experts_per_tok": _ABOVE_ONE,
+        "q_lora_rank": range(1, sys.maxsize),
+        "tie_word_embeddings": (False,),
+    },
     "gemma3_text": {
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
@@ -53,6 +60,16 @@ COMPARED: dict[str, Allowed] = {
         "beta_fast": (32.0,),
         "beta_slow": (1.0,),
         "truncate": (False,),
+    },
+    "granitemoehybrid": {
+        "attention_bias": (False,),
+        "hidden_act": ("silu",),
+        "mamba_conv_bias": (True,),
+        "mamba_d_conv": (4,),
+        "mamba_proj_bias": (False,),
+        "rms_norm_eps": (1e-5,),  # the norm behind the scan has no other in Megatron-Core
+        "rope_type": ("default",),
+        "time_step_limit": ((0.0, math.inf), [0.0, math.inf]),
     },
     "hy_v3": {"hidden_act": ("silu",), "num_experts_per_tok": _ABOVE_ONE},
     "llama": {},
@@ -94,11 +111,14 @@ WITHOUT_EXPERTS: Allowed = {
     "rms_norm_eps": (1e-6,),
     "use_bidirectional_attention": (None, "vision"),
 }
+# By model_type, which transformers does not know, the model_type and architecture of the same model in transformers.
+RENAMED = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"), "mimo": ("qwen2", "Qwen2ForCausalLM")}
 # Models of pictures and text by model_type: the model_type of their text model, and the model_type and architecture of
 # the compared family that it is on text alone. M-RoPE of three equal positions is RoPE.
 TEXT_MODELS = {
     "gemma3": ("gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
     "gemma4": ("gemma4_text", "gemma4_text", "Gemma4ForCausalLM"),
+    "kimi_k25": ("deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM"),
     "mistral3": ("mistral", "mistral", "MistralForCausalLM"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2", "Qwen2ForCausalLM"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM"),

@@ -17,7 +17,7 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_prefix_tree.settings.hf_families import COMPARED, TEXT_MODELS
+from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED, TEXT_MODELS
 from mcore_prefix_tree.settings.section import collect_faults
 from mcore_prefix_tree.utils.inputs import check_folder_files, local_path, open_regular, read_text
 from mcore_prefix_tree.utils.launchers import is_first_rank
@@ -64,8 +64,12 @@ _NOT_OF_THE_MODEL = (
 # The heads of language models, and of models that give a text one number.
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 _LANGUAGE_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+# Classes with a scalar head that are not named as their language models are.
+_CLASSIFIERS = {f"{name}{_LANGUAGE_MODEL}": f"{name}Text{_CLASSIFIER}" for name in ("Gemma3", "Qwen3_5")}
+_LANGUAGE_MODELS = {name: model for model, name in _CLASSIFIERS.items()}
 _WITH_PICTURES = "ForConditionalGeneration"
 _EMBEDDINGS = "embed_tokens.weight"
+_BLOCKS = re.compile(r"^blocks\.")
 # Folders that are kept: a student's and those of its teachers.
 _KEPT = 8
 
@@ -125,14 +129,16 @@ class HuggingFaceFolder:
     @property
     def architecture(self) -> str:
         """Return the name of the language model's class in transformers, for any head that this one ends in."""
-        return str(self.config["architectures"][0]).removesuffix(_CLASSIFIER).removesuffix(_LANGUAGE_MODEL) + (
-            _LANGUAGE_MODEL
+        name = str(self.config["architectures"][0])
+        return _LANGUAGE_MODELS.get(
+            name, name.removesuffix(_CLASSIFIER).removesuffix(_LANGUAGE_MODEL) + _LANGUAGE_MODEL
         )
 
     @property
     def classifier(self) -> str:
         """Return the name of the class with a scalar head."""
-        return self.architecture.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER
+        name = self.architecture
+        return _CLASSIFIERS.get(name, name.removesuffix(_LANGUAGE_MODEL) + _CLASSIFIER)
 
     @property
     def has_scalar_head(self) -> bool:
@@ -269,7 +275,9 @@ def _text_names(folder: Path, tensors: Collection[str]) -> dict[str, str]:
     prefixes = [name.removesuffix(_EMBEDDINGS) for name in tensors if name.endswith(f".{_EMBEDDINGS}")]
     if len(prefixes) != 1:
         raise ValueError(f"{folder} has {len(prefixes)} weights '{_EMBEDDINGS}'; a model of pictures and text has one")
-    found = {f"model.{name.removeprefix(prefixes[0])}": name for name in tensors if name.startswith(prefixes[0])}
+    own = {name.removeprefix(prefixes[0]): name for name in tensors if name.startswith(prefixes[0])}
+    # transformers 5.23 saves the layers of Kimi K2.5's text model under the name of its tower's.
+    found = {f"model.{_BLOCKS.sub('layers.', short)}": name for short, name in own.items()}
     head = next((name for name in tensors if name.endswith(LM_HEAD)), None)
     return found if head is None else found | {LM_HEAD: head}
 
@@ -293,28 +301,36 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], bool, bool]:
             f"{folder / CONFIG} has architectures={architectures}; model.hf takes one, a causal language model such as "
             "LlamaForCausalLM or, with a scalar head, LlamaForSequenceClassification"
         )
-    kind, has_pictures = config.get("model_type"), str(architectures[0]).endswith(_WITH_PICTURES)
+    kind, has_pictures = _model_type(config), str(architectures[0]).endswith(_WITH_PICTURES)
     if kind not in (TEXT_MODELS if has_pictures else COMPARED):
         raise ValueError(
             f"{folder / CONFIG} has model_type={kind}, an architecture whose results were never compared with "
-            f"transformers'; model.hf takes {', '.join([*COMPARED, *TEXT_MODELS])}"
+            f"transformers'; model.hf takes {', '.join([*COMPARED, *RENAMED, *TEXT_MODELS])}"
         )
-    if "quantization_config" in config:
-        raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
     if _CODE in config and is_first_rank():
         says = "%s has '%s': the folder's code is ignored, and the model is transformers' own %s"
         logger.warning(says, folder / CONFIG, _CODE, kind)
     if has_pictures:
-        expected, family, architecture = TEXT_MODELS[str(kind)]
+        expected, family, architecture = TEXT_MODELS[kind]
         text = config.get("text_config", {"model_type": expected})  # older folders have it beside the other settings
-        if not isinstance(text, dict) or text.get("model_type") != expected:
+        if not isinstance(text, dict) or _model_type(text) != expected:
             raise ValueError(f"{folder / CONFIG} has another 'text_config' than one of model_type={expected}")
         config = {**config, **text, "architectures": [architecture], "model_type": family}
+    elif config["model_type"] in RENAMED:
+        config = {**config, "architectures": [RENAMED[config["model_type"]][1]], "model_type": kind}
+    if "quantization_config" in config:
+        raise ValueError(f"{folder / CONFIG} has 'quantization_config'; give the folder of the weights before that")
     layers = config.get(_LAYER_KINDS, config.get(_PATTERN))
     if isinstance(layers, list | str):
         config = {**config, SIZES["num_layers"]: len(layers)}
     is_apart = _TOKENIZER_CONFIG in contents and (folder / "chat_template.jinja").is_file()
     return config, is_apart or "chat_template" in contents.get(_TOKENIZER_CONFIG, {}), has_pictures
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    """Return transformers' name of a configuration's model."""
+    given = str(config.get("model_type"))
+    return RENAMED[given][0] if given in RENAMED else given
 
 
 def _without_head(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from gpu_check_parts.arguments import RESULTS, missing_programs, parse
-from gpu_check_parts.children import PartRun
+from gpu_check_parts.children import End, PartRun
 from gpu_check_parts.context import ROOT
 from gpu_check_parts.registry import Part
 from gpu_check_parts.results import NOT_RUN, ResultFile
@@ -26,13 +25,6 @@ USAGE_ERROR = 2
 PROBE_SECONDS = 120
 # Seconds before the end for stopping a child, the last write and the table.
 RESERVED_SECONDS = 8.0
-
-
-class Stopped(Exception):
-    """A signal asks this process to end."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class Log:
@@ -94,7 +86,7 @@ def plan_text(planned: Sequence[tuple[Part, str]], missing: dict[str, str], minu
 
 
 def run_parts(
-    planned: Sequence[tuple[Part, str]], arguments: Any, results: ResultFile, until: float, log: Log
+    planned: Sequence[tuple[Part, str]], arguments: Any, results: ResultFile, end: End, log: Log
 ) -> tuple[bool, bool]:
     """Run the parts; return whether all of them ended, and whether no measurement failed."""
     well = True
@@ -102,12 +94,9 @@ def run_parts(
         if reason:
             results.put({**part.key._asdict(), "used": {}, NOT_RUN: reason})
             continue
-        log.say(
-            f"-- {part.name}, {max(0.0, until - time.monotonic()):.0f} s left"
-            if until < float("inf")
-            else f"-- {part.name}"
-        )
-        run = PartRun(part, arguments.options, results, until, log.path, log.say)
+        left = end.seconds_left()
+        log.say(f"-- {part.name}" + (f", {left:.0f} s left" if left < float("inf") else ""))
+        run = PartRun(part, arguments.options, results, end, log.path, log.say)
         ended = run.run()
         well &= not run.failed
         if not ended:
@@ -150,7 +139,8 @@ def _unusable(found: dict[str, Any]) -> str:
 
 def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:
     name = ("smoke_" if arguments.smoke else "") + found["file"]
-    until = float("inf") if arguments.minutes is None else started_at() + 60 * arguments.minutes - RESERVED_SECONDS
+    limit = float("inf") if arguments.minutes is None else 60 * arguments.minutes - RESERVED_SECONDS
+    end = End(started_at() + limit)
     earlier = RESULTS / f"{name}.json"
     try:
         results = ResultFile(arguments.output / f"{name}.json", found["machine"], earlier)
@@ -162,28 +152,21 @@ def _check(arguments: Any, found: dict[str, Any], given: Sequence[str]) -> int:
     log.say(" ".join(f"{key}={value}" for key, value in found["machine"].items()))
     planned = plan(arguments.parts, found["missing"])
     log.say(plan_text(planned, found["missing"], arguments.minutes))
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.signal(number, end.ask) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     results.write()
-    code = 0
-    try:
-        ended, well = run_parts(planned, arguments, results, until, log)
-        log.say("" if ended else "time is up; call it again to continue")
-        code = 0 if well else 1
-    except Stopped as stopped:
-        log.say(f"stopped by {signal.Signals(stopped.number).name}")
-        code = 128 + stopped.number
-    for number in before:
-        signal.signal(number, signal.SIG_IGN)
+    ended, well = run_parts(planned, arguments, results, end, log)
+    code = 0 if well else 1
+    if end.signal is not None:
+        log.say(f"stopped by {signal.Signals(end.signal).name}")
+        code = 128 + end.signal
+    elif not ended:
+        log.say("time is up; call it again to continue")
     results.write()
     log.say(f"{results.path}: {len(results.rows)} rows; scripts/render_results.py puts them into the documents")
     log.say(short_table(results.rows))
     for number, handler in before.items():
         signal.signal(number, handler)
     return code
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)
 
 
 def _without_wheels(given: Sequence[str]) -> list[str]:

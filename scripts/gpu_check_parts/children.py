@@ -11,10 +11,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from gpu_check_parts.context import ROOT, START_AGAIN, Options
@@ -55,7 +56,8 @@ class Child:
                 preexec_fn=os.setpgrp,
             )
         os.close(writing)
-        threading.Thread(target=self._read, args=(reading,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
+        self._reader.start()
 
     def _read(self, descriptor: int) -> None:
         with os.fdopen(descriptor) as stream:
@@ -77,12 +79,41 @@ class Child:
         Path(self._asked.name).unlink(missing_ok=True)
         return self.process.wait()
 
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of a process that has ended, as far as nobody has read them."""
+        self._reader.join(GRACE_SECONDS)
+        with suppress(queue.Empty):
+            while True:
+                line = self.lines.get_nowait()
+                if line is not None:
+                    yield line
+
     def said(self) -> str:
         """Return the end of its log."""
         with self._log.open("rb") as stream:
             stream.seek(max(self._log_start, stream.seek(0, os.SEEK_END) - 4000))
             lines = stream.read().decode(errors="replace").split("\n")
         return " / ".join(line.strip() for line in lines if line.strip())[-500:]
+
+
+class End:
+    """When measurements end: at a time of :func:`time.monotonic`, or when a signal asks for it.
+
+    Attributes:
+        signal: number of the signal, None before one.
+    """
+
+    def __init__(self, at: float) -> None:
+        self._at = at
+        self.signal: int | None = None
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: no exception, which could lose a row that was just read."""
+        self.signal = number
+
+    def seconds_left(self) -> float:
+        """Return how long measurements may take, 0 or less if they should end."""
+        return 0.0 if self.signal is not None else self._at - time.monotonic()
 
 
 class PartRun:
@@ -92,16 +123,16 @@ class PartRun:
         part: part to run.
         options: options of the command line.
         results: result file for its rows.
-        until: time of :func:`time.monotonic` at which it is stopped.
+        end: when it is stopped.
         log: file for its output.
         say: function that prints a line for the user.
     """
 
     def __init__(
-        self, part: Part, options: Options, results: ResultFile, until: float, log: Path, say: Callable[[str], None]
+        self, part: Part, options: Options, results: ResultFile, end: End, log: Path, say: Callable[[str], None]
     ) -> None:
         self._part, self._options, self._results = part, options, results
-        self._until, self._log, self._say = until, log, say
+        self._end, self._log, self._say = end, log, say
         self._skip: set[Key] = set()
         results.drop(part.key)
         self._child: Child | None = None
@@ -119,6 +150,9 @@ class PartRun:
         finally:
             if self._child is not None:
                 self._child.stop()
+                for line in self._child.rest():  # measured just before a signal, or the end of the time
+                    if "row" in line:
+                        self._take(line["row"])
 
     def _run_child(self) -> bool | None:
         """Run one process. True: time is up. False: the part has ended. None: another process should continue."""
@@ -134,11 +168,10 @@ class PartRun:
         self._child = child = Child([sys.executable, "-m", "gpu_check_parts.child"], asked, self._log)
         current, started = self._part.key, time.monotonic()
         while True:
-            now = time.monotonic()
-            if now > self._until:
+            if self._end.seconds_left() <= 0:
                 child.stop()
                 return True
-            if now - started > part.row_seconds:
+            if time.monotonic() - started > part.row_seconds:
                 child.stop()
                 self._fail(current, f"stopped after {part.row_seconds:.0f} s without a result")
                 return False if current == self._part.key else None

@@ -18,6 +18,7 @@ from packed_calls import FP64, ROWS, cotangent, packed, some_labels, spans
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
 from mcore_prefix_tree.mcore import fold_inside, multi_token_names
+from mcore_prefix_tree.mcore.packed import RowLogprobs
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_on_the_cpu"),
@@ -139,6 +140,24 @@ def test_rows_without_sharing_use_the_stock_model() -> None:
     rows = [torch.arange(first, first + size).numpy() for first, size in ((1, 7), (2, 5), (3, 1))]
     check(model, stock, packed(rows))
     assert model.folding.last.left_alone == 1
+
+
+def test_rows_without_sharing_fold_for_log_probabilities() -> None:
+    """The head answers them in place of logits, which a stock depth needs."""
+    model, stock = depth_twins(tiny_config(**TWO), attention=PackedAttention)
+    call = packed([torch.arange(first, first + size).numpy() for first, size in ((1, 7), (2, 5), (3, 1))])
+    labels = some_labels(call)
+    call["loss_mask"] = torch.ones(labels.shape, dtype=torch.float64)
+    with kept_double():
+        answer = model(**call, output_processor=RowLogprobs(labels=labels))
+        expected = stock(**call).log_softmax(-1).gather(-1, labels.unsqueeze(-1))
+        for found in (answer, expected):
+            found.sum().backward()
+    assert model.folding.last.left_alone == 0
+    torch.testing.assert_close(answer, expected, rtol=FP64, atol=FP64)
+    actual, wanted = take_gradients(model), take_gradients(stock)
+    for name, gradient in wanted.items():
+        assert (actual[name] - gradient).norm() < FP64 * gradient.norm(), name
 
 
 def test_depths_do_not_run_without_gradients() -> None:

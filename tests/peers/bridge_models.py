@@ -120,6 +120,9 @@ def run(
     stock = model_of(folder, layout).to(dtype)
     folds = model_of(folder, layout, check_first=True, attention_backend=backend).to(dtype)
     assert stock.state_dict().keys() == folds.state_dict().keys()
+    for module in (*stock.modules(), *folds.modules()):
+        if hasattr(module, "config"):
+            module.config.params_dtype = dtype  # Mamba's layers take their input to it
     multiple = layout.tp if layout.sequence_parallel else 1
     alone = []
     for row in rows:

@@ -83,6 +83,7 @@ VALUES: dict[str, list[Any]] = {
     "n_group": [1, 2],
     "num_experts_per_tok": [1, 3],
     "num_global_key_value_heads": [1, None],
+    "position_embedding_type": ["rope", "nope", None],
     "q_lora_rank": [None, 16],
     "rope_parameters": ROPES,
     "rope_scaling": [{**one, "type": one["rope_type"]} for one in ROPES],

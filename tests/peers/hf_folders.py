@@ -91,6 +91,22 @@ STATE_SPACE: dict[str, Any] = {
     "chunk_size": 16,
     "time_step_floor": 0.05,  # initial steps are far above time_step_min, to which transformers raises steps
 }
+GRANITE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.22,
+    "tie_word_embeddings": True,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -145,6 +161,7 @@ FAMILIES = {
         name="GlmMoeDsa", settings=SIZES | LATENT | SPARSE | {"index_topk_freq": 2, "index_skip_topk_offset": 1}
     ),
     "DeepSeek-V3": Family(name="DeepseekV3", settings=SIZES | LATENT),
+    "DeepSeek-V3.2": Family(name="DeepseekV32", settings=SIZES | LATENT | SPARSE | {"n_group": 2}),
     "gpt-oss": Family(
         name="GptOss", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
     ),
@@ -157,6 +174,12 @@ FAMILIES = {
     "Gemma 4": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4),
     "Gemma 4 E2B": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4_E2B),
     "Gemma 4 31B": Family(name="Gemma4", config="Gemma4Text", settings=SIZES | GEMMA4_31B),
+    "Granite 4": Family(
+        name="GraniteMoeHybrid", settings=SIZES | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "Granite 4 dense": Family(
+        name="GraniteMoeHybrid", settings=SIZES | GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"}
+    ),
     "Hy3": Family(name="HYV3", settings=SIZES | EXPERTS | {"num_shared_experts": 1, "num_hidden_layers": 4}),
     "MiniMax M2": Family(name="MiniMaxM2", settings=SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": Family(name="Mistral", settings=SIZES | {"sliding_window": None}),

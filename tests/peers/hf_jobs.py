@@ -42,10 +42,10 @@ STILL = "optimizer.lr=1e-30"
 TP2 = ("parallel.tensor_model_parallel_size=2",)
 TP2_SP = (*TP2, "parallel.sequence_parallel=true")
 # Families that local layers can build; the first are tested each time.
-QUICK = ("Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3", "Nemotron-H", "Gemma 4 E2B")
+QUICK = ("Llama 3", "Qwen3", "Qwen3-MoE", "DeepSeek-V3", "Nemotron-H", "Granite 4", "Gemma 4 E2B")
 # Megatron-Bridge names their local layers itself, in one stage; without TransformerEngine no norm is split by tokens.
 OWN_LAYERS = ("Gemma 4 E2B", "Gemma 4 31B")
-LOCAL = (*QUICK, "Qwen2.5", "Hy3", "Mistral", "GLM-4.7-Flash", "Gemma 4 31B")
+LOCAL = (*QUICK, "Granite 4 dense", "Qwen2.5", "Hy3", "Mistral", "GLM-4.7-Flash", "Gemma 4 31B")
 EP2 = ("parallel.expert_model_parallel_size=2",)
 PP2 = ("parallel.pipeline_model_parallel_size=2",)
 # Sinks and windows together, in every kind of model.

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import transformers
 from harness.commands import run_command
-from hf_folders import DELTA_NET, EXPERTS, GEMMA4, GEMMA4_E2B, SIZES, rows
+from hf_folders import DELTA_NET, EXPERTS, GEMMA4, GEMMA4_E2B, LATENT, SIZES, rows
 from hf_jobs import REFERENCE, gradient_errors, gradients, nll, weights_in, worst_score, write_recipe
 
 from mcore_prefix_tree.mcore.loop.jobs import run_once
@@ -34,6 +34,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         GEMMA4_TOWER,
     ),
     "Gemma4 E2B": (GEMMA4_E2B, GEMMA4_TOWER),
+    "Kimi_K25": (
+        LATENT | {"model_type": "deepseek_v3"},
+        TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
     "Mistral3": ({"model_type": "mistral", "sliding_window": None}, PIXTRAL | {"image_size": 28, "patch_size": 14}),
     "Qwen2_5_VL": ({"rope_parameters": M_ROPE}, QWEN | {"fullatt_block_indexes": [0]}),
     "Qwen3_5": (DELTA_NET | {"rope_parameters": PARTLY}, QWEN | {"num_position_embeddings": 16}),
@@ -51,7 +55,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def saved_model(family: str, folder: Path) -> Any:
     (text, tower), kind = FAMILIES[family], family.partition(" ")[0]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=tower)
+    text = SIZES | text
+    tied = text["tie_word_embeddings"]
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=tower, tie_word_embeddings=tied)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     for parameter in model.parameters():
         # A step of any size changes the bits of a zero.

@@ -11,24 +11,50 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 pytest.importorskip("transformers")
 from config_sweep import LIMIT, YARN, config_class, outcome
-from hf_folders import FAMILIES
-from hf_jobs import LOCAL
+from harness.commands import run_command
+from hf_folders import FAMILIES, LLAMA3
+from hf_jobs import LOCAL, STILL, assert_same_folder, weights_in, worst_score, write_job
+from safetensors.torch import save_file
 
-from mcore_prefix_tree.settings.hf_families import COMPARED
+from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 
 
 def test_compared_families_are_accepted() -> None:
     assert {config_class(family).model_type for family in FAMILIES} == set(COMPARED)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "depth"),
+    [("kimi_k2", "DeepseekV3ForCausalLM", ()), ("mimo", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",))],
+)
+def test_families_by_another_name(name: str, architecture: str, depth: tuple[str, ...], tmp_path: Path) -> None:
+    """A published folder has code, too, which is ignored; the export has the same files, depths included."""
+    family = next(one for one in FAMILIES if config_class(one).model_type == RENAMED[name][0])
+    recipe, source, model = write_job(tmp_path, family)
+    config = {"model_type": name, "architectures": [architecture], "auto_map": {"AutoConfig": "a.B"}}
+    config |= {"num_nextn_predict_layers": len(depth)}
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    weights = weights_in(source) | {one: torch.ones(64, 128) for one in depth}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    scores = tmp_path / "scores.jsonl"
+    scored = run_command("score", recipe, "--hf", source, "--output", scores)
+    assert scored.exit_code == 0, scored.output
+    assert worst_score(scores, model) <= LIMIT
+    trained = run_command("train", recipe, "--hf", source, STILL, f"checkpoint.export_hf={tmp_path / 'exported'}")
+    assert trained.exit_code == 0, trained.output
+    assert_same_folder(tmp_path / "exported", source)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +71,8 @@ def test_compared_families_are_accepted() -> None:
             "no rotary embeddings with these settings",
         ),
         ("Qwen3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}}, None),
+        ("Granite 4", {"time_step_limit": [0.01, 0.5]}, "time_step_limit=.*, and .* unless it is"),
+        ("Granite 4", {"rope_parameters": LLAMA3}, "no rotary embeddings with these settings"),
         ("Nemotron-H", {"tie_word_embeddings": True}, "tie_word_embeddings=True, and .* unless it is False"),
         ("Qwen3-MoE", {"num_experts_per_tok": 1}, None),
         ("Qwen3-MoE", {"scoring_func": "sigmoid", "routed_scaling_factor": 2.0}, None),

@@ -106,6 +106,12 @@ def test_layouts(family: str, layout: str, tmp_path: Path) -> None:
     ("family", "parallel", "more", "says"),
     [
         ("Nemotron-H", {"virtual_pipeline_model_parallel_size": 3}, {}, "virtual pipeline stages"),
+        (
+            "Granite 4",
+            {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1},
+            {},
+            "does not divide the mamba",
+        ),
         ("Nemotron-H", {}, {"lora": LoraConfig()}, "get no adapters here"),
         ("Gemma 4", {}, {}, "of TransformerEngine; set model.transformer_impl=transformer_engine"),
         ("Gemma 4 E2B", {"pipeline_model_parallel_size": 2}, {}, "in one stage; set parallel.pipeline_model_parallel"),

@@ -28,6 +28,10 @@ from hf_jobs import (
     worst_reward,
     write_reward_job,
 )
+from transformers.models.auto import modeling_auto
+
+from mcore_prefix_tree.settings.hf_families import COMPARED
+from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
 
@@ -75,6 +79,18 @@ def test_language_model_becomes_a_classifier(family: str, tmp_path: Path) -> Non
         scored = run_command("score", recipe, *options, "--output", scores)
         assert scored.exit_code == 0, scored.output
         assert worst_reward(scores, model) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_classifiers_have_the_names_of_transformers(kind: str) -> None:
+    """For some families transformers has none, and the exported folder a name by the same rule."""
+    named = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
+    folder = {name: {} for name in ("files", "dtypes", "shapes")}
+    for name in filter(None, (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], named)):
+        config = {"architectures": [name]}
+        found = HuggingFaceFolder(path=Path(), config=config, has_chat_template=False, **folder)
+        assert found.architecture == modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        assert found.classifier == named or named is None
 
 
 @pytest.mark.parametrize(

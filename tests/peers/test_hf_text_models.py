@@ -30,13 +30,14 @@ from hf_jobs import (
     write_recipe,
 )
 from hf_text_models import M_ROPE, check_text, saved_model
+from safetensors.torch import save_file
 
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 from mcore_prefix_tree.settings.hf_families import TEXT_MODELS
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 pytestmark = pytest.mark.usefixtures("megatron_bridge")
-LOCAL = ("Gemma4 E2B", "Mistral3", "Qwen2_5_VL", "Qwen3VL")
+LOCAL = ("Gemma4 E2B", "Kimi_K25", "Mistral3", "Qwen2_5_VL", "Qwen3VL")
 
 
 @pytest.mark.parametrize("names", TEXT_MODELS.values(), ids=TEXT_MODELS)
@@ -50,6 +51,26 @@ def test_text_models_have_no_settings_beyond_their_family(names: tuple[str, str,
 @pytest.mark.parametrize("family", LOCAL)
 def test_text_has_transformers_scores_and_gradients(family: str, tmp_path: Path) -> None:
     check_text(family, tmp_path)
+
+
+def test_published_names_of_kimi(tmp_path: Path) -> None:
+    """transformers 5.23 saves the text model's layers under another name, and its model_type is transformers'."""
+    source, scores, recipe = tmp_path / "source", tmp_path / "scores.jsonl", write_recipe(tmp_path)
+    model = saved_model("Kimi_K25", source)
+    weights = {name.replace("model.blocks.", "model.layers."): one for name, one in weights_in(source).items()}
+    assert any(name.startswith("language_model.model.layers.") for name in weights)
+    for file in source.glob("model*"):
+        file.unlink()
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["model_type"] = "kimi_k2"
+    (source / "config.json").write_text(json.dumps(config))
+    scored = run_command("score", recipe, "--hf", str(source), "--output", str(scores), REFERENCE)
+    assert scored.exit_code == 0, scored.output
+    assert worst_score(scores, model) <= 1e-5
+    trained = run_command("train", recipe, "--hf", str(source), STILL, f"checkpoint.export_hf={tmp_path / 'exported'}")
+    assert trained.exit_code == 0, trained.output
+    assert_same_folder(tmp_path / "exported", source)
 
 
 @pytest.mark.slow

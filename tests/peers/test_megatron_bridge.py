@@ -37,8 +37,8 @@ def test_rows_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     check(world(1).run(run, folder, rows(), Layout(), layout=Layout()), logits)
 
 
-@pytest.mark.parametrize("family", OWN_LAYERS)
-def test_rows_of_layers_that_it_names_itself(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [*OWN_LAYERS, "Granite 4 dense"])
+def test_rows_in_double_precision(family: str, tmp_path: Path) -> None:
     folder, logits = folder_of(family, tmp_path)
     results = world(1).run(run_in_double, folder, rows(), Layout(), layout=Layout())
     check(results, logits)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("verl", reason="verl is not installed")
 from harness.layouts import in_layouts
@@ -75,10 +76,66 @@ def test_critics_with_pictures_are_refused() -> None:
         engine("value_model", pictures=True)
 
 
+@in_layouts("single", "tp2-sp", "pp2", slow=["dp2", "pp2-vpp2"])
+@pytest.mark.parametrize("mtp", [{"detach_encoder": False}, {"detach_encoder": True}, {"enable_train": False}], ids=str)
+def test_depths_learn_what_those_of_verl_learn(size: int, layout: Layout, mtp: dict[str, Any]) -> None:
+    settings = {"enable": True, "enable_train": True, "mtp_loss_scaling_factor": 0.7} | mtp
+    # Both have the micro-batches of verl: a depth's loss is a mean over the tokens of each.
+    results = world(size).run(partial(compare, dynamic=False, mtp=settings), layout, "language_model", layout=layout)
+    assert results[-1]["fold"]["fold/fold_ratio"][0] > 1.3
+    assert ("mtp" in results[-1]["learns"]) == settings["enable_train"]
+    logged = {name for result in results for name in result["names"] if name.startswith("mtp_losses/")}
+    assert logged == ({"mtp_losses/mtp_1_loss 1", "mtp_losses/mtp_2_loss 1"} if settings["enable_train"] else set())
+
+
+@pytest.mark.parametrize("form", ["answers", "rows", "padded"])
+def test_depths_read_the_loss_mask_that_verl_packs(form: str) -> None:
+    from verl.models.mcore.model_forward import _build_mtp_loss_mask_nested
+    from verl.utils import tensordict_utils as tu
+
+    from mcore_prefix_tree.integrations.verl.engine import _loss_mask
+
+    jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    rows = jagged([torch.arange(5), torch.arange(7)])
+    answers = [torch.tensor([1, 0]), torch.tensor([1, 0, 1, 1])]
+    whole = [F.pad(answer, (3, 0)) for answer in answers]
+    present = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1]])  # padded on both sides
+    mask = {"answers": jagged(answers), "rows": jagged(whole), "padded": torch.tensor([[1, 0, 1, 1], [1, 0, 1, 1]])}
+    given = {"input_ids": rows, "loss_mask": mask[form], "attention_mask": present}
+    expected = _build_mtp_loss_mask_nested(mask[form], [5, 7], present[:, -4:])
+    found = _loss_mask(tu.get_tensordict(given, {}))
+    assert [row.tolist() for row in found.unbind()] == [row.tolist() for row in expected.unbind()]
+    assert found.values().sum() == 4
+
+
+def test_a_loss_mask_with_a_first_token_is_refused() -> None:
+    """verl's engine rolls such a mask, and its label, to the end of the row before."""
+    from verl.utils import tensordict_utils as tu
+
+    from mcore_prefix_tree.integrations.verl.engine import _loss_mask
+
+    rows = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged)
+    mask = torch.nested.as_nested_tensor([torch.tensor([0, 1, 1]), torch.tensor([1, 1])], layout=torch.jagged)
+    with pytest.raises(NotImplementedError, match="the first token of a row in loss_mask"):
+        _loss_mask(tu.get_tensordict({"input_ids": rows, "loss_mask": mask}, {}))
+
+
 @in_layouts("single", "tp2-sp", "pp2", "ep2")
 def test_routes_of_the_rollout_engine(size: int, layout: Layout) -> None:
     results = world(size).run(partial(compare, replays=True), layout, "language_model", layout=layout)
     assert results[-1]["fold"]["fold/fold_ratio"][0] > 1.2
+
+
+def test_depths_behind_layers_with_routes() -> None:
+    call = partial(compare, dynamic=False, replays=True, mtp={"enable": True, "enable_train": True})
+    (result,) = world(1).run(call, Layout(), "language_model", layout=Layout())
+    assert "mtp" in result["learns"]
+
+
+def test_critics_have_depths_that_do_not_learn() -> None:
+    call = partial(compare, mtp={"enable": True, "enable_train": True})
+    (result,) = world(1).run(call, Layout(), "value_model", layout=Layout())
+    assert "mtp" not in result["learns"]
 
 
 def test_routes_that_are_missing_are_an_error() -> None:

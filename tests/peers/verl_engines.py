@@ -24,15 +24,17 @@ from harness.seam_models import build, local_spec, tiny_config
 from harness.worlds import Layout
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from qwen_vl_jobs import BEGIN, END, PICTURE, pictures_of
 from stand_ins import StandIn
 
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
-from mcore_prefix_tree.cpu.specs import exchanged
+from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged
 
 VOCAB, EXPERTS = 64, 4
 
@@ -61,7 +63,7 @@ class Provider:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
         names += ("virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
         names += ("overlap_p2p_comm", "batch_p2p_comm", "num_moe_experts", "moe_router_topk")
-        names += ("moe_enable_routing_replay",)
+        names += ("moe_enable_routing_replay", "mtp_num_layers", "mtp_loss_scaling_factor")
         config = tiny_config(
             num_layers=self.num_layers,
             calculate_per_token_loss=False,
@@ -73,14 +75,16 @@ class Provider:
             **{name: self.overrides[name] for name in names if self.overrides.get(name) is not None},
         )
         stages = config.virtual_pipeline_model_parallel_size
+        spec = self.transformer_layer_spec(config)
         chunks = [
             build(
                 config,
-                self.transformer_layer_spec(config),
+                spec,
                 vocab_size=VOCAB,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
                 vp_stage=stage,
+                mtp_block_spec=config.mtp_num_layers and depths_of(config, spec, stage),
             )
             for stage in ([None] if stages is None else range(stages))
         ]
@@ -89,6 +93,12 @@ class Provider:
         for chunk in chunks:
             chunk.double()  # a critic's head is verl's, in float32
         return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+
+
+def depths_of(config: Any, spec: Any, stage: int | None) -> Any:
+    """The spec of the depths, None for a stage without."""
+    found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage)
+    return found and cpu_spec(found, config, stage)
 
 
 class VisionProvider(Provider):
@@ -152,8 +162,10 @@ def _ddp_config(*, use_distributed_optimizer: bool, overrides: dict[str, Any], *
     return DistributedDataParallelConfig(use_distributed_optimizer=use_distributed_optimizer, **overrides)
 
 
-def engine(kind: str = "language_model", *, pictures: bool = False, **settings: Any) -> Any:
-    """The engine that verl's registry chooses, of a model that reads pictures if ``pictures``."""
+def engine(
+    kind: str = "language_model", *, pictures: bool = False, mtp: dict[str, Any] | None = None, **settings: Any
+) -> Any:
+    """The engine that verl's registry chooses, of a model that reads pictures if ``pictures``, or with two depths."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig, MtpConfig
     from verl.workers.engine import EngineRegistry
@@ -168,12 +180,15 @@ def engine(kind: str = "language_model", *, pictures: bool = False, **settings: 
         share_embeddings_and_output_weights=False,
         local_path="",
         trust_remote_code=False,
-        mtp=MtpConfig(),
+        mtp=MtpConfig(**mtp or {}),
         lora={},
         tokenizer=SimpleNamespace(pad_token_id=0),
         get_processor=lambda: None,
         get=lambda name, default=None: default,
     )
+    if mtp is not None:
+        hf_config.num_nextn_predict_layers = 2  # which Megatron-Bridge reads
+        settings.setdefault("override_transformer_config", {})["mtp_num_layers"] = 2
     own = {"use_distributed_optimizer": False, "override_ddp_config": {"grad_reduce_in_fp32": False}}
     config = McoreEngineConfig(**own, **settings)
     object.__setattr__(config, "dtype", "float32")  # of the optimizer; the model's is float64
@@ -292,6 +307,14 @@ def unpatched(*classes: type) -> Iterator[None]:
                     setattr(kind, name, member)
 
 
+def _logged_depths(*outputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The losses of depths that verl logs, which it takes from the first rank of tensor parallelism."""
+    if parallel_state.get_tensor_model_parallel_rank():
+        return {}
+    logged = [(run, metric) for run, output in enumerate(outputs) for metric in output.get("metrics", {}).items()]
+    return {f"{name} {run}": torch.tensor(value) for run, (name, value) in logged if name.startswith("mtp_losses/")}
+
+
 def compare(layout: Any, kind: str, dynamic: bool = True, **of_batch: Any) -> dict[str, Any]:
     """Every rank: results of verl's own engine and ours for the same batch, and the metrics of ours."""
     with unpatched(TopKRouter, TransformerConfig, MoEAlltoAllTokenDispatcher):
@@ -307,7 +330,14 @@ def compare_pictures(layout: Any) -> dict[str, Any]:
 
 
 def _compare(
-    layout: Any, kind: str, dynamic: bool, *, replays: bool = False, pictures: bool = False, **settings: Any
+    layout: Any,
+    kind: str,
+    dynamic: bool,
+    *,
+    replays: bool = False,
+    pictures: bool = False,
+    mtp: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -327,7 +357,8 @@ def _compare(
         shape["router_replay"] = EngineRouterReplayConfig(mode="R3")
     for vendor, max_tokens, own in (("nvidia", 80, {}), ("mcore_prefix_tree", 50, settings)):
         with emulated(vendor):
-            built = engine(kind, pictures=pictures, **shape, **own)
+            MTPLossLoggingHelper.tracker.clear()
+            built = engine(kind, pictures=pictures, mtp=mtp, **shape, **own)
             assert type(built).__name__.startswith("Folding") == (vendor != "nvidia")
             built.initialize()
             parameters = {
@@ -356,13 +387,18 @@ def _compare(
             {f"{name} {run}": _but_last(value) for run, out in enumerate(outputs) for name, value in out.items()}
             | gradients
             | ({"loss": torch.tensor(sum(trained["loss"]))} if trained else {})
+            | _logged_depths(inferred, trained)
         )
     stock, ours = answers
     assert stock.keys() == ours.keys()
     for name, expected in stock.items():
         error = (ours[name].double() - expected.double()).norm()
         assert error <= 1e-5 * max(1e-3, expected.double().norm()), (name, error, expected.norm())
-    return {"names": sorted(stock), "fold": {k: v for k, v in metrics.items() if k.startswith("fold/")}}
+    return {
+        "names": sorted(stock),
+        "fold": {k: v for k, v in metrics.items() if k.startswith("fold/")},
+        "learns": {name.split(".")[1] for name, value in stock.items() if name.startswith("gradient") and value.any()},
+    }
 
 
 def track(layout: Any, folder: str, backends: list[str]) -> Any:

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
+from verl.models.mcore.mtp_patch import unpatch_mtp_layer_get_embeddings, unpatch_postprocess
 from verl.models.mcore.util import postprocess_thd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data
-from verl.utils.megatron_utils import unwrap_model
+from verl.utils.megatron_utils import get_megatron_mtp_loss, unwrap_model
 from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
@@ -72,6 +74,19 @@ def _routes(batch: TensorDict) -> torch.Tensor | None:
     return torch.nested.nested_tensor_from_jagged(filled, offsets=routes.offsets())
 
 
+def _loss_mask(batch: TensorDict) -> torch.Tensor:
+    """Return the loss mask of each row's tokens, jagged ``[n, tokens]``; the batch has that of the answers, or of all.
+
+    Raises NotImplementedError for the first token of a row, which verl's own depths predict from the row before.
+    """
+    rows, mask = batch["input_ids"], batch["loss_mask"]
+    answers = mask.offsets().diff() if mask.is_nested else batch["attention_mask"][:, -mask.shape[1] :].sum(1)
+    sizes = zip(mask.unbind(), answers.tolist(), rows.offsets().diff().tolist(), strict=True)
+    values = torch.cat([F.pad(one[:size], (length - size, 0)) for one, size, length in sizes])
+    _refuse({"mtp.enable_train=True with the first token of a row in loss_mask": values[rows.offsets()[:-1]].any()})
+    return torch.nested.nested_tensor_from_jagged(values, rows.offsets())
+
+
 @_register(model_type="language_model")
 class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
     """Computes every unique token of a micro-batch once. Its log-probabilities and entropies make no full logits.
@@ -93,7 +108,6 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 "use_megatron_fsdp=True": engine_config.use_megatron_fsdp,
                 "router_replay.mode=R2 (R3 replays the rollout engine's routes)": replay.mode == "R2",
                 "qat.enable=True": engine_config.qat.enable,
-                "mtp.enable=True": model_config.mtp.enable,
                 "a vision model as a critic": self._is_critic and hasattr(model_config.hf_config, "vision_config"),
             }
         )
@@ -102,6 +116,19 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
             engine_config = copy(engine_config)
             object.__setattr__(engine_config, "router_replay", replace(replay, mode="disabled"))  # a frozen field
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._trains_depths = model_config.mtp.enable and model_config.mtp.enable_train and not self._is_critic
+
+    def initialize(self) -> None:
+        """Build the engine as verl does, without its methods for depths that learn, which roll tokens."""
+        super().initialize()
+        for chunk in self.module if self._trains_depths else ():
+            unpatch_postprocess(chunk)
+            if unpatch_mtp_layer_get_embeddings(chunk):
+                # Megatron's setting detaches what detach_encoder does, and in the model the output layer as well.
+                depths = unwrap_model(chunk).mtp
+                for module in (depths, *depths.layers):
+                    module.config = copy(module.config)
+                    module.config.mtp_detach_heads = True
 
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
@@ -124,18 +151,13 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         tokens = (mask.values() if mask.is_nested else mask).sum().to(get_device_id())
         dist.all_reduce(tokens, group=group)
         micro_batches, indices = self._micro_batches(data)
-        shared = {
-            "batch_num_tokens": tokens.item(),
-            "dp_size": self.get_data_parallel_size(),
-            "num_micro_batch": len(micro_batches),
-        }
+        shared = {"batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size()}
         for part in (data, *micro_batches):
-            tu.assign_non_tensor(part, **shared)
+            tu.assign_non_tensor(part, **shared, num_micro_batch=len(micro_batches))
         finish = partial(self.postprocess_micro_batch_func, forward_only=forward_only, loss_function=loss_function)
+        step = partial(self.forward_step, logits_processor_func=None, postprocess_micro_batch_func=finish)
         outputs = get_forward_backward_func()(
-            forward_step_func=partial(
-                self.forward_step, logits_processor_func=None, postprocess_micro_batch_func=finish
-            ),
+            forward_step_func=step,
             data_iterator=make_batch_generator(micro_batches, vpp_size=len(self.module)),
             model=self.module,
             num_microbatches=len(micro_batches),
@@ -146,6 +168,8 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         report = unwrap_model(self.module[-1]).folding.report().over_ranks(group, tokens.device)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
+        if self.model_config.mtp.enable:
+            outputs[0]["metrics"].update(get_megatron_mtp_loss(len(micro_batches)))
         output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         # Of verl's callers, train_mini_batch sets it.
         flattened = tu.get_non_tensor_data(data, key="disable_auto_offload", default=False)
@@ -217,9 +241,9 @@ class FoldingEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
         labels, _, _ = preprocess_thd_engine(batch["input_ids"], need_roll=True)
         entropy = tu.get_non_tensor_data(batch, key="calculate_entropy", default=False)
         # verl's own engine takes a temperature of 0 for 1e-8.
-        return {
-            "output_processor": RowLogprobs(labels=labels, temperature=max(temperature.item(), 1e-8), entropy=entropy)
-        }
+        scored = RowLogprobs(labels=labels, temperature=max(temperature.item(), 1e-8), entropy=entropy)
+        mask = {"loss_mask": preprocess_thd_engine(_loss_mask(batch))[0]} if self._trains_depths else {}
+        return {"output_processor": scored} | mask
 
     def _named(self, answers: list[torch.Tensor]) -> Any:
         return dict(zip(("log_probs", "entropy"), answers, strict=False))

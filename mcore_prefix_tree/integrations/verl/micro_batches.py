@@ -47,13 +47,7 @@ def cut(
         for index, (row, chosen) in enumerate(zip(rows, experts, strict=True))
     ]
     together = [index // group_size for index in range(len(samples))] if group_size > 1 else None
-    planned = partial(
-        plan_step,
-        samples,
-        max_tokens=max_tokens,
-        micro_batch_multiple=multiple,
-        together=together,
-    )
+    planned = partial(plan_step, samples, max_tokens=max_tokens, micro_batch_multiple=multiple, together=together)
     units = len(samples) // group_size
     error, needed = "on another rank", 0
     if len(samples) % group_size:

@@ -10,12 +10,7 @@ from typing import Any
 
 import numpy as np
 import transfer_queue as tq
-from verl.trainer.ppo.v1 import (
-    PPOTrainerColocateAsync,
-    PPOTrainerSeparateAsync,
-    PPOTrainerSync,
-    register_trainer,
-)
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
 from mcore_prefix_tree.integrations.verl.dealing import deal_groups, group_rows
 

@@ -32,6 +32,8 @@ from mcore_prefix_tree.mcore.models.bridge_settings import (
     TRAINED_DEPTHS,
     check_depths,
     check_own_layers,
+    compared_config,
+    register_renamed,
     settings_of_folder,
 )
 from mcore_prefix_tree.mcore.models.bridge_weights import (
@@ -115,6 +117,8 @@ def auto_bridge() -> Any:
     try:
         with transformer_engine_names():
             from megatron.bridge import AutoBridge
+
+            from mcore_prefix_tree.mcore.models import further_bridges  # noqa: F401  which registers them
     except ImportError as error:
         raise RecipeError(_not_imported(error)) from error
     finally:
@@ -151,15 +155,15 @@ def transformers_of_bridge() -> Requirement | None:
 def load_bridge(path: str) -> Any:
     """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
     kind, folder = auto_bridge(), HuggingFaceFolder.read(path)
+    register_renamed()
     try:
         # Of a model with a scalar head the bridge of the language model converts all but the head. Megatron-Bridge
         # would look for the class that the code of a folder names.
         bridge = kind.from_hf_pretrained(
             path, trust_remote_code=False, architectures=[folder.architecture], auto_map={}
         )
-        config = bridge.hf_pretrained.config
+        config = bridge.hf_pretrained.config = compared_config(bridge.hf_pretrained.config, folder)
         if folder.names:
-            config = bridge.hf_pretrained.config = _text_config(config, folder)
             bridge.hf_pretrained.state.source = TextWeights(folder, bridge.hf_pretrained.state.source)
         own = type(config)()
     except Exception as error:  # its own words are a page
@@ -173,18 +177,6 @@ def load_bridge(path: str) -> Any:
         if not hasattr(own, name):
             delattr(config, name)
     return bridge
-
-
-def _text_config(config: Any, folder: HuggingFaceFolder) -> Any:
-    """Return the configuration of the text model alone in transformers' configuration of a folder."""
-    from transformers import CONFIG_MAPPING
-
-    kind = CONFIG_MAPPING[folder.config["model_type"]]
-    given, known = config.text_config.to_dict(), kind().to_dict()
-    rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
-    settings = {name: value for name, value in given.items() if name in known and name != "model_type"}
-    fixed = {"rope_parameters": rope, "tie_word_embeddings": config.tie_word_embeddings}
-    return kind(**settings | fixed | {"architectures": [folder.architecture]})
 
 
 def _cannot_build(path: str, error: Exception) -> RecipeError:

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from mcore_prefix_tree.mcore.seam.core_attention import layer_window
 from mcore_prefix_tree.mcore.seam.tree_layers import names_own_layers
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
-from mcore_prefix_tree.settings.hf_families import COMPARED, WITHOUT_EXPERTS
+from mcore_prefix_tree.settings.hf_families import COMPARED, RENAMED, WITHOUT_EXPERTS
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 # Constants in Megatron-Core's source for the rotary embeddings of Llama 3.1.
@@ -28,6 +28,7 @@ _PARTLY_ROTARY = ("glm4_moe", "minimax_m2", "qwen3_next")
 # Keys that Megatron-Bridge reads of a configuration by its model_type, and transformers' has not: of what transformers
 # does always, or of what settings_of_folder finds under another key.
 READ_BY_BRIDGE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"indexer_rope_interleave": False},
     "gemma4_text": {"allow_global_per_layer_attribute_access": True},  # or transformers raises; see _heads_by_kind
     "glm_moe_dsa": {"indexer_rope_interleave": True},
     "hy_v3": {"first_k_dense_replace": 0},
@@ -38,6 +39,30 @@ _DENSE_HEADS = {"head_dim": "global_kv_channels", "num_key_value_heads": "num_gl
 # Families whose depths of multi-token prediction are trained: those whose mapping in Megatron-Bridge was tried.
 TRAINED_DEPTHS = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 NUM_DEPTHS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of folders; transformers has no such layers
+
+
+def register_renamed() -> None:
+    """Have transformers read the configurations of models that it knows by another name."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    for name, (own, _) in RENAMED.items():
+        if name not in CONFIG_MAPPING:
+            AutoConfig.register(name, type(name, (CONFIG_MAPPING[own],), {"model_type": name}))
+
+
+def compared_config(config: Any, folder: HuggingFaceFolder) -> Any:
+    """Return transformers' configuration of the compared family: of a text model alone, and by transformers' name."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[folder.config["model_type"]]
+    if not folder.names:
+        is_renamed = type(config).model_type in RENAMED
+        return kind(**{**config.to_dict(), "model_type": kind.model_type}) if is_renamed else config
+    given, known = config.text_config.to_dict(), kind().to_dict()
+    rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
+    settings = {name: value for name, value in given.items() if name in known and name != "model_type"}
+    fixed = {"rope_parameters": rope, "tie_word_embeddings": config.tie_word_embeddings}
+    return kind(**settings | fixed | {"architectures": [folder.architecture]})
 
 
 def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, parallel: ParallelConfig) -> dict[str, Any]:
@@ -151,7 +176,8 @@ def _check_rotary(path: str, config: Mapping[str, Any], provider: Any) -> None:
     supported: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         "default": lambda one: True,
         "llama3": lambda one: (
-            provider.rope_scaling and all(one.get(name, value) == value for name, value in _LLAMA3.items())
+            getattr(provider, "rope_scaling", False)
+            and all(one.get(name, value) == value for name, value in _LLAMA3.items())
         ),
         "linear": lambda one: getattr(provider, "seq_len_interpolation_factor", None) == one.get("factor"),
         "yarn": lambda one: (

@@ -34,6 +34,12 @@ def check_hybrid(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) 
         raise RecipeError(f"model.hybrid_layer_pattern: {error}") from None
     if on_gpu and model.transformer_impl == "local":
         raise RecipeError("model.hybrid_layer_pattern needs model.transformer_impl=transformer_engine on a GPU")
+    groups, ranks = model.transformer.get("mamba_num_groups", 8), parallel.tensor_model_parallel_size
+    if "M" in pattern and groups % ranks:
+        raise RecipeError(
+            f"parallel.tensor_model_parallel_size={ranks} does not divide the mamba_num_groups={groups} of Mamba-2's "
+            "layers, which ranks share; choose a size that divides it"
+        )
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     has, needs = pattern.count(PIPE) + 1, stages * (chunks or 1)
     cut_by_megatron = has == 1 and chunks is None and model.num_layers % stages == 0

@@ -25,11 +25,7 @@ from mcore_prefix_tree.mcore.engine.random_draws import (
     without_fp8,
 )
 from mcore_prefix_tree.mcore.packed.answers import expand
-from mcore_prefix_tree.mcore.packed.decoder_in_parts import (
-    most_of_experts,
-    recomputation,
-    recomputed_modules,
-)
+from mcore_prefix_tree.mcore.packed.decoder_in_parts import most_of_experts, recomputation, recomputed_modules
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows
 from mcore_prefix_tree.mcore.seam.all_tokens import gather_tokens, padding_multiple, split_tokens
 from mcore_prefix_tree.mcore.seam.experts import balancing_by_sample, replaying

@@ -168,6 +168,7 @@ class Folding:
             self._always_folds
             or rows.routes is not None  # stock layers would not take them
             or rows.spatial is not None  # nor numbers of pictures' tokens
+            or (model.config.mtp_num_layers and isinstance(call.get("output_processor"), RowLogprobs))  # reads logits
             or not rows.logical_tokens
             or cuts
             or rows.fold_ratio > self._settings.least_fold_ratio

@@ -229,11 +229,7 @@ class RowsPackedSeqParams(TreePackedSeqParams):
 
 
 def read_rows(
-    input_ids: torch.Tensor,
-    packed_seq_params: Any,
-    *,
-    device: torch.device,
-    position_ids: torch.Tensor | None = None,
+    input_ids: torch.Tensor, packed_seq_params: Any, *, device: torch.device, position_ids: torch.Tensor | None = None
 ) -> PackedRows:
     """Read the rows of a packed micro-batch on the host.
 

@@ -15,10 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.multi_token_prediction import (
-    MTPLossAutoScaler,
-    MTPLossLoggingHelper,
-)
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 from mcore_prefix_tree.logprob import Head, head_weighted_hits
 from mcore_prefix_tree.mcore import multi_token_names
@@ -107,11 +104,7 @@ class TreeMultiTokenModelMixin:
         return scored
 
     def _loss(
-        self,
-        depth: DepthPackedSeqParams,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        asked: Any,
+        self, depth: DepthPackedSeqParams, hidden: torch.Tensor, weight: torch.Tensor | None, asked: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross-entropy ``[]`` of a depth and the weight ``[]`` of its right guesses, from ``[L, 1, h]``."""
 
