@@ -57,6 +57,13 @@ def pytest_collection_finish() -> None:
     _freeze_imported()
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Free the frames of an error that is a parameter of a test, and the models in them."""
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        if isinstance(value, BaseException):
+            value.__traceback__ = value.__context__ = None
+
+
 def pytest_runtest_logfinish() -> None:
     """Free a test's leftovers, before the threads of hundreds of forgotten groups slow down the others."""
     global _kept
