@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.commands import run_command
+from harness.groups import LEFT_BEHIND, release_groups, threads
 from harness.routes import with_routes
 from harness.train_jobs import FLOAT64, rows, train, write_job
 
@@ -49,6 +50,16 @@ def test_routes_change_what_is_trained(job: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     unrouted = train(write_job(tmp_path / "plain"), *EXPERTS, *FLOAT64).losses
     assert abs(train(job, *EXPERTS, *FLOAT64).losses[0] - unrouted[0]) > 1e-6
+
+
+def test_groups_of_a_model_with_experts_can_be_freed(job: Path) -> None:
+    """A job's groups have twice as many threads as may be left behind, and slow every test that follows."""
+    train(job, *EXPERTS, *FLOAT64, *VERIFY)
+    release_groups()
+    before = threads()
+    train(job, *EXPERTS, *FLOAT64, *VERIFY)
+    release_groups()
+    assert threads() < before + LEFT_BEHIND
 
 
 def test_the_first_samples_routes_are_not_exact(job: Path) -> None:

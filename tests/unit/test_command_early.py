@@ -140,6 +140,7 @@ PASSED = [
         "--no-gradient-accumulation-fusion",
     ),
 ]
+HELP = (["--help"], ["-h"], ["--prefix-tree", "--help"], [])
 
 
 def words(text: str, data: Path) -> list[str]:
@@ -243,18 +244,17 @@ def test_scores_replace_no_file_that_is_read(folder: Path) -> None:
     assert str(kept["code"]).startswith("passed: "), kept
 
 
-@pytest.mark.parametrize(("script", "text"), PASSED)
-def test_arguments_for_megatron_lm_pass(folder: Path, script: str, text: str) -> None:
-    # It ends at the import of Megatron-LM, which fails in this checkout.
-    (found,) = ended(folder, [(script, words(text, folder / "data.jsonl"), LAUNCHED)])
-    assert str(found["code"]).startswith("passed: "), found
+def test_arguments_for_megatron_lm_pass(folder: Path) -> None:
+    # They end at the import of Megatron-LM, which fails in this checkout.
+    ends = ended(folder, [(script, words(text, folder / "data.jsonl"), LAUNCHED) for script, text in PASSED])
+    for case, end in zip(PASSED, ends, strict=True):
+        assert str(end["code"]).startswith("passed: "), (case, end)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--prefix-tree", "--help"], []])
-@pytest.mark.parametrize("script", [GPT, HYBRID, RL])
-def test_help_imports_nothing_and_names_the_rest(folder: Path, script: str, arguments: list[str]) -> None:
-    (found,) = ended(folder, [(script, arguments, {})])
-    assert (found["code"], found["loaded"]) == (0 if arguments else 2, [])
-    assert "\nprefix-tree:\n" in str(found["out"])
-    assert "--prefix-tree-share" in str(found["out"])
-    assert f"python {script} --help in its checkout" in str(found["out"])
+def test_help_imports_nothing_and_names_the_rest(folder: Path) -> None:
+    cases = [(script, arguments, {}) for script in (GPT, HYBRID, RL) for arguments in HELP]
+    for (script, arguments, _), end in zip(cases, ended(folder, cases), strict=True):
+        assert (end["code"], end["loaded"]) == (0 if arguments else 2, []), (script, arguments)
+        assert "\nprefix-tree:\n" in str(end["out"])
+        assert "--prefix-tree-share" in str(end["out"])
+        assert f"python {script} --help in its checkout" in str(end["out"])

@@ -30,12 +30,12 @@ TESTS = ROOT / "tests"
 VERSION = "2.20.2"
 
 
-def run(path: list[Path], *arguments: str, file: str = "te_layers.py") -> str:
-    """Return pytest's last line about a file, of which no test may fail."""
+def run(path: list[Path], *arguments: str, files: tuple[str, ...] = ("te_layers.py",)) -> str:
+    """Return pytest's last line about files, of which no test may fail."""
     path = [*path, TESTS, *(TESTS / name for name in ("unit", "model", "world", "upstream")), ROOT]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *arguments]
     result = subprocess.run(
-        [*command, str(TESTS / "upstream" / file)],
+        [*command, *(str(TESTS / "upstream" / file) for file in files)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -49,23 +49,20 @@ def run(path: list[Path], *arguments: str, file: str = "te_layers.py") -> str:
     return result.stdout.splitlines()[-1]
 
 
-def test_folded_is_unfolded(request: pytest.FixtureRequest) -> None:
-    said = run([wheel("transformer-engine", VERSION, request.config.cache)], "-k", "not patched")
-    assert re.search(r"\d\d passed", said), said
-    assert "skipped" not in said
-
-
 @pytest.mark.parametrize(
-    ("file", "marked"),
+    ("files", "marked"),
     [
-        ("te_fp8.py", "not slow"),
-        ("te_fp8_recipes.py", ""),
-        pytest.param("te_fp8.py", "slow", marks=pytest.mark.slow),
+        # In one process, which imports Megatron-Core and TransformerEngine once.
+        (("te_layers.py", "te_fp8.py", "te_fp8_recipes.py"), "not slow"),
+        pytest.param(("te_fp8.py",), "slow", marks=pytest.mark.slow),
     ],
+    ids=["not slow", "slow"],
 )
-def test_fp8(file: str, marked: str, request: pytest.FixtureRequest) -> None:
-    said = run([wheel("transformer-engine", VERSION, request.config.cache)], "-m", marked, file=file)
-    assert re.search(r"\d passed", said), said
+def test_folded_is_unfolded(files: tuple[str, ...], marked: str, request: pytest.FixtureRequest) -> None:
+    """In the type of the model and in FP8."""
+    path = [wheel("transformer-engine", VERSION, request.config.cache)]
+    said = run(path, "-m", marked, "-k", "not patched", files=files)
+    assert re.search(r"\d\d passed", said), said
     assert "skipped" not in said
 
 
