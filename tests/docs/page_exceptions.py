@@ -24,7 +24,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "README.md": {
         "scripts/": INSTALLS,
         "pip install": INSTALLS,
-        "mcore-prefix-tree verify": REPEATED,
         "mcore-prefix-tree train": REPEATED,
     },
     "docs/attention.md": {"scripts/gpu_check": GPUS},

@@ -271,8 +271,14 @@ _OF_QWEN = {
 def write_depth_job(folder: Path, family: str = "DeepSeek-V3", **changes: torch.Tensor) -> tuple[Path, Path]:
     """A recipe, and a folder with all weights of a layer behind the last; ``changes`` are some of them."""
     recipe, source, _ = write_job(folder, family)
+    add_depth(source, is_qwen="Qwen" in family, **changes)
+    return recipe, source
+
+
+def add_depth(source: Path, *, is_qwen: bool = False, **changes: torch.Tensor) -> None:
+    """Give a folder all weights of a layer behind the last, by the names of DeepSeek or of Qwen."""
     config, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
-    last, is_qwen = config["num_hidden_layers"], "Qwen" in family
+    last = config["num_hidden_layers"]
     config["mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"] = 1
     (source / "config.json").write_text(json.dumps(config))
     torch.manual_seed(1)
@@ -290,7 +296,6 @@ def write_depth_job(folder: Path, family: str = "DeepSeek-V3", **changes: torch.
     prefix = "mtp." if is_qwen else f"model.layers.{last}."
     depth = {prefix + name: weight for name, weight in depth.items()}
     save_file(weights | depth, source / "model.safetensors", {"format": "pt"})
-    return recipe, source
 
 
 def loss_of_depth(source: Path) -> float:

@@ -160,6 +160,7 @@ class GroupedLinear(torch.nn.Module):
         super().__init__()
         assert tp_size == 1
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
+        self.in_features, self.out_features, self.tp_size = in_features, out_features, tp_size
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta = {"fp8_checkpoint": False}
         for i in range(num_gemms):

@@ -27,8 +27,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from verl_engines import compare, compare_pictures, emulated, engine, track
 
 from mcore_prefix_tree.cpu.emulation import cpu_emulation
+from mcore_prefix_tree.mcore import multi_token_names
 
 ROOT = Path(__file__).parents[2]
+NEEDS_DEPTHS = pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
 
 
 @in_layouts("single", "tp2-sp", "pp2", "dp2", "pp2-vpp2", "ep2")
@@ -76,6 +78,7 @@ def test_critics_with_pictures_are_refused() -> None:
         engine("value_model", pictures=True)
 
 
+@NEEDS_DEPTHS
 @in_layouts("single", "tp2-sp", "pp2", slow=["dp2", "pp2-vpp2"])
 @pytest.mark.parametrize("mtp", [{"detach_encoder": False}, {"detach_encoder": True}, {"enable_train": False}], ids=str)
 def test_depths_learn_what_those_of_verl_learn(size: int, layout: Layout, mtp: dict[str, Any]) -> None:
@@ -126,12 +129,14 @@ def test_routes_of_the_rollout_engine(size: int, layout: Layout) -> None:
     assert results[-1]["fold"]["fold/fold_ratio"][0] > 1.2
 
 
+@NEEDS_DEPTHS
 def test_depths_behind_layers_with_routes() -> None:
     call = partial(compare, dynamic=False, replays=True, mtp={"enable": True, "enable_train": True})
     (result,) = world(1).run(call, Layout(), "language_model", layout=Layout())
     assert "mtp" in result["learns"]
 
 
+@NEEDS_DEPTHS
 def test_critics_have_depths_that_do_not_learn() -> None:
     call = partial(compare, mtp={"enable": True, "enable_train": True})
     (result,) = world(1).run(call, Layout(), "value_model", layout=Layout())

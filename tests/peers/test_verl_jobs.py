@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torchdata", reason="verl's SFT trainer needs requirements/verl.txt")
 if importlib.util.find_spec("megatron.bridge") is None:  # importing it needs a stand-in
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+from hf_jobs import add_depth
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from verl_jobs import conversations, model_folder, ppo, prompts, run, sft
@@ -77,6 +78,22 @@ def test_sft(ranks: int, family: str, settings: tuple[str, ...], tmp_path: Path)
     if saved:
         exports = [next((tmp_path / vendor).glob("checkpoints/**/huggingface")) for vendor in (STOCK, FOLDED)]
         compare_exports(model, *exports)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_sft_of_a_depth(detach: bool, tmp_path: Path) -> None:
+    """A depth that Megatron-Bridge builds; both engines have the micro-batches that verl cuts."""
+    model = model_folder(tmp_path / "model", "GLM-4.5")
+    add_depth(model)
+    command = sft(
+        *(1, model, conversations(tmp_path / "data.parquet"), *EXPERTS),
+        *("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=4"),
+        *("model.mtp.enable=True", "model.mtp.enable_train=True", f"model.mtp.detach_encoder={detach}"),
+        "+engine.override_transformer_config.cross_entropy_loss_fusion=False",  # it rounds gradients to bf16
+    )
+    stock, folded = (run(command, tmp_path / vendor, vendor=vendor) for vendor in (STOCK, FOLDED))
+    compare(stock, folded, "train/loss", "train/grad_norm", "mtp_losses/mtp_1_loss")
+    assert all(step["mtp_losses/fold/fold_ratio"] > 1.2 for step in folded)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

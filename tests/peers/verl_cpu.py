@@ -52,9 +52,10 @@ def _put_transformer_engine() -> None:
     linear = te_stand_in.Linear.__init__
 
     def sized(self: Any, in_features: int, out_features: int, *args: Any, **options: Any) -> None:
-        """Megatron-Bridge's LoRA reads the sizes that TransformerEngine's layers keep."""
+        """Megatron-Bridge's LoRA and Megatron's text of a module read what TransformerEngine's layers keep."""
         linear(self, in_features, out_features, *args, **options)
         self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.tp_size = self.bias is not None, options.get("tp_size", 1)
 
     te_stand_in.Linear.__init__ = sized  # type: ignore[method-assign]
     pytorch.DotProductAttention = PackedAttention
