@@ -15,7 +15,7 @@ from mcore_prefix_tree.utils.errors import ENDED_BY_SIGNAL, is_reporting_rank
 
 # Terminals, torchrun, Slurm and other schedulers send these to all processes of a job, workers too, to end it.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LOOK_S = 1.0
+_LOOK_MS = 1000
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 _is_ending = threading.Lock()
@@ -63,8 +63,10 @@ def ended_at_once() -> Iterator[None]:
 
 def _receive(read_end: int) -> None:
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    signals = select.poll()  # select takes no descriptor above 1023, which a job with many files and groups has
+    signals.register(read_end, select.POLLIN)
     while True:
-        if select.select([read_end], [], [], None if launcher is None else _LOOK_S)[0]:
+        if signals.poll(None if launcher is None else _LOOK_MS):
             number = os.read(read_end, 1)
             if not number:
                 os.close(read_end)
