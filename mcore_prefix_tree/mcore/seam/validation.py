@@ -34,6 +34,10 @@ _FP8_FLAGS = {
 }
 
 
+# Modules whose graphs read no tree; since megatron-core 0.19.
+_GRAPHED = {"mlp", "moe_router"}
+
+
 def _refusals(config: Any) -> list[tuple[bool, str]]:
     """Return (whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
     return [
@@ -86,11 +90,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "use_kitchen or quant_recipe: their layers multiply in less than bf16, which is not proven exact under "
             "folding yet; turn both off",
         ),
-        (
-            config.cuda_graph_impl != "none",
-            f"cuda_graph_impl={config.cuda_graph_impl!r}: a graph replays one length, and in attention and routers the "
-            "tree of its capture; graphs of only MLPs were not tried on a GPU; set cuda_graph_impl='none'",
-        ),
+        *(_graph_refusals(config) if config.cuda_graph_impl != "none" else ()),
         *((getattr(config, name, False), f"{name}=True: {why}; set {name}=False") for name, why in _FLAGS.items()),
         *(() if config.num_moe_experts is None else _expert_refusals(config)),
     ]
@@ -120,6 +120,50 @@ def _fp8_refusals(config: Any) -> list[tuple[bool, str]]:
             f"fp4={config.fp4!r}: it rounds at random, and samples that share a token would share a draw; set fp4=None",
         ),
     ]
+
+
+def _graph_refusals(config: Any) -> list[tuple[bool, str]]:
+    """Return the refusals of :func:`_refusals` for CUDA graphs: nothing that a graph replays may read the tree."""
+    modules = graph_modules(config)
+    by_sample = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+    name = f"cuda_graph_impl={config.cuda_graph_impl!r}"
+    return [
+        (
+            config.cuda_graph_impl != "transformer_engine" or not modules or not _GRAPHED.issuperset(modules),
+            f"{name} with cuda_graph_modules={sorted(modules)}: a graph replays the tree of its capture in whatever "
+            "reads it; set cuda_graph_impl='transformer_engine' and cuda_graph_modules to mlp, moe_router or both, or "
+            "cuda_graph_impl='none'",
+        ),
+        *(
+            (
+                "moe_router" in modules and bool(getattr(config, setting)),
+                f"{name} of moe_router with {setting}="
+                f"{getattr(config, setting)!r}: it counts the samples of a token; turn it off, or leave moe_router out",
+            )
+            for setting in by_sample
+        ),
+        *(
+            (bool(value), f"{name} with {setting}: not proven yet; set cuda_graph_impl='none'")
+            for setting, value in (
+                (
+                    f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}",
+                    config.pipeline_model_parallel_size > 1,
+                ),
+                (f"fp8={config.fp8!r}", config.fp8),
+                (f"mtp_num_layers={config.mtp_num_layers}", config.mtp_num_layers),
+            )
+        ),
+        (not config.bf16, f"{name} without bf16: Megatron-Core captures for it alone; set bf16=True"),
+    ]
+
+
+def graph_modules(config: Any) -> set[str]:
+    """Return the names of the modules of a layer that CUDA graphs replay, none without graphs."""
+    return (
+        {module.name for module in getattr(config, "cuda_graph_modules", ())}
+        if config.cuda_graph_impl != "none"
+        else set()
+    )
 
 
 def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
@@ -251,6 +295,11 @@ def check_model(model: Any, *, takes_spatial: bool = False) -> None:
         )
     if pattern is not None:
         check_pattern(pattern)
+        if graph_modules(model.config):
+            raise NotImplementedError(
+                f"prefix-tree training does not support cuda_graph_impl={model.config.cuda_graph_impl!r} with "
+                "hybrid_layer_pattern: not proven yet; set cuda_graph_impl='none'"
+            )
         depths, trained = len(depth_letters(pattern)), model.config.mtp_num_layers
         if depths != (trained or 0):
             raise NotImplementedError(
