@@ -375,7 +375,7 @@ class Recipe(Section):
         graphs = self.model.transformer.get("cuda_graph_impl", "none")
         if graphs != "none" and self.batch.length_buckets is None:
             raise ValueError(
-                f"model.transformer.cuda_graph_impl={graphs} captures a graph per length of micro-batches; set "
+                f"model.transformer.cuda_graph_impl={graphs} captures graphs for each length of micro-batches; set "
                 "batch.length_buckets"
             )
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.seam_models import (
+    GRAPHS,
     REFUSED_EXPERT_SETTINGS,
     REFUSED_SETTINGS,
     build,
@@ -91,6 +92,7 @@ def test_several_refusals_come_in_one_message():
 def test_supported_settings_are_accepted():
     check_config(tiny_config())
     check_config(config_with(num_moe_experts=4, moe_router_load_balancing_type="none"))
+    check_config(config_with(**GRAPHS))
 
 
 @pytest.mark.parametrize(

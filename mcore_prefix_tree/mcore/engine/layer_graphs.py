@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state
-from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.utils import get_model_config
 
 from mcore_prefix_tree.mcore.seam.core_attention import change_class
@@ -55,7 +55,7 @@ def layer_graphs(chunks: Sequence[torch.nn.Module], optimizer: Any, lengths: Seq
     with _one_micro_batch(), naming_memory(lambda: f"CUDA graphs of {len(lengths)} lengths do not fit; give fewer"):
         for length in lengths:
             try:
-                helper = cuda_graphs.TECudaGraphHelper(list(chunks), config, length, 1, [optimizer])
+                helper = TECudaGraphHelper(list(chunks), config, length, 1, [optimizer])
             except AssertionError as error:
                 raise ValueError(f"cuda_graph_impl={config.cuda_graph_impl!r}: {error}") from None
             helper.create_cudagraphs()

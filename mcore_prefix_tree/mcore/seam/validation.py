@@ -34,10 +34,6 @@ _FP8_FLAGS = {
 }
 
 
-# Modules whose graphs read no tree; since megatron-core 0.19.
-_GRAPHED = {"mlp", "moe_router"}
-
-
 def _refusals(config: Any) -> list[tuple[bool, str]]:
     """Return (whether it applies, sentence) for every setting of a TransformerConfig that folding does not support."""
     return [
@@ -75,6 +71,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "calculate_per_token_loss=True",
         ),
         *_fp8_refusals(config),
+        *_graph_refusals(config),
         *(_multi_token_refusals(config) if config.mtp_num_layers else ()),
         (
             isinstance(config.window_size, tuple | list) and (config.window_size[0] < 0 or config.window_size[1] != 0),
@@ -90,7 +87,6 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "use_kitchen or quant_recipe: their layers multiply in less than bf16, which is not proven exact under "
             "folding yet; turn both off",
         ),
-        *(_graph_refusals(config) if config.cuda_graph_impl != "none" else ()),
         *((getattr(config, name, False), f"{name}=True: {why}; set {name}=False") for name, why in _FLAGS.items()),
         *(() if config.num_moe_experts is None else _expert_refusals(config)),
     ]
@@ -124,46 +120,42 @@ def _fp8_refusals(config: Any) -> list[tuple[bool, str]]:
 
 def _graph_refusals(config: Any) -> list[tuple[bool, str]]:
     """Return the refusals of :func:`_refusals` for CUDA graphs: nothing that a graph replays may read the tree."""
-    modules = graph_modules(config)
-    by_sample = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
-    name = f"cuda_graph_impl={config.cuda_graph_impl!r}"
+    modules, name = graph_modules(config), f"cuda_graph_impl={config.cuda_graph_impl!r}"
+    fits = config.cuda_graph_impl == "transformer_engine" and bool(modules) and modules <= {"mlp", "moe_router"}
     return [
         (
-            config.cuda_graph_impl != "transformer_engine" or not modules or not _GRAPHED.issuperset(modules),
+            config.cuda_graph_impl != "none" and not fits,
             f"{name} with cuda_graph_modules={sorted(modules)}: a graph replays the tree of its capture in whatever "
-            "reads it; set cuda_graph_impl='transformer_engine' and cuda_graph_modules to mlp, moe_router or both, or "
-            "cuda_graph_impl='none'",
+            "reads it; set cuda_graph_impl='transformer_engine' and cuda_graph_modules to mlp, moe_router or both, "
+            "since megatron-core 0.19, or cuda_graph_impl='none'",
         ),
         *(
             (
-                "moe_router" in modules and bool(getattr(config, setting)),
-                f"{name} of moe_router with {setting}="
-                f"{getattr(config, setting)!r}: it counts the samples of a token; turn it off, or leave moe_router out",
+                fits and "moe_router" in modules and bool(value),
+                f"{name} of moe_router with {setting}={value!r}: it counts the samples of a token; turn it off, or "
+                "leave moe_router out of cuda_graph_modules",
             )
-            for setting in by_sample
+            for setting in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+            for value in (getattr(config, setting),)
+        ),
+        (
+            fits and config.pipeline_model_parallel_size > 1,
+            f"{name} with pipeline_model_parallel_size={config.pipeline_model_parallel_size}: each micro-batch in "
+            "flight would need graphs; set cuda_graph_impl='none'",
         ),
         *(
-            (bool(value), f"{name} with {setting}: not proven yet; set cuda_graph_impl='none'")
-            for setting, value in (
-                (
-                    f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}",
-                    config.pipeline_model_parallel_size > 1,
-                ),
-                (f"fp8={config.fp8!r}", config.fp8),
-                (f"mtp_num_layers={config.mtp_num_layers}", config.mtp_num_layers),
-            )
+            (fits and bool(value), f"{name} with {setting}={value!r}: not proven yet; set cuda_graph_impl='none'")
+            for setting in ("fp8", "mtp_num_layers")
+            for value in (getattr(config, setting),)
         ),
-        (not config.bf16, f"{name} without bf16: Megatron-Core captures for it alone; set bf16=True"),
+        (fits and not config.bf16, f"{name} with bf16=False: Megatron-Core captures only bf16; set bf16=True"),
     ]
 
 
 def graph_modules(config: Any) -> set[str]:
-    """Return the names of the modules of a layer that CUDA graphs replay, none without graphs."""
-    return (
-        {module.name for module in getattr(config, "cuda_graph_modules", ())}
-        if config.cuda_graph_impl != "none"
-        else set()
-    )
+    """Return the names of a layer's modules that CUDA graphs replay, none without graphs."""
+    modules = getattr(config, "cuda_graph_modules", ()) if config.cuda_graph_impl != "none" else ()
+    return {module.name for module in modules}
 
 
 def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
