@@ -145,7 +145,7 @@ def _graph_refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         *(
             (fits and bool(value), f"{name} with {setting}={value!r}: not proven yet; set cuda_graph_impl='none'")
-            for setting in ("fp8", "mtp_num_layers")
+            for setting in ("fp8", *["mtp_num_layers"] * multi_token_names.are_there())
             for value in (getattr(config, setting),)
         ),
         (fits and not config.bf16, f"{name} with bf16=False: Megatron-Core captures only bf16; set bf16=True"),
