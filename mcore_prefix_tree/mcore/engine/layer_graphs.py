@@ -57,7 +57,7 @@ def layer_graphs(chunks: Sequence[torch.nn.Module], optimizer: Any, lengths: Seq
             try:
                 helper = TECudaGraphHelper(list(chunks), config, length, 1, [optimizer])
             except AssertionError as error:
-                raise ValueError(f"cuda_graph_impl={config.cuda_graph_impl!r}: {error}") from None
+                raise ValueError(f"cuda_graph_impl={config.cuda_graph_impl!r}: {error} Or set it to 'none'") from None
             helper.create_cudagraphs()
             for layer in helper.flattened_callables:
                 # A layer that has graphs is not captured again.
