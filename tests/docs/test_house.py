@@ -31,6 +31,10 @@ def test_functions_are_named_by_verbs() -> None:
     assert house.share_of_nouns() <= 2
 
 
+def test_private_functions_have_docstrings_of_one_line() -> None:
+    assert house.long_private_docstrings() == []
+
+
 def test_the_house_does_not_grow() -> None:
     """A feature that needs more lines raises a limit in the commit that adds it, and says why there."""
     limits = {"lines of the package": 57_080, "files of the package": 349, "functions that take a recipe": 10}
