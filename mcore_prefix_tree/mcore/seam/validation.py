@@ -127,7 +127,7 @@ def _graph_refusals(config: Any) -> list[tuple[bool, str]]:
             config.cuda_graph_impl != "none" and not fits,
             f"{name} with cuda_graph_modules={sorted(modules)}: a graph replays the tree of its capture in whatever "
             "reads it; set cuda_graph_impl='transformer_engine' and cuda_graph_modules to mlp, moe_router or both, "
-            "since megatron-core 0.19, or cuda_graph_impl='none'",
+            "since megatron-core 0.18, or cuda_graph_impl='none'",
         ),
         *(
             (
