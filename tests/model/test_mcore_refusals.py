@@ -363,6 +363,25 @@ def test_cross_attention_is_refused():
         build(tiny_config(), with_prefix_tree(spec))
 
 
+class Scaled(TransformerLayer):
+    """Changes what its layers compute outside of them, as Megatron-Bridge's of Gemma 4."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_cuda_graphs_of_a_layer_with_another_forward_are_refused():
+    """A replay calls attention and the graph of the rest, not the layer's forward."""
+    config, spec = config_with(**GRAPHS), get_gpt_layer_local_spec()
+    spec.module = Scaled
+    with pytest.raises(
+        NotImplementedError, match="in layer 1, a Scaled whose forward is not Megatron-Core's; set cuda"
+    ):
+        follow_trees(build(config, spec))
+    config.cuda_graph_impl = "none"
+    follow_trees(build(config, spec))
+
+
 def test_another_self_attention_is_refused():
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention = ModuleSpec(module=Other)
