@@ -8,68 +8,44 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from mcore_prefix_tree.arguments.flags import PREFIX, spell_option
-from mcore_prefix_tree.arguments.group import add_argument_group, add_rl_argument_group
-from mcore_prefix_tree.arguments.read_recipe import read_section
-from mcore_prefix_tree.arguments.refusals import (
-    AT_ODDS_OF_FILES,
-    TOKENIZER_FILES,
-    UNSUPPORTED,
-    ArgumentError,
-    check_arguments,
-    check_checkpoint_args,
-    check_checkpoints,
-    check_data,
-    check_extensions,
-    check_launched,
-    check_rl_arguments,
-    check_score,
-    check_spec_named,
-    check_vocabulary_known,
-    refuse,
+from mcore_prefix_tree.arguments import refusals
+from mcore_prefix_tree.arguments.flags import (
+    PREFIX,
+    add_argument_group,
+    add_rl_argument_group,
+    read_section,
+    spell_option,
 )
+from mcore_prefix_tree.arguments.refusals import TOKENIZER_FILES, UNSUPPORTED, ArgumentError
 from mcore_prefix_tree.data import check_tokenizer_named
 from mcore_prefix_tree.settings import BatchConfig
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 from mcore_prefix_tree.utils.errors import Mistakes
 
-# Megatron-LM's arguments that the rules read, by type, with its defaults; tests compare them with its own parser.
-_SIZES = {
+# Megatron-LM's arguments that the rules read, with its defaults; tests compare them with its own parser.
+_DEFAULTS: dict[str, int | float | str] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
-    "num_experts": None,
-    "gtp_weight_remat_size": None,
-    "expert_gtp_weight_remat_size": None,
-    "global_batch_size": None,
-    "micro_batch_size": None,
-    "vocab_size": None,
-    "padded_vocab_size": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "mtp_num_layers": None,
-}
-_RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "mtp_loss_scaling_factor": 0.1}
-_NAMES = {
-    "dataloader_type": None,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "mtp_loss_scaling_factor": 0.1,
     "transformer_impl": "transformer_engine",
     "moe_token_dispatcher_type": "allgather",
-    "experimental_attention_variant": None,
     "position_embedding_type": "learned_absolute",
-    "non_persistent_ckpt_type": None,
     "ckpt_format": "torch_dist",
     "cuda_graph_impl": "none",
-    "tokenizer_type": None,
-    "load": None,
-    "save": None,
-    "pretrained_checkpoint": None,
-    "step_batch_size_schedule": None,
-    **dict.fromkeys(TOKENIZER_FILES),
+}
+# Those without a default, by type.
+_UNSET = {
+    int: "num_experts gtp_weight_remat_size expert_gtp_weight_remat_size global_batch_size micro_batch_size vocab_size "
+    "padded_vocab_size num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage mtp_num_layers",
+    str: "dataloader_type experimental_attention_variant non_persistent_ckpt_type tokenizer_type load save "
+    f"pretrained_checkpoint step_batch_size_schedule {' '.join(TOKENIZER_FILES)}",
 }
 _LISTS = ("spec", "rampup_batch_size")
 _SWITCHES = (
@@ -94,28 +70,25 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, not words or not _OFF.issuperset(words))
 
 
-class _NotingReader:
-    """Type of an argument that notes a value that cannot be read, and takes the default in its place."""
+def _note_unreadable(action: argparse.Action, mistakes: Mistakes) -> None:
+    """Let an argument note a value that cannot be read, and take the default in its place."""
+    kind, known = action.type, action.choices
 
-    def __init__(self, action: argparse.Action, mistakes: Mistakes) -> None:
-        self._type, self._choices = action.type, action.choices
-        self._action, self._mistakes = action, mistakes
-
-    def __call__(self, word: str) -> Any:
-        name = self._action.option_strings[0]
+    def read(word: str) -> Any:
         try:
-            value = self._type(word) if callable(self._type) else word
+            value = kind(word) if callable(kind) else word
         except argparse.ArgumentTypeError as error:
-            self._mistakes.note(ArgumentError(f"argument {name}: {error}"))
+            why = str(error)
         except ValueError:
-            kind = getattr(self._type, "__name__", "")
-            self._mistakes.note(ArgumentError(f"argument {name}: invalid {kind} value: {word!r}"))
+            why = f"invalid {getattr(kind, '__name__', '')} value: {word!r}"
         else:
-            if self._choices is None or value in self._choices:
+            if known is None or value in known:
                 return value
-            choices = ", ".join(map(str, self._choices))
-            self._mistakes.note(ArgumentError(f"argument {name}: invalid choice: {word!r} (choose from {choices})"))
-        return self._action.default
+            why = f"invalid choice: {word!r} (choose from {', '.join(map(str, known))})"
+        mistakes.note(ArgumentError(f"argument {action.option_strings[0]}: {why}"))
+        return action.default
+
+    action.type, action.choices = read, None
 
 
 class EarlyParser(argparse.ArgumentParser):
@@ -127,9 +100,11 @@ class EarlyParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, add_help=False, argument_default=None)
         self._mistakes = mistakes
         add_group(self)
-        for of_type, defaults in ((int, _SIZES), (float, _RATES), (str, _NAMES)):
-            for name, default in defaults.items():
-                self.add_argument(spell_option(name), type=of_type, default=default)
+        for name, default in _DEFAULTS.items():
+            self.add_argument(spell_option(name), type=type(default), default=default)
+        for kind, names in _UNSET.items():
+            for name in names.split():
+                self.add_argument(spell_option(name), type=kind)
         for name in _LISTS:
             self.add_argument(spell_option(name), nargs="*")
         for name in _SWITCHES:
@@ -141,7 +116,7 @@ class EarlyParser(argparse.ArgumentParser):
             self.add_argument(spell_option(name), nargs="*", action=_Given)
         for action in self._actions:
             if action.type is not None or action.choices is not None:
-                action.type, action.choices = _NotingReader(action, mistakes), None
+                _note_unreadable(action, mistakes)
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(message)
@@ -163,32 +138,29 @@ class EarlyParser(argparse.ArgumentParser):
 def check_early(words: Sequence[str]) -> None:
     """Check a command line of ``pretrain_gpt`` or ``pretrain_hybrid`` with ``--prefix-tree``, without Megatron-LM.
 
-    Raises:
-        ArgumentError: an argument is unknown, cannot be read, is missing, or cannot be used with another.
-        SampleError: a file of samples is missing.
-        OSError, ValueError: a folder that an argument names cannot be used.
+    Raises ArgumentError, SampleError, OSError or ValueError, with all mistakes in one sentence.
     """
     mistakes = Mistakes()
     args = EarlyParser(add_argument_group, mistakes).parse(words)
     if mistakes:  # of values that later checks would read
-        mistakes.check(refuse, args, at_odds=AT_ODDS_OF_FILES)
+        mistakes.check(refusals.refuse, args, at_odds=refusals.AT_ODDS_OF_FILES)
         mistakes.report()
-    mistakes.check(check_checkpoints, args)
-    mistakes.check(check_checkpoint_args, args)
-    mistakes.check(check_arguments, args)
+    mistakes.check(refusals.check_checkpoints, args)
+    mistakes.check(refusals.check_checkpoint_args, args)
+    mistakes.check(refusals.check_arguments, args)
     if args.prefix_tree_hf is not None:
         mistakes.check(_check_folder, args.prefix_tree_hf)
-    mistakes.check(check_score, args)
-    mistakes.check(check_data, args)
+    mistakes.check(refusals.check_score, args)
+    mistakes.check(refusals.check_data, args)
     if not args.prefix_tree_dry_run:
-        mistakes.check(check_launched, os.environ)
-        mistakes.check(check_extensions, args)
-    mistakes.check(check_vocabulary_known, args)
+        mistakes.check(refusals.check_launched)
+        mistakes.check(refusals.check_extensions, args)
+    mistakes.check(refusals.check_vocabulary_known, args)
     if args.prefix_tree_tokenizer is not None:
         mistakes.check(check_tokenizer_named, args.prefix_tree_tokenizer, args.prefix_tree_chat_template_kwargs)
     mistakes.check(_check_padding, args)
     if args.spec is not None:
-        mistakes.check(check_spec_named, args.spec)
+        mistakes.check(refusals.check_spec_named, args.spec)
     mistakes.report()
 
 
@@ -197,10 +169,10 @@ def check_rl_early(words: Sequence[str]) -> None:
     mistakes = Mistakes()
     args = EarlyParser(add_rl_argument_group, mistakes).parse(words)
     mistakes.report()
-    mistakes.check(check_checkpoints, args)
-    mistakes.check(check_rl_arguments, args)
-    mistakes.check(check_launched, os.environ)
-    mistakes.check(check_extensions, args)
+    mistakes.check(refusals.check_checkpoints, args)
+    mistakes.check(refusals.check_rl_arguments, args)
+    mistakes.check(refusals.check_launched)
+    mistakes.check(refusals.check_extensions, args)
     mistakes.report()
 
 

@@ -6,19 +6,18 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mcore_prefix_tree.arguments.flags import spell_option
-from mcore_prefix_tree.arguments.read_recipe import list_score_options, read_data, read_objective, read_score
+from mcore_prefix_tree.arguments.flags import SCORING, read_data, read_objective, read_score, spell_option
 from mcore_prefix_tree.attention.api import check_setting
 from mcore_prefix_tree.data import resolve_paths
 from mcore_prefix_tree.data.write import check_rows_output
 from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.settings.bind_objective import check_teachers_named, make_settings
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
-from mcore_prefix_tree.utils.errors import Mistakes
+from mcore_prefix_tree.utils.errors import Mistakes, naming
 from mcore_prefix_tree.utils.inputs import TRACKER, check_folder_files
 
 # Whether arguments contradict each other, and the sentence that says so.
@@ -216,12 +215,7 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
     ``at_odds`` adds rules for this entry point; ``allowed`` names arguments that it takes.
     """
     given = vars(args)
-    found = [
-        f"{spell_option(name)}: {why}"
-        for names, why in _UNSUPPORTED
-        for name in names.split()
-        if given.get(name) and name not in allowed
-    ]
+    found = _describe_given(_UNSUPPORTED, {name: value for name, value in given.items() if name not in allowed})
     found += [
         f"{spell_option(name)} {value}: {why}" for name, value, why in _UNSUPPORTED_VALUES if given.get(name) == value
     ]
@@ -230,13 +224,13 @@ def refuse(args: argparse.Namespace, *, at_odds: Sequence[Rule] = (), allowed: C
         raise ArgumentError("prefix-tree training does not support " + "; nor ".join(found))
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Reject arguments that cannot be used with ``--prefix-tree``, validated by Megatron-LM or not yet.
+def _describe_given(reasons: Iterable[tuple[str, str]], given: Mapping[str, object]) -> list[str]:
+    """Return each argument of a table that is given, and why it is rejected."""
+    return [f"{spell_option(name)}: {why}" for names, why in reasons for name in names.split() if given.get(name)]
 
-    Raises:
-        ArgumentError: see :func:`refuse`.
-        ValueError: there is no such attention back-end.
-    """
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Reject arguments that cannot be used with ``--prefix-tree``; raises ArgumentError or ValueError."""
     mistakes = Mistakes()
     mistakes.check(refuse, args, at_odds=AT_ODDS_OF_FILES)
     mistakes.check(_check_data, args)
@@ -288,8 +282,7 @@ def _check_objective(args: argparse.Namespace) -> None:
     if section.teacher_recipes and getattr(args, "expert_model_parallel_size", 1) > 1:
         raise ArgumentError(
             "objective.teacher_recipe with --expert-model-parallel-size: not proven equal yet; export the teacher's "
-            "rows with "
-            "mcore-prefix-tree xtoken export-teacher, or score --teacher-top-k"
+            "rows with mcore-prefix-tree xtoken export-teacher, or score --teacher-top-k"
         )
 
 
@@ -311,26 +304,21 @@ _ONLY_TRAINING: tuple[tuple[str, str], ...] = (
 def check_score(args: argparse.Namespace) -> None:
     """Check a job of ``--prefix-tree-score`` after :func:`check_arguments`; reject its options in other jobs.
 
-    Raises:
-        ArgumentError: the scores are not available, the file cannot be written or exists, or a checkpoint is missing.
+    Raises ArgumentError if the scores are not available, the file cannot be written, or a checkpoint is missing.
     """
     score = read_score(args)
+    given = vars(args)
     if score is None:
-        if options := list_score_options(args):
+        options = [one.option for one in SCORING[1:] if given.get(one.dest) not in (None, one.setting.default)]
+        if options:
             raise ArgumentError(f"{', '.join(options)} needs --prefix-tree-score FILE")
         return
-    given = vars(args)
-    found = [
-        f"{spell_option(name)}: {why}" for names, why in _ONLY_TRAINING for name in names.split() if given.get(name)
-    ]
-    if found:
+    if found := _describe_given(_ONLY_TRAINING, given):
         raise ArgumentError("--prefix-tree-score does not take " + "; nor ".join(found))
     objective = read_objective(args)
     score.check(objective.kind, setting=f"objective.name={objective.name}", vocab_size=args.vocab_size)
-    try:
+    with naming("--prefix-tree-score ", ArgumentError):
         check_rows_output(score.output, [*args.prefix_tree_data_path, *_folders_read(args)])
-    except ValueError as error:
-        raise ArgumentError(f"--prefix-tree-score {error}") from None
     if Path(score.output).exists():
         raise ArgumentError(f"--prefix-tree-score {score.output}: exists; name another file, or move it away")
     if args.global_batch_size is None:
@@ -389,9 +377,9 @@ def check_checkpoint_args(args: argparse.Namespace) -> None:
         raise ArgumentError("--prefix-tree-dry-run does not read --use-checkpoint-args; give the model's arguments")
 
 
-def check_launched(environment: Mapping[str, str]) -> None:
+def check_launched() -> None:
     """Check that a launcher started this rank; raises ArgumentError if ``MASTER_ADDR`` is not set."""
-    if "MASTER_ADDR" not in environment:
+    if "MASTER_ADDR" not in os.environ:
         raise ArgumentError("MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets it")
 
 

@@ -27,12 +27,7 @@ _MOST_TOKENS = 2**26
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A setting that folds more, as an ``option`` of the command and as a ``setting`` of a recipe.
-
-    Attributes:
-        fold_ratio: fold ratio of training steps with it.
-        remark: further effect of the setting, or a setting that goes with it.
-    """
+    """A setting that folds training steps more, as an ``option`` of the command and as a ``setting`` of a recipe."""
 
     option: str
     setting: str
@@ -117,7 +112,7 @@ def _ratio(samples: Samples, source: Source, lines: Sequence[Sequence[Sample]]) 
 
 def print_alternatives(console: Console, found: Sequence[Alternative]) -> None:
     """Print a row for each setting that folds more; nothing if there is no such setting."""
-    from mcore_prefix_tree.cli.terminal import rows, say
+    from mcore_prefix_tree.cli.console import rows, say
 
     if found:
         say(console, "\nTraining steps fold more with:")
@@ -149,8 +144,9 @@ def steps_json(steps: StepsReport | None, order: SampleOrder | None) -> dict[str
     return {**asdict(steps), "order": order.order, **size}
 
 
-def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
-    """Return sentences about options that show, or fold, more; all samples fold to ``physical_tokens``."""
+def print_hints(console: Console, samples: Samples, physical_tokens: int) -> None:
+    """Print sentences about options that show, or fold, more; all samples fold to ``physical_tokens``."""
+    from mcore_prefix_tree.cli.console import say
     from mcore_prefix_tree.trie import SHARE_ALL
 
     lines = []
@@ -173,4 +169,6 @@ def ways_to_more(samples: Samples, physical_tokens: int) -> list[str]:
             f"{sum(turns):,} logical tokens in the same {physical_tokens:,} physical ones, a fold ratio of "
             f"{numbers.ratio(sum(turns) / physical_tokens)} instead of {numbers.ratio(now)}."
         )
-    return lines
+    for line in lines:
+        console.print()
+        say(console, line, style="dim")

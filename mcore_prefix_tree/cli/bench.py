@@ -1,8 +1,9 @@
-"""``mcore-prefix-tree bench``: training steps compared with unfolded ones, and predicted times of attention."""
+"""Commands that measure: ``bench``, which compares folded with unfolded, and ``calibrate``, which fits a cost model."""
 
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from mcore_prefix_tree.cli import numbers
 from mcore_prefix_tree.cli.options import (
     RecipeFile,
     Repeats,
+    accept_count,
+    accept_path,
     check_output_option,
     load_job,
     local_file,
@@ -23,7 +26,6 @@ from mcore_prefix_tree.cli.options import (
 )
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_comparison
 from mcore_prefix_tree.cli.samples import SampleOptions
-from mcore_prefix_tree.utils.inputs import MOST
 
 app = typer.Typer(no_args_is_help=True, help="Measure training steps, and write the numbers.")
 
@@ -34,19 +36,14 @@ def step(
     overrides: Annotated[list[str] | None, overrides_like("attention_backend=cascade")] = None,
     repeats: Repeats = 5,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            parser=local_file, metavar="FILE", help="Write the numbers, the machine and its versions as JSON."
-        ),
+        Path | None, accept_path("FILE", "Write the numbers, the machine and its versions as JSON.", local_file)
     ] = None,
     plot: Plot = None,
 ) -> None:
     """Time forward and backward of a recipe's first batch, folded and unfolded. Under torchrun for several ranks."""
-    from mcore_prefix_tree.settings.command_checks import Task
-
     is_new = output is not None and not output.parent.exists()
     outputs = [partial(check_output_option, "--output", None if is_new else output), partial(check_picture, plot)]
-    loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], Task.MEASURE, outputs=outputs)
+    loaded = load_job(recipe, [*(overrides or []), "checkpoint.save=null"], "measure", outputs=outputs)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
@@ -56,12 +53,9 @@ def step(
     from mcore_prefix_tree.mcore.loop.jobs import compare_first, run_once
 
     # Standard output is for the result.
-    reporter = ConsoleReporter(Console(stderr=True))
-    work = partial(compare_first, repeats=repeats, progress=partial(reporter.comparing, "bench"))
-    try:
+    with closing(ConsoleReporter(Console(stderr=True))) as reporter:
+        work = partial(compare_first, repeats=repeats, progress=partial(reporter.comparing, "bench"))
         comparison, is_main = run_once(loaded, work, is_trained=True)
-    finally:
-        reporter.close()
     if not is_main:
         return
     print_comparison(Console(), comparison)
@@ -79,9 +73,7 @@ def step(
 def attention(
     options: SampleOptions,
     predict: Annotated[str, typer.Option(metavar="GPU", help="The GPU: h100 or h200.")],
-    max_tokens: Annotated[
-        int, typer.Option(min=1, max=MOST, metavar="N", help="Most physical tokens of a micro-batch.")
-    ],
+    max_tokens: Annotated[int, accept_count("N", "Most physical tokens of a micro-batch.")],
     heads: Annotated[
         str, typer.Option(metavar="Q,K,D", help="Heads of queries and of keys on a rank, and their width.")
     ] = "64,8,128",
@@ -97,7 +89,7 @@ def attention(
     from rich.console import Console
 
     from mcore_prefix_tree.bench.predicted_attention import WAITING, attention_case, find_chip, predict_step
-    from mcore_prefix_tree.cli.terminal import grid, say
+    from mcore_prefix_tree.cli.console import grid, say
 
     chip, sizes = find_chip(predict), heads.split(",")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes) or int(sizes[0]) % int(sizes[1]):
@@ -119,3 +111,50 @@ def attention(
         "forest on an H100, where another was 1 % off. Memory, host and row sums are not counted.",
         style="dim",
     )
+
+
+def calibrate(
+    recipe: RecipeFile,
+    overrides: Annotated[list[str] | None, overrides_like("batch.max_tokens=32768")] = None,
+    output: Annotated[
+        str | None, accept_path("FILE", "Write the measurements, for batch.calibration and plan.")
+    ] = None,
+    repeats: Repeats = 5,
+) -> None:
+    """Time micro-batches of a recipe and fit the cost model that plans balance ranks by.
+
+    Under torchrun for the layout of the job; nothing is trained.
+    """
+    from mcore_prefix_tree.data.write import whole_file
+
+    loaded = load_job(recipe, overrides, "measure", outputs=[partial(check_output_option, "--output", output)])
+    from mcore_prefix_tree.bench.machine import describe_machine
+    from mcore_prefix_tree.mcore.loop.jobs import measure_costs, run_once
+
+    found, is_main = run_once(loaded, partial(measure_costs, repeats=repeats), is_trained=True)
+    if not is_main:
+        return
+    if output is not None:
+        # Complete or not at all: jobs that start now read it.
+        with whole_file(output) as unfinished:
+            unfinished.write_text(json.dumps({"machine": describe_machine(), **found.to_json()}, indent=2) + "\n")
+
+    from rich.console import Console
+
+    from mcore_prefix_tree.cli.console import grid, rows, say
+
+    table = grid(("tokens", "scored", "visible pairs", "measured", "fitted"), left=())
+    for one in found.measured:
+        fitted = found.cost.of_measured(one)
+        counts = [numbers.count(count) for count in (one.tokens, one.scored or one.tokens, one.pairs)]
+        table.add_row(*counts, numbers.seconds(one.seconds), numbers.seconds(fitted))
+    console, cost = Console(), found.cost
+    console.print(table)
+    console.print()
+    parts = {"a token": cost.token, "its score": cost.scored, "a visible pair": cost.pair}
+    if any(one.levels for one in found.measured):
+        parts |= {"a segment": cost.segment, "a level": cost.level}
+    parts["a micro-batch"] = cost.micro_batch
+    costs = [(f"{name} costs", f"{value:.2e} s", "") for name, value in parts.items()]
+    console.print(rows(costs))
+    say(console, f"largest error of the fit: {numbers.share(found.worst)}")

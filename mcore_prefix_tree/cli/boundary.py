@@ -27,11 +27,7 @@ _NARROWEST = 40
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 # Warnings below an error: that GPTModel will give way to HybridModel, and that nvcc is installed and a GPU is not.
-_CHATTY_LOGGERS = (
-    "megatron.core.models.gpt.gpt_model",
-    "torch.utils.cpp_extension",
-    "megatron.bridge",
-)
+_CHATTY_LOGGERS = ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension", "megatron.bridge")
 
 
 def quiet_upstream() -> None:

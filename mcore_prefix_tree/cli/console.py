@@ -1,26 +1,20 @@
-"""Display of a training run: one line per step, on a terminal a progress bar below it; tables."""
+"""Lines and tables for a terminal of 80 columns or more, and the display of a training run.
+
+A run has one line per step, and on a terminal a progress bar below it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.table import Table
+from rich.text import Text
 
 from mcore_prefix_tree.cli import numbers
-from mcore_prefix_tree.cli.terminal import grid, say, say_line, wrapped
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.engine.comparison import Comparison
@@ -29,6 +23,49 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.loop.trainer import StepReport
 
 _QUIET_S = 30.0
+# A width that fits everywhere: also into a log, whose reader's terminal is unknown.
+WIDTH = 80
+_SEPARATOR, _INDENT = " | ", "  "
+
+
+def wrapped(parts: Iterable[str], *, begins: str = "") -> list[str]:
+    """Join parts into lines of at most :data:`WIDTH` columns; a part is never cut, and ``begins`` each line."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(_SEPARATOR) + len(part) <= WIDTH:
+            lines[-1] += _SEPARATOR + part
+        else:
+            lines.append((begins if not lines else begins or _INDENT) + part)
+    return lines
+
+
+def grid(headings: Sequence[str], *, left: Sequence[int] = (0,)) -> Table:
+    """Return a table without lines, whose long cells end in an ellipsis; columns ``left`` are left-aligned."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number in left else "right", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def rows(lines: Iterable[tuple[str, str, str]]) -> Table:
+    """Return names, values and remarks as a table; a long remark continues below itself."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    return table
+
+
+def say(console: Console, text: str, *, style: str | None = None) -> None:
+    """Print a sentence, broken between words at the terminal's width."""
+    console.print(text, style=style, markup=False, highlight=False)
+
+
+def say_line(console: Console, text: str, *, style: str | None = None) -> None:
+    """Print a line unchanged, however long: it may hold a path, to be copied or searched for."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class ConsoleReporter:
@@ -38,35 +75,38 @@ class ConsoleReporter:
         self._console, self._keeps = console, keeps
         self.steps: list[StepReport] = []
         self.evaluations: list[Evaluation] = []
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._progress: progress.Progress | None = None
+        self._task = progress.TaskID(0)
         self._told = time.monotonic()
 
     def message(self, text: str) -> None:
-        """Print one line unchanged."""
         say_line(self._console, text)
 
     def reading(self, done: int, total: int) -> None:
         """Show a bar of bytes on a terminal, a line now and then elsewhere."""
         of = f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
-        self._advance("reading data", done, total, of, DownloadColumn())
+        self._advance("reading data", done, total, of, progress.DownloadColumn())
 
     def comparing(self, what: str, done: int, total: int) -> None:
         """Show a bar of runs on a terminal, a line now and then elsewhere."""
-        self._advance(what, done, total, f"{done:,} of {total:,}", MofNCompleteColumn())
+        self._advance(what, done, total, f"{done:,} of {total:,}", progress.MofNCompleteColumn())
 
-    def _advance(self, what: str, done: int, total: int, of: str, counter: ProgressColumn) -> None:
+    def _advance(self, what: str, done: int, total: int, of: str, counter: progress.ProgressColumn) -> None:
         if self._console.is_terminal:
             if self._progress is None:
-                self._progress = Progress(
-                    TextColumn(what), counter, BarColumn(), TimeRemainingColumn(), console=self._console
-                )
-                self._task = self._progress.add_task("", total=total)
-                self._progress.start()
+                self._begin_bar(what, counter, total=total)
+            assert self._progress is not None
             self._progress.update(self._task, completed=done, total=total)
         elif time.monotonic() - self._told >= _QUIET_S:
             self._told = time.monotonic()
             self.message(f"{what}: {of}")
+
+    def _begin_bar(self, what: str, *columns: progress.ProgressColumn, total: int, done: int = 0) -> None:
+        counter, *times = columns
+        columns = progress.TextColumn(what), counter, progress.BarColumn(), *times, progress.TimeRemainingColumn()
+        self._progress = progress.Progress(*columns, console=self._console)
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._progress.start()
 
     def verified(self, report: VerifyReport) -> None:
         self._end_bar()
@@ -77,16 +117,8 @@ class ConsoleReporter:
         if first > last:
             self.message(f"nothing to train: train_iters={last} are done")
         elif self._console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._progress.add_task("", total=last, completed=first - 1)
-            self._progress.start()
+            counter, elapsed = progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+            self._begin_bar("step", counter, elapsed, total=last, done=first - 1)
 
     def step(self, report: StepReport) -> None:
         if self._keeps:
@@ -106,10 +138,8 @@ class ConsoleReporter:
         if self._keeps:
             self.evaluations.append(evaluation)
         samples = f"{evaluation.samples:,} samples in {numbers.seconds(evaluation.seconds)}"
-        self._lines(
-            [f"validation after step {evaluation.iteration}", f"loss {evaluation.loss:.6f}", samples],
-            evaluation.metrics,
-        )
+        parts = [f"validation after step {evaluation.iteration}", f"loss {evaluation.loss:.6f}", samples]
+        self._lines(parts, evaluation.metrics)
 
     def _lines(self, parts: Sequence[str], metrics: Mapping[str, float]) -> None:
         """Print the fixed parts of a step on lines of 80 columns, and the objective's metrics below."""
@@ -121,7 +151,6 @@ class ConsoleReporter:
         print_comparison(self._console, comparison)
 
     def finished(self, checkpoint: str | None) -> None:
-        """Print the path of the checkpoint, last of all."""
         self.close()
         self.message("nothing is saved: checkpoint.save is not set" if checkpoint is None else f"saved: {checkpoint}")
 

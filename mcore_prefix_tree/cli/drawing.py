@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,7 @@ from rich.text import Text
 from rich.tree import Tree as Drawing
 
 from mcore_prefix_tree.cli import numbers
-from mcore_prefix_tree.cli.terminal import rows
-from mcore_prefix_tree.data import ChatTokenizer
+from mcore_prefix_tree.cli.console import rows
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.layout.stats import Chains, Tree, chains
 from mcore_prefix_tree.plan import ExpectedSpeedup
@@ -56,10 +55,10 @@ def summary(
     )
 
 
-def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -> Drawing:
+def draw_tree(layout: FlatLayout, tree: Tree, decode: Callable[[Sequence[int]], str | None]) -> Drawing:
     """Draw one tree, cut down to its largest branches; every cut shows how much it omits.
 
-    A line begins with its first words, or with token ids if no tokenizer knows all of them.
+    A line begins with its first words, or with token ids if ``decode`` does not know all of them.
     """
     grouped = chains(layout)
     root = int(grouped.segment_of_node[tree.root])
@@ -73,7 +72,7 @@ def draw_tree(layout: FlatLayout, tree: Tree, tokenizer: ChatTokenizer | None) -
         if last - first > 1:
             text.append(f" in a chain of {last - first:,} nodes", style="not bold")
         text.append(f", {numbers.plural(int(grouped.samples[segment]), 'sample')}  ", style="not bold")
-        text.append(_first_words(layout.input_ids[start:end], tokenizer), style="not bold dim")
+        text.append(_first_words(layout.input_ids[start:end], decode), style="not bold dim")
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 
@@ -112,14 +111,14 @@ def _choose(grouped: Chains, root: int) -> set[int]:
     return drawn
 
 
-def _first_words(token_ids: npt.NDArray[np.int32], tokenizer: ChatTokenizer | None) -> str:
+def _first_words(token_ids: npt.NDArray[np.int32], decode: Callable[[Sequence[int]], str | None]) -> str:
     """Return the first words of int32 ``[n]``, or its ids."""
     ids = token_ids[:_WORDS_TOKENS].tolist()
-    if tokenizer is None or max(ids, default=0) >= tokenizer.vocab_size:
+    text = decode(ids)
+    if text is None:
         text = " ".join(map(str, ids))
     else:
         # Control characters could move the cursor; a cut may fall into the middle of a character.
-        text = "".join(c if c.isprintable() else " " for c in tokenizer.decode(ids).replace("\ufffd", " "))
-        text = " ".join(text.split())
+        text = " ".join("".join(c if c.isprintable() else " " for c in text.replace("\ufffd", " ")).split())
     cut = len(text) > _WORDS_WIDTH or len(token_ids) > _WORDS_TOKENS
     return text[:_WORDS_WIDTH].rstrip() + ("…" if cut else "")

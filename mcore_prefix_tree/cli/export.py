@@ -21,9 +21,9 @@ def export(
 
     Any parallel layout reads the checkpoint; under torchrun for several ranks.
     """
-    from mcore_prefix_tree.settings.command_checks import Task, check_new
+    from mcore_prefix_tree.settings.command_checks import check_new
 
-    loaded = load_job(recipe, overrides, Task.EXPORT, hf=hf, outputs=[lambda inputs: check_new(path, f"PATH={path}")])
+    loaded = load_job(recipe, overrides, "export", hf=hf, outputs=[lambda inputs: check_new(path, f"PATH={path}")])
     from mcore_prefix_tree.mcore.loop.export_folder import run_export
 
     iteration, is_main = run_export(loaded, path)

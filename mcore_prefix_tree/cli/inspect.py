@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,17 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcore_prefix_tree.cli import numbers
-from mcore_prefix_tree.cli.alternatives import (
-    alternatives,
-    print_alternatives,
-    steps_json,
-    steps_rows,
-    ways_to_more,
-)
-from mcore_prefix_tree.cli.options import takes
+from mcore_prefix_tree.cli.alternatives import alternatives, print_alternatives, print_hints, steps_json, steps_rows
+from mcore_prefix_tree.cli.options import accept_count, takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_forest
 from mcore_prefix_tree.cli.samples import SampleOptions
-from mcore_prefix_tree.utils.inputs import MOST
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.cli.samples import Samples
@@ -32,13 +24,14 @@ if TYPE_CHECKING:
 @takes(SampleOptions)
 def inspect(
     options: SampleOptions,
-    trees: Annotated[int, typer.Option(min=0, max=MOST, metavar="N", help="Trees to draw, largest first.")] = 3,
+    trees: Annotated[int, accept_count("N", "Trees to draw, largest first.", least=0)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a drawing.")] = False,
     plot: Plot = None,
 ) -> None:
     """Fold samples and show the savings: tokens, ratios and the largest trees."""
     import numpy as np
 
+    from mcore_prefix_tree.data.causes import find_causes
     from mcore_prefix_tree.layout import fold
     from mcore_prefix_tree.layout.stats import forest_counts, largest_trees
     from mcore_prefix_tree.plan.plan_report import tokens_without_routes
@@ -53,7 +46,10 @@ def inspect(
     longest = samples.all[int(np.argmax(np.diff(layout.cu_sample_lens)))].source
     largest = largest_trees(layout, trees)
     order, steps = samples.order, _report_steps(samples)
-    better, causes = alternatives(samples, steps), find_causes_in_samples(samples)
+    better = alternatives(samples, steps)
+    # Texts are compared if their tokenizer is known.
+    decode = samples.tokenizer.try_decode if samples.tokenizer.loaded else None
+    causes = find_causes(samples.all, decode=decode, sharing=options.sharing)
     if plot is not None:
         draw_forest(layout, plot)
     if as_json:
@@ -78,14 +74,14 @@ def inspect(
 
     from rich.console import Console
 
+    from mcore_prefix_tree.cli.console import say, say_line
     from mcore_prefix_tree.cli.drawing import draw_tree, summary
-    from mcore_prefix_tree.cli.terminal import say, say_line
 
     # Only the caller knows which vocabulary plain tokens belong to: their text is shown if a tokenizer is named.
     console = Console()
     width = console.width - (2 if console.options.ascii_only else 0)  # an ellipsis becomes three dots
     for tree in largest:
-        console.print(draw_tree(layout, tree, samples.tokenizer.loaded), width=width)
+        console.print(draw_tree(layout, tree, samples.tokenizer.try_decode), width=width)
         console.print()
     if layout.num_trees > len(largest) > 0:
         say(console, f"… {numbers.plural(layout.num_trees - len(largest), 'more tree', 'more trees')}\n", style="dim")
@@ -98,9 +94,7 @@ def inspect(
     lines = causes_lines(causes, counts["fold_ratio"], has_text=samples.tokenizer.loaded is not None)
     for line in ["", *lines] if lines else []:
         say_line(console, line, style="dim")
-    for line in ways_to_more(samples, layout.physical_tokens):
-        console.print()
-        say(console, line, style="dim")
+    print_hints(console, samples, layout.physical_tokens)
 
 
 def _report_steps(samples: Samples) -> StepsReport | None:
@@ -121,10 +115,7 @@ _PAGE = "see docs/howto/token-ids.md"
 # By cause and, for those of prompts, kind of the words: title, and the way out.
 _TITLES: dict[tuple[str, str], tuple[str, str]] = {
     ("retokenised", ""): ("the same text in other tokens", f"train on the token ids that the engine returned; {_PAGE}"),
-    ("thinking", ""): (
-        "thinking dropped from earlier turns",
-        f"keep it if the engine saw it; {_PAGE}",
-    ),
+    ("thinking", ""): ("thinking dropped from earlier turns", f"keep it if the engine saw it; {_PAGE}"),
     ("call ids", ""): ("random tool-call ids", "number the calls of a conversation instead of drawing ids"),
     ("prompt", "date"): ("another date in the prompt", "give all samples one date, or write it after the shared part"),
     ("prompt", "id"): ("another id in the prompt", "omit the id, or write it after the shared part"),
@@ -134,21 +125,6 @@ _TITLES: dict[tuple[str, str], tuple[str, str]] = {
     ("rewritten", ""): ("history rewritten", f"train on the history that the engine saw; {_PAGE}"),
     ("unknown", ""): ("other tokens, cause unknown", "give --tokenizer to see the text"),
 }
-
-
-def find_causes_in_samples(samples: Samples) -> Causes:
-    """Find the causes in samples that were read; texts are compared if their tokenizer is known."""
-    from mcore_prefix_tree.data.causes import find_causes
-
-    tokenizer = samples.tokenizer.loaded
-    decode = None
-    if tokenizer is not None:
-        known, vocab_size = tokenizer, tokenizer.vocab_size
-
-        def decode(tokens: Sequence[int]) -> str | None:
-            return known.decode(tokens) if max(tokens, default=0) < vocab_size else None
-
-    return find_causes(samples.all, decode=decode, sharing=samples.options.sharing)
 
 
 def causes_lines(causes: Causes, fold_ratio: float, *, has_text: bool) -> list[str]:

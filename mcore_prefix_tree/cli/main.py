@@ -1,4 +1,4 @@
-"""``mcore-prefix-tree``: the list of commands. One module per command; heavy imports wait until it runs."""
+"""``mcore-prefix-tree``: the list of commands. Heavy imports wait until one runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from mcore_prefix_tree.cli import bench, xtoken
+from mcore_prefix_tree.cli.bench import calibrate
 from mcore_prefix_tree.cli.boundary import Commands
-from mcore_prefix_tree.cli.calibrate import calibrate
 from mcore_prefix_tree.cli.export import export
 from mcore_prefix_tree.cli.inspect import inspect
 from mcore_prefix_tree.cli.plan import plan
@@ -43,13 +43,7 @@ def _options(
     """Prefix-tree training on stock Megatron-Core: every shared token computed once, every gradient unchanged."""
 
 
-app.command()(train)
-app.command()(verify)
-app.command()(inspect)
-app.command()(plan)
-app.command()(calibrate)
-app.command()(score)
-app.command()(export)
-app.command()(recipes)
+for command in (train, verify, inspect, plan, calibrate, score, export, recipes):
+    app.command()(command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(xtoken.app, name="xtoken")

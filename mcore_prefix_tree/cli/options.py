@@ -6,16 +6,15 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import MISSING, fields
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.utils.errors import spelled
+from mcore_prefix_tree.utils.errors import naming, spelled
 from mcore_prefix_tree.utils.inputs import HUB, MOST, local_path
 
 if TYPE_CHECKING:
@@ -43,11 +42,21 @@ def local_file(given: str | Path) -> Path:
     return Path(local(given))
 
 
+def accept_count(metavar: str, text: str, *, least: int = 1, most: int = MOST) -> Any:
+    """Return an option whose value is a number of things, with its help."""
+    return typer.Option(min=least, max=most, metavar=metavar, help=text)
+
+
+def accept_path(metavar: str, text: str, parser: Callable[[str], str | Path] = local) -> Any:
+    """Return an option whose value is a path of this machine, with its help."""
+    return typer.Option(parser=parser, metavar=metavar, help=text)
+
+
 HuggingFace = Annotated[
     str | None, typer.Option("--hf", metavar="PATH", help="Folder of a Hugging Face model; the same as model.hf=PATH.")
 ]
 RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.")]
-Repeats = Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="Timed rounds.")]
+Repeats = Annotated[int, accept_count("N", "Timed rounds.")]
 RANKS = 2**14
 SEEDS = 2**63 - 1
 
@@ -63,12 +72,9 @@ def check_output_option(
     """Raise ValueError, which names the option, if an output cannot be written or is one of the inputs."""
     from mcore_prefix_tree.data.write import check_output, check_rows_output
 
-    if path is None:
-        return
-    try:
-        (check_rows_output if is_of_rows else check_output)(path, inputs)
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from None
+    if path is not None:
+        with naming(f"{option} "):
+            (check_rows_output if is_of_rows else check_output)(path, inputs)
 
 
 def with_hf(overrides: list[str] | None, path: str | None) -> list[str]:
@@ -90,11 +96,11 @@ def load_job(
     ``outputs`` are checks of the outputs, which receive all files and folders that the command reads.
     """
     from mcore_prefix_tree.settings import load_recipe
-    from mcore_prefix_tree.settings.command_checks import CHECKS, Task, check_metrics
+    from mcore_prefix_tree.settings.command_checks import CHECKS, check_metrics
     from mcore_prefix_tree.settings.teachers import list_teacher_inputs
 
     checks: list[Callable[[Recipe], object]] = [*CHECKS[task]]
-    if task is Task.TRAIN:
+    if task == "train":
         checks.append(lambda loaded: check_metrics(loaded.log.metrics, [recipe]))
 
     def checked(check_output: Callable[[list[str]], object]) -> Callable[[Recipe], object]:
@@ -121,16 +127,7 @@ def takes(section: type[Section]) -> Callable[[Callable[..., None]], Callable[..
 
     If the dataclass has ``spellings``, errors of the command name settings by its options.
     """
-    hints = get_type_hints(section, include_extras=True)
-    shared = [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(section)  # type: ignore[arg-type]
-    ]
+    shared = list(signature(section, eval_str=True).parameters.values())
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from mcore_prefix_tree.cli.options import check_output_option, local
+from mcore_prefix_tree.cli.options import accept_path, check_output_option
 from mcore_prefix_tree.utils.versions import install_command
 
 if TYPE_CHECKING:
@@ -19,9 +17,7 @@ if TYPE_CHECKING:
     from mcore_prefix_tree.mcore.loop.trainer import StepReport
     from mcore_prefix_tree.plan import PlanReport
 
-Plot = Annotated[
-    str | None, typer.Option("--plot", parser=local, metavar="FILE", help="Draw the result into a PNG or SVG file.")
-]
+Plot = Annotated[str | None, accept_path("FILE", "Draw the result into a PNG or SVG file.")]
 
 
 def check_picture(path: str | None, inputs: Iterable[str]) -> None:

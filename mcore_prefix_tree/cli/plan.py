@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mcore_prefix_tree.cli import numbers
-from mcore_prefix_tree.cli.alternatives import (
-    alternatives,
-    print_alternatives,
-    steps_json,
-    steps_rows,
-    ways_to_more,
-)
-from mcore_prefix_tree.cli.options import RANKS, local, takes
+from mcore_prefix_tree.cli.alternatives import alternatives, print_alternatives, print_hints, steps_json, steps_rows
+from mcore_prefix_tree.cli.options import RANKS, accept_count, accept_path, takes
 from mcore_prefix_tree.cli.pictures import Plot, check_picture, draw_ranks
 from mcore_prefix_tree.cli.samples import SampleOptions, Samples
-from mcore_prefix_tree.utils.inputs import MOST
+from mcore_prefix_tree.utils.errors import naming
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.layout import Padding
@@ -38,24 +31,14 @@ _MICRO_BATCHES = 2**16
 def plan(
     options: SampleOptions,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST,
-            metavar="N",
-            help="Most physical tokens of a micro-batch. Default: the recipe's.",
-        ),
+        int | None, accept_count("N", "Most physical tokens of a micro-batch. Default: the recipe's.")
     ] = None,
-    dp: Annotated[int, typer.Option(min=1, max=RANKS, metavar="D", help="Data-parallel ranks.")] = 1,
+    dp: Annotated[int, accept_count("D", "Data-parallel ranks.", most=RANKS)] = 1,
     micro_batches: Annotated[
-        int | None,
-        typer.Option(min=1, max=RANKS, metavar="K", help="Micro-batches per rank. Default: as few as possible."),
+        int | None, accept_count("K", "Micro-batches per rank. Default: as few as possible.", most=RANKS)
     ] = None,
     calibration: Annotated[
-        str | None,
-        typer.Option(
-            parser=local, metavar="FILE", help="Predict seconds, from measurements that the calibrate command wrote."
-        ),
+        str | None, accept_path("FILE", "Predict seconds, from measurements that the calibrate command wrote.")
     ] = None,
     length_buckets: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="The only sizes that micro-batches are padded to.")
@@ -87,22 +70,22 @@ def plan(
     cost_model, unit = _make_cost_model(work, calibration)
     padding = _make_padding(Padding() if recipe is None else recipe.padding, length_buckets, max_tokens)
     bubble = 0.0 if recipe is None else recipe.parallel.bubble
-    settled = partial(
-        plan_step,
-        max_tokens=max_tokens,
-        dp_size=dp,
-        micro_batch_multiple=1 if recipe is None else recipe.parallel.micro_batch_multiple,
-        cost_model=cost_model,
-        bubble=bubble,
-        sharing=options.sharing,
-        over_budget=over_budget,
-        scores_first=scores_first,
-    )
     objective = options.objective
 
     def planned(step: Sequence[Sample], micro_batches: int | None = None) -> ForestPlan:
-        together = None if objective is None else objective.together(step)
-        return settled(step, micro_batches=micro_batches, together=together)
+        return plan_step(
+            step,
+            max_tokens=max_tokens,
+            dp_size=dp,
+            micro_batches=micro_batches,
+            micro_batch_multiple=1 if recipe is None else recipe.parallel.micro_batch_multiple,
+            cost_model=cost_model,
+            together=None if objective is None else objective.together(step),
+            bubble=bubble,
+            sharing=options.sharing,
+            over_budget=over_budget,
+            scores_first=scores_first,
+        )
 
     order = samples.order  # which refuses pairs that are none
     report = report_plan(
@@ -135,7 +118,6 @@ def plan(
 
 
 def _make_cost_model(work: ModelWork | None, calibration: str | None) -> tuple[CostModel, str]:
-    """Return the cost model and its unit."""
     from mcore_prefix_tree.plan import CostModel, read_measured
 
     cost_model, unit = CostModel(), "tokens"
@@ -149,13 +131,10 @@ def _make_cost_model(work: ModelWork | None, calibration: str | None) -> tuple[C
 def _make_padding(padding: Padding, length_buckets: str | None, max_tokens: int) -> Padding:
     from mcore_prefix_tree.layout import Padding
 
-    name = "batch.length_buckets" if length_buckets is None else "--length-buckets"
-    try:
+    with naming("batch.length_buckets: " if length_buckets is None else "--length-buckets: "):
         if length_buckets is not None:
             padding = Padding(multiple=padding.multiple, buckets=_numbers(length_buckets))
         padding.check_holds(max_tokens)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
     return padding
 
 
@@ -178,7 +157,7 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from mcore_prefix_tree.cli.terminal import grid, rows, say
+    from mcore_prefix_tree.cli.console import grid, rows, say
 
     per_rank = len(report.ranks[0])
     computed = report.unique_tokens + report.repeated_tokens
@@ -230,9 +209,7 @@ def _print(
     console.print()
     console.print(rows(filter(None, lines)))
     print_alternatives(console, alternatives(samples, steps))
-    for line in ways_to_more(samples, report.unique_tokens):
-        console.print()
-        say(console, line, style="dim")
+    print_hints(console, samples, report.unique_tokens)
 
 
 def _some(sizes: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
-from mcore_prefix_tree.cli.options import SEEDS, local, local_data
+from mcore_prefix_tree.cli.options import SEEDS, accept_count, accept_path, local_data
 from mcore_prefix_tree.utils.choices import OnError, Order, OverBudget, Share
-from mcore_prefix_tree.utils.errors import naming_memory, spell
-from mcore_prefix_tree.utils.inputs import MOST, parse_json
+from mcore_prefix_tree.utils.errors import naming, naming_memory, spell
+from mcore_prefix_tree.utils.inputs import parse_json
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.data import ChatMessage, ChatTokenizer, EncodedTurn, Skipped, Tool
@@ -45,6 +44,12 @@ class TokenizerOnDemand:
             self.loaded = load_tokenizer(self.name, self._kwargs)
         return self.loaded
 
+    def try_decode(self, tokens: Sequence[int]) -> str | None:
+        """Return the text of some tokens; None if the tokenizer is not loaded, or does not know all of them."""
+        if self.loaded is None or max(tokens, default=0) >= self.loaded.vocab_size:
+            return None
+        return self.loaded.decode(tokens)
+
     @property
     def vocab_size(self) -> int:
         return self.load().vocab_size
@@ -68,14 +73,10 @@ class TokenizerOnDemand:
 
 def parse_json_object(given: str | None, option: str = "--chat-template-kwargs") -> dict[str, Any] | None:
     """Return the value of an option; raises ValueError if it is not a JSON object."""
-    try:
+    with naming(f"{option}: "):
         found = None if given is None else parse_json(given)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{option}: {given!r:.60} is not JSON ({error})") from None
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-    if not isinstance(found, dict | None):
-        raise ValueError(f"{option}: {given!r} is not a JSON object")
+        if not isinstance(found, dict | None):
+            raise ValueError(f"{given!r} is not a JSON object")
     return found
 
 
@@ -103,28 +104,21 @@ class SampleOptions:
         ),
     ]
     model: Annotated[
-        str | None,
-        typer.Option(
-            parser=local,
-            metavar="RECIPE",
-            help="Read, order and fold samples as this recipe does, except its data.path.",
-        ),
+        str | None, accept_path("RECIPE", "Read, order and fold samples as this recipe does, except its data.path.")
     ] = None
     global_batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, metavar="N", help="Samples of a training step; report the fold ratio of steps."),
+        int | None, accept_count("N", "Samples of a training step; report the fold ratio of steps.")
     ] = None
     order: Annotated[
         Order | None,
         typer.Option(help="Order in which steps take samples. Default: the recipe's data.order, or shuffled."),
     ] = None
-    seed: Annotated[int | None, typer.Option(min=0, max=SEEDS, metavar="N", help="Seed of that order.")] = None
+    seed: Annotated[int | None, accept_count("N", "Seed of that order.", least=0, most=SEEDS)] = None
     tokenizer: Annotated[
         str | None,
-        typer.Option(
-            parser=local,
-            metavar="NAME",
-            help="Tokenizer of chat messages: mistral-v7 (default), mistral-v3, mistral-v3-tekken, or a folder with a "
+        accept_path(
+            "NAME",
+            "Tokenizer of chat messages: mistral-v7 (default), mistral-v3, mistral-v3-tekken, or a folder with a "
             "Hugging Face tokenizer.",
         ),
     ] = None
@@ -155,8 +149,7 @@ class SampleOptions:
         typer.Option(help="all: share every common prefix (default). prompt: only before the first scored token."),
     ] = None
     min_shared_tokens: Annotated[
-        int | None,
-        typer.Option(min=0, max=MOST, metavar="N", help="Do not share common prefixes of fewer tokens. Default: 0."),
+        int | None, accept_count("N", "Do not share common prefixes of fewer tokens. Default: 0.", least=0)
     ] = None
 
     @property
@@ -178,38 +171,30 @@ class SampleOptions:
 
     @cached_property
     def data(self) -> DataConfig:
+        from mcore_prefix_tree.data.fields import check_names
         from mcore_prefix_tree.settings.sections import DataConfig
 
-        given = {
+        given: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "chat_template_kwargs": parse_json_object(self.chat_template_kwargs),
             "expand_turns": self.expand_turns or None,
-            "fields": self._fields,
+            "fields": parse_json_object(self.fields, "--fields"),
             "on_error": self.on_error,
             "order": self.order,
         }
+        with naming("--fields: "):
+            check_names(given["fields"] or {})
         base = DataConfig(path=self.files) if self._file is None else self._file.data
-        known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        known = {name: value for name, value in given.items() if value is not None}
         return replace(base, path=self.files, streaming=False, **known)
-
-    @property
-    def _fields(self) -> dict[str, Any] | None:
-        from mcore_prefix_tree.data.fields import check_names
-
-        given = parse_json_object(self.fields, "--fields")
-        try:
-            check_names(given or {})
-        except ValueError as error:
-            raise ValueError(f"--fields: {error}") from None
-        return given
 
     @cached_property
     def recipe(self) -> Recipe | None:
         """Return the recipe, with the options in place of its settings."""
         if self._file is None:
             return None
-        batch = {"share": self.share, "min_shared_tokens": self.min_shared_tokens}
-        given: dict[str, Any] = {name: value for name, value in batch.items() if value is not None}
+        batch: dict[str, Any] = {"share": self.share, "min_shared_tokens": self.min_shared_tokens}
+        given = {name: value for name, value in batch.items() if value is not None}
         if self.global_batch_size is not None:
             given |= {"global_batch_size": self.global_batch_size, "groups_per_step": None}
         seed = self._file.seed if self.seed is None else self.seed
@@ -253,7 +238,6 @@ class SampleOptions:
 
     @cached_property
     def objective(self) -> Objective | None:
-        """Return the recipe's objective; None without a recipe."""
         if self.recipe is None:
             return None
         from mcore_prefix_tree.settings.bind_objective import make_bound_objective
@@ -262,24 +246,18 @@ class SampleOptions:
 
     @property
     def cutting(self) -> tuple[OverBudget, bool]:
-        """Return how trees above the budget are cut in training, and whether that needs a scoring pass.
-
-        Raises RecipeError if ``batch.over_budget`` is not possible with the recipe's objective.
-        """
+        """Return how trees above the budget are cut, and whether that needs a scoring pass; see ``choose_cutting``."""
         if self.recipe is None:
             return "repeat", False
-        from mcore_prefix_tree.settings.over_budget import choose_cutting
+        from mcore_prefix_tree.settings.sample_source import choose_cutting
 
         return choose_cutting(self.recipe.batch.over_budget, self.objective)[:2]
 
     def read(self, limits: Mapping[str, int] | None = None) -> Samples:
         """Read the files; report skipped samples on standard error.
 
-        ``limits`` are the largest numbers of tokens of a sample, by the name of the setting.
-
-        Raises:
-            SampleError: bad data; names file, line and field.
-            ValueError: the tokenizer is unknown, or ``order`` or ``seed`` are given without the size of a step.
+        ``limits`` are the largest numbers of tokens of a sample, by the name of the setting. Raises SampleError for bad
+        data, ValueError for an unknown tokenizer, or an ``order`` or ``seed`` without the size of a step.
         """
         from mcore_prefix_tree.data import DEFAULT_TOKENIZER, FieldNames, LineOptions, Skipped, iter_sample_groups
 
@@ -327,12 +305,7 @@ class Samples:
 
     @cached_property
     def work(self) -> ModelWork | None:
-        """Return the FLOPs of the recipe's model; None without a recipe.
-
-        Raises:
-            ValueError: neither the recipe nor a tokenizer gives a vocabulary size, or FLOPs cannot be counted with a
-                setting of the model.
-        """
+        """Return the FLOPs of the recipe's model, None without a recipe; raise ValueError if they cannot be counted."""
         from mcore_prefix_tree.plan import ModelWork
 
         recipe = self.options.recipe
@@ -375,10 +348,7 @@ class Samples:
     def order(self) -> SampleOrder | None:
         """Return the order in which training takes the samples; None if the size of a step is not known.
 
-        A step takes no sample twice, also if one of training is larger than the files.
-
-        Raises:
-            SampleError, RecipeError: training with the recipe rejects the groups or their number.
+        Raises SampleError or RecipeError if training with the recipe rejects the groups or their number.
         """
         return None if self.source is None else make_order(self.source, self.lines)
 

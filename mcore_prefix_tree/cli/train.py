@@ -19,8 +19,7 @@ def train(
     overrides: Annotated[list[str] | None, overrides_like("data.path=rollouts.jsonl")] = None,
     hf: HuggingFace = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue from the last complete checkpoint in checkpoint.save, or start."),
+        bool, typer.Option("--resume", help="Continue from the last complete checkpoint in checkpoint.save, or start.")
     ] = False,
     new_data: Annotated[
         bool,
@@ -41,9 +40,8 @@ def train(
         from rich.console import Console
 
         from mcore_prefix_tree.cli.console import ConsoleReporter
-        from mcore_prefix_tree.settings.command_checks import Task
 
-        loaded = load_job(recipe, overrides, Task.TRAIN, hf=hf, outputs=[partial(check_picture, plot)])
+        loaded = load_job(recipe, overrides, "train", hf=hf, outputs=[partial(check_picture, plot)])
         outlive_output()
         from mcore_prefix_tree.mcore.loop.jobs import VerificationError, run_train
         from mcore_prefix_tree.mcore.loop.session import EndedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import closing
 from functools import partial
 from typing import Annotated
 
@@ -22,8 +23,7 @@ def verify(
     overrides: Annotated[list[str] | None, overrides_like("model.dtype=float64")] = None,
     hf: HuggingFace = None,
     megatron_lm_path: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Without RECIPE: a checkout of Megatron-LM to check, too."),
+        str | None, typer.Option(metavar="DIR", help="Without RECIPE: a checkout of Megatron-LM to check, too.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -41,21 +41,16 @@ def verify(
         return
     if megatron_lm_path is not None:
         raise ValueError("--megatron-lm-path goes with no RECIPE: mcore-prefix-tree verify --megatron-lm-path DIR")
-    from mcore_prefix_tree.settings.command_checks import Task
-
-    loaded = load_job(recipe, overrides, Task.VERIFY, hf=hf)
+    loaded = load_job(recipe, overrides, "verify", hf=hf)
     from rich.console import Console
 
     from mcore_prefix_tree.cli.console import ConsoleReporter, print_verified
     from mcore_prefix_tree.mcore.loop.jobs import run_once, verify_first
 
     # Standard output is for the result.
-    reporter = ConsoleReporter(Console(stderr=True))
-    try:
+    with closing(ConsoleReporter(Console(stderr=True))) as reporter:
         work = partial(verify_first, progress=partial(reporter.comparing, "verify"))
         report, is_main = run_once(loaded, work)
-    finally:
-        reporter.close()
     if is_main and as_json:
         print(json.dumps(report.to_json()))
     elif is_main:
@@ -67,12 +62,8 @@ def verify(
 def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
     """Print the upstream names that each room lacks or finds different; return whether nothing is missing.
 
-    ``megatron_lm_path`` is a checkout to check with its own megatron-core; None checks only the installed
-    megatron-core.
-
-    Raises:
-        ValueError: the path holds no Megatron-LM, or its ``pretrain()`` has an unknown form.
-        ImportError: the seam, without which nothing else can be checked, lacks something.
+    ``megatron_lm_path`` is a checkout to check with its own megatron-core. Raises ValueError if it is none, or if its
+    ``pretrain()`` has an unknown form; ImportError if the seam, without which nothing can be checked, lacks something.
     """
     quiet_upstream()
     if megatron_lm_path is not None:
@@ -96,7 +87,7 @@ def show_installed(megatron_lm_path: str | None, *, as_json: bool) -> bool:
         return whole
     from rich.console import Console
 
-    from mcore_prefix_tree.cli.terminal import grid, say_line
+    from mcore_prefix_tree.cli.console import grid, say_line
 
     console = Console()
     said = "a tested series" if tested else f"which no test has seen; {compat.SUPPORTED}"

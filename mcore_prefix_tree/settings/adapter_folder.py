@@ -117,12 +117,8 @@ def layers_with(model: HuggingFaceFolder, lora: LoraConfig) -> list[str]:
     return found
 
 
-def with_adapter(content: Any) -> tuple[Any, list[str]]:
+def with_adapter(content: dict[Any, Any], model: dict[Any, Any], path: str) -> tuple[dict[Any, Any], list[str]]:
     """Return a recipe's content with the settings of ``model.adapter``, and the contradictions; raises as ``read``."""
-    model = content.get("model") if isinstance(content, dict) else None
-    path = model.get("adapter") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(path, str):
-        return content, []
     lora, options = AdapterFolder.read(path).lora, model.get("lora") or {}
     if not isinstance(options, dict):
         return content, []

@@ -22,6 +22,7 @@ from mcore_prefix_tree.objectives import (
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import DataConfig, ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.teachers import teacher_recipes
+from mcore_prefix_tree.utils.errors import naming
 from mcore_prefix_tree.xtoken.modes import Reads
 from mcore_prefix_tree.xtoken.pairs import Pairing
 from mcore_prefix_tree.xtoken.projection_file import read_projection
@@ -77,9 +78,7 @@ def check_teachers_named(objective: Objective, given: ObjectiveConfig, *, fused_
 def make_bound_objective(recipe: Recipe) -> Objective:
     """Return a recipe's objective, for one across tokenizers with tokenizers and projections.
 
-    Raises:
-        RecipeError: a tokenizer, a projection or a teacher's recipe is missing, or does not fit.
-        ValueError, OSError: a tokenizer or a file cannot be read; names it.
+    Raises RecipeError for one that is missing or does not fit, ValueError or OSError for one that cannot be read.
     """
     settings = make_settings(recipe.objective)
     if not isinstance(settings, CrossTokenizer):
@@ -97,7 +96,7 @@ def make_bound_objective(recipe: Recipe) -> Objective:
                 f"objective.options.top_k={settings.top_k} is more than the {side.teacher_size} tokens of the teacher; "
                 "unset it to compare all"
             )
-    try:
+    with naming("objective.options: ", RecipeError):
         return BoundCrossTokenizer(
             settings=settings,
             sides=tuple(sides),
@@ -105,17 +104,12 @@ def make_bound_objective(recipe: Recipe) -> Objective:
             pad_to_multiple_of=recipe.padding.multiple,
             block_rows=recipe.head_chunk_rows,
         )
-    except ValueError as error:
-        raise RecipeError(f"objective.options: {error}") from None
 
 
 def make_pairing(
     settings: CrossTokenizer, student: ChatTokenizer, path: str, data: DataConfig, model: ModelConfig
 ) -> Pairing:
-    """Return the pairing of a student's samples with those of a teacher, by two sections of its recipe at ``path``.
-
-    Raises RecipeError or ValueError as :func:`make_bound_objective`.
-    """
+    """Return the pairing of a student's samples with those of a teacher, by two sections of its recipe at ``path``."""
     limits = {}
     if model.position_embedding_type == "learned_absolute":
         limits[f"model.max_position_embeddings of {path}"] = model.max_position_embeddings

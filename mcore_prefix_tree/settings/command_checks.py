@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from enum import Enum, auto
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.tokenizers import check_tokenizer_named
@@ -29,22 +28,13 @@ from mcore_prefix_tree.settings.teachers import (
     parallel_of_teachers,
     teacher_recipes,
 )
+from mcore_prefix_tree.utils.errors import naming
 from mcore_prefix_tree.utils.inputs import local_path
 from mcore_prefix_tree.utils.launchers import is_first_rank
 from mcore_prefix_tree.utils.versions import install_command
 
-
-class Task(Enum):
-    """Work of a command on a recipe, which decides what is checked of it."""
-
-    VERIFY = auto()
-    MEASURE = auto()
-    TRAIN = auto()
-    SCORE = auto()
-    EXPORT = auto()
-    EXPORT_TEACHER = auto()
-
-
+# Work of a command on a recipe, which decides what is checked of it.
+Task = Literal["verify", "measure", "train", "score", "export", "export teacher"]
 # Of a recipe whose model runs on the samples.
 _SAMPLES: tuple[Callable[[Any], object], ...] = (
     lambda recipe: parallel_of_teachers(recipe.objective, recipe.parallel),
@@ -84,9 +74,9 @@ _STEPS: tuple[Callable[[Any], object], ...] = (
     *_SAMPLES,
 )
 CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
-    Task.VERIFY: _SAMPLES,
-    Task.MEASURE: _STEPS,
-    Task.TRAIN: (
+    "verify": _SAMPLES,
+    "measure": _STEPS,
+    "train": (
         *_STEPS,
         lambda recipe: _check_teachers(recipe.objective, across_tokenizers=False),
         lambda recipe: _check_asked_teachers(recipe),
@@ -96,7 +86,7 @@ CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
         lambda recipe: _check_package("wandb", recipe.log.wandb),
         lambda recipe: check_new(recipe.checkpoint.export_hf, f"checkpoint.export_hf={recipe.checkpoint.export_hf}"),
     ),
-    Task.SCORE: (
+    "score": (
         *_SAMPLES,
         lambda recipe: _refuse(
             recipe.checkpoint.save is None and recipe.model.hf is None,
@@ -104,12 +94,12 @@ CHECKS: Mapping[Task, tuple[Callable[[Any], object], ...]] = {
         ),
         lambda recipe: _check_saved(recipe.checkpoint.save),
     ),
-    Task.EXPORT: (
+    "export": (
         lambda recipe: _refuse(recipe.model.hf is None, "export needs model.hf, whose format it writes; set it"),
         lambda recipe: _refuse(recipe.checkpoint.save is None, "export needs checkpoint.save; set it"),
         lambda recipe: _check_saved(recipe.checkpoint.save),
     ),
-    Task.EXPORT_TEACHER: (lambda recipe: resolve_paths(recipe.data.path),),
+    "export teacher": (lambda recipe: resolve_paths(recipe.data.path),),
 }
 
 
@@ -139,10 +129,8 @@ def _check_teacher(path: str) -> None:
     if not (Path(path) / CONFIG).is_file():
         load_recipe(path)
         return
-    try:
+    with naming("objective.teacher_recipe: ", RecipeError):
         HuggingFaceFolder.read(path)
-    except ValueError as error:
-        raise RecipeError(f"objective.teacher_recipe: {error}") from None
 
 
 def _check_tokenizer(name: str | None, chat_template_kwargs: Mapping[str, Any]) -> None:
@@ -164,10 +152,8 @@ def _refuse(is_wrong: bool, sentence: str) -> None:
 def check_metrics(path: str | None, inputs: Collection[str]) -> None:
     """Check that ``log.metrics`` replaces no file that a command reads; raises RecipeError."""
     if path is not None and Path(path).exists():
-        try:
+        with naming("log.metrics=", RecipeError):
             check_output(path, inputs)
-        except ValueError as error:
-            raise RecipeError(f"log.metrics={error}") from None
 
 
 def _check_package(name: str, value: str | None) -> None:

@@ -13,22 +13,16 @@ from typing import Any
 Allowed = Mapping[str, tuple[Any, ...] | range]
 # Megatron-Core does not normalise the score of a single expert.
 _ABOVE_ONE = range(2, sys.maxsize)
-# Scores of experts are normalised, and rotary channels interleaved; queries without a latent would get another norm.
-_LATENT: Allowed = {
-    "norm_topk_prob": (True,),
-    "num_experts_per_tok": _ABOVE_ONE,
-    "q_lora_rank": range(1, sys.maxsize),
-    "rope_interleave": (True,),
-}
+# Scores of experts are normalised.
+_EXPERTS: Allowed = {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE}
+# Queries without a latent would get another norm.
+_LATENT: Allowed = {**_EXPERTS, "q_lora_rank": range(1, sys.maxsize)}
+# Rotary channels are interleaved.
+_INTERLEAVED: Allowed = {**_LATENT, "rope_interleave": (True,)}
 # By model_type, the settings that the layers do not read as transformers does, with the values that give its results.
 COMPARED: dict[str, Allowed] = {
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": {
-        "norm_topk_prob": (True,),
-        "num_experts_per_tok": _ABOVE_ONE,
-        "q_lora_rank": range(1, sys.maxsize),
-        "tie_word_embeddings": (False,),
-    },
+    "deepseek_v3": _INTERLEAVED,
+    "deepseek_v32": {**_LATENT, "tie_word_embeddings": (False,)},
     "gemma3_text": {
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
@@ -42,15 +36,9 @@ COMPARED: dict[str, Allowed] = {
         "top_k_experts": _ABOVE_ONE,
         "use_bidirectional_attention": (None, "vision"),
     },
-    "glm4_moe": {"norm_topk_prob": (True,), "num_experts_per_tok": _ABOVE_ONE},
-    "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": {
-        "norm_topk_prob": (True,),
-        "num_experts_per_tok": _ABOVE_ONE,
-        "q_lora_rank": range(1, sys.maxsize),
-        "rope_type": ("default",),
-        "tie_word_embeddings": (False,),
-    },
+    "glm4_moe": _EXPERTS,
+    "glm4_moe_lite": _INTERLEAVED,
+    "glm_moe_dsa": {**_LATENT, "rope_type": ("default",), "tie_word_embeddings": (False,)},
     "gpt_oss": {  # constants in Megatron-Bridge's source
         "swiglu_limit": (7.0,),
         "swiglu_alpha": (1.702,),
@@ -76,14 +64,13 @@ COMPARED: dict[str, Allowed] = {
     "minimax_m2": {"num_experts_per_tok": _ABOVE_ONE},
     "mistral": {"hidden_act": ("silu",)},
     "nemotron_h": {
+        **_EXPERTS,
         "attention_bias": (False,),
         "conv_kernel": (4,),
         "layer_norm_epsilon": (1e-5,),  # the norm behind the scan has no other in Megatron-Core
         "mamba_hidden_act": ("silu",),
         "mlp_bias": (False,),
         "mlp_hidden_act": ("relu2",),
-        "norm_topk_prob": (True,),
-        "num_experts_per_tok": _ABOVE_ONE,
         "residual_in_fp32": (False,),
         "tie_word_embeddings": (False,),
         "time_step_min": (0.001,),  # transformers raises steps to it; Megatron-Core and vLLM do not
@@ -96,13 +83,7 @@ COMPARED: dict[str, Allowed] = {
     "qwen3_5_moe_text": {"hidden_act": ("silu",), "num_experts_per_tok": _ABOVE_ONE},
     "qwen3_5_text": {"hidden_act": ("silu",)},
     "qwen3_moe": {},
-    "qwen3_next": {
-        "decoder_sparse_step": (1,),
-        "hidden_act": ("silu",),
-        "mlp_only_layers": ([],),
-        "norm_topk_prob": (True,),
-        "num_experts_per_tok": _ABOVE_ONE,
-    },
+    "qwen3_next": {**_EXPERTS, "decoder_sparse_step": (1,), "hidden_act": ("silu",), "mlp_only_layers": ([],)},
 }
 # Of Gemma 4 without experts, by other layers of Megatron-Bridge: the norm of its values has a constant.
 WITHOUT_EXPERTS: Allowed = {

@@ -211,12 +211,8 @@ def _read_folder(folder: Path) -> HuggingFaceFolder:
     return model
 
 
-def with_folder(content: Any) -> tuple[Any, list[str]]:
+def with_folder(content: dict[Any, Any], model: dict[Any, Any], path: str) -> tuple[dict[Any, Any], list[str]]:
     """Return a recipe's content with the settings of ``model.hf``, and the contradictions; raises as ``read``."""
-    model = content.get("model") if isinstance(content, dict) else None
-    path = model.get("hf") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(path, str):
-        return content, []
     folder = HuggingFaceFolder.read(path)
     faults: list[str] = []
     if folder.sizes.keys() | _OF_CHECKPOINTS <= model.keys():

@@ -36,6 +36,8 @@ _MISSING = "???"
 _Scanner: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one is slow on deep nesting
 # How names of data end; JSON is YAML too.
 _SAMPLES = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet", ".arrow", ".feather")
+_Content = dict[Any, Any]
+_Fill = Callable[[_Content, _Content, str], tuple[_Content, list[str]]]
 _UNREADABLE = (OmegaConfBaseException, YAMLError, OSError, RecursionError, TypeError, ValueError)
 
 
@@ -54,10 +56,10 @@ def load_recipe(
             contradictions, then files.
     """
     content, faults, unread = _parse(str(path), overrides)
-    content, of_model, of_hf = _fill_in("model.hf", with_folder, content)
+    content, of_model, of_hf = _fill_in("hf", with_folder, content)
     if of_hf:
         unread |= {f"model.{key}" for key in SIZES}
-    content, of_lora, of_adapter = _fill_in("model.adapter", with_adapter, content)
+    content, of_lora, of_adapter = _fill_in("adapter", with_adapter, content)
     recipe, own = _validate(content, unread)
     own += of_model + of_lora
     of_command = collect_faults(partial(check, recipe) for check in checks)
@@ -76,15 +78,16 @@ def load_recipe(
     return recipe
 
 
-def _fill_in(
-    setting: str, fill: Callable[[Any], tuple[Any, list[str]]], content: Any
-) -> tuple[Any, list[str], list[str]]:
-    """Return the content with a folder's settings, the contradictions, and why the folder cannot be read."""
+def _fill_in(key: str, fill: _Fill, content: _Content) -> tuple[_Content, list[str], list[str]]:
+    """Return the content with the settings of ``model``'s folder, the contradictions, and why it cannot be read."""
+    model = content.get("model")
+    if not isinstance(model, dict) or not isinstance(path := model.get(key), str):
+        return content, [], []
     try:
-        content, faults = fill(content)
+        content, faults = fill(content, model, path)
     except (OSError, ValueError) as error:
-        return content, [], [f"{setting}: {_one_line(error)}"]
-    return content, [f"{setting}: {fault}" for fault in faults], []
+        return content, [], [f"model.{key}: {_one_line(error)}"]
+    return content, [f"model.{key}: {fault}" for fault in faults], []
 
 
 def _validate(content: Any, unread: Collection[str]) -> tuple[Recipe, list[str]]:
@@ -201,7 +204,8 @@ def _replace_warmup(content: dict[Any, Any], changes: Sequence[Any]) -> None:
         options.pop("lr_warmup_fraction" if steps else "lr_warmup_steps", None)
 
 
-def _read_override(override: str) -> DictConfig:
+def _override(recipe: DictConfig, override: str, changes: list[DictConfig]) -> None:
+    """Change a recipe, which nobody else has, rather than copy all of it for each override; note the change."""
     if "=" not in override or not all(override.partition("=")[0].split(".")):
         raise RecipeError(f"{override!r} is not an override; write key=value, for example train_iters=10")
     key, _, value = override.partition("=")
@@ -210,18 +214,10 @@ def _read_override(override: str) -> DictConfig:
         value = json.dumps(value)
     try:
         _check_scalars(value)
-        return OmegaConf.from_dotlist([f"{key}={value}"])
+        change = OmegaConf.from_dotlist([f"{key}={value}"])
+        OmegaConf.unsafe_merge(recipe, change)
     except UnicodeEncodeError:
         raise RecipeError(f"override {_short(override)!r} is not UTF-8; rename the file that it names") from None
-    except _UNREADABLE as error:
-        raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
-
-
-def _override(recipe: DictConfig, override: str, changes: list[DictConfig]) -> None:
-    """Change a recipe, which nobody else has, rather than copy all of it for each override; note the change."""
-    change = _read_override(override)
-    try:
-        OmegaConf.unsafe_merge(recipe, change)
     except _UNREADABLE as error:
         raise RecipeError(f"override {_short(override)!r}: {_one_line(error)}") from error
     changes.append(change)

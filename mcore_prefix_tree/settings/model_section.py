@@ -149,11 +149,8 @@ class ModelConfig(Section):
         pattern = self.hybrid_layer_pattern
         if pattern is None:
             return
-        where, letters, depths = (
-            f"model.hybrid_layer_pattern={pattern!r}",
-            layer_letters(pattern),
-            depth_letters(pattern),
-        )
+        where = f"model.hybrid_layer_pattern={pattern!r}"
+        letters, depths = layer_letters(pattern), depth_letters(pattern)
         if unknown := set(letters).union(*depths) - PATTERN_PARTS.keys():
             raise ValueError(f"{where} has the letter {min(unknown)}; Megatron knows {' '.join(PATTERN_PARTS)}")
         if len(letters) != self.num_layers:

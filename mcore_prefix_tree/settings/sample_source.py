@@ -1,14 +1,16 @@
-"""A recipe's samples: their conversion from lines, and the order in which steps take them."""
+"""A recipe's samples: their conversion from lines, the order in which steps take them, and how trees are cut."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from mcore_prefix_tree.data import FieldNames, LineOptions, Ranks, load_tokenizer
 from mcore_prefix_tree.data.source import Source
 from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.settings.model_section import ModelConfig
 from mcore_prefix_tree.settings.sections import BatchConfig, ObjectiveConfig, Recipe, RecipeError
+from mcore_prefix_tree.utils.choices import OverBudget
 
 
 def make_source(
@@ -90,3 +92,41 @@ def _vocab_size(model: ModelConfig, tokenizer_size: int | None) -> int:
             f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer_size}; raise it or unset it"
         )
     return size or tokenizer_size or 0
+
+
+class Cutting(NamedTuple):
+    """Way to cut trees above the budget; see :class:`~mcore_prefix_tree.mcore.engine.folding.Folding`."""
+
+    over_budget: OverBudget = "repeat"
+    scores_first: bool = False
+    why_repeat: str = ""
+
+
+def choose_cutting(asked: OverBudget, objective: Objective | None, *, runs_ahead: bool = True) -> Cutting:
+    """Return the way to cut; without an objective, samples are only scored.
+
+    ``runs_ahead`` is whether the loop can run a pass before a step. Raises RecipeError if training cannot ``carry``.
+    """
+    if asked == "repeat":
+        return Cutting(why_repeat="batch.over_budget=repeat")
+    if objective is None:
+        return Cutting(asked)
+    why = why_not_carried(objective, runs_ahead=runs_ahead)
+    if why is None:
+        return Cutting(asked, scores_first=not objective.sums_edges)
+    if asked == "carry":
+        raise RecipeError(f"batch.over_budget=carry is not possible: {why}; set batch.over_budget=repeat")
+    return Cutting(why_repeat=why)
+
+
+def why_not_carried(objective: Objective, *, runs_ahead: bool = True) -> str | None:
+    """Return why the samples of training are not cut, None if they can be; see :func:`choose_cutting`."""
+    if not (objective.sums_edges or objective.reads_scores):
+        return "the objective reads more of whole samples than scores of tokens"
+    if not (objective.sums_edges or runs_ahead):
+        return (
+            "the objective's loss needs a pass before the step, which pipeline stages run under "
+            "mcore_prefix_tree.pretrain_gpt with Megatron-LM core_v0.19.0 or later, and virtual ones without "
+            "--microbatch-group-size-per-virtual-pipeline-stage"
+        )
+    return None

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from mcore_prefix_tree.data.fields import check_names
-from mcore_prefix_tree.utils.errors import format_error
+from mcore_prefix_tree.utils.errors import Mistakes
 from mcore_prefix_tree.utils.inputs import HUB, MOST, local_path
 
 # The type of an error whose sentence quotes the value.
@@ -90,17 +90,11 @@ class Section:
 
 def collect_faults(checks: Iterable[Check]) -> list[str]:
     """Run checks, and return the sentences of those that fail; one that reads an invalid key is skipped."""
-    return [fault for fault in map(_find_fault, checks) if fault is not None]
-
-
-def _find_fault(check: Check) -> str | None:
-    try:
-        check()
-    except InvalidKeyError:
-        return None
-    except (ValueError, OSError, ImportError) as error:
-        return format_error(error)
-    return None
+    mistakes = Mistakes()
+    for check in checks:
+        with suppress(InvalidKeyError):
+            mistakes.check(check)
+    return mistakes.sentences
 
 
 def broken_rules(section: Section) -> list[str]:
@@ -117,8 +111,7 @@ def _broken(section: Section) -> list[str]:
 def keep_valid(kind: Any, value: Any) -> Any:
     """Return a value of a type; for a section with invalid keys, one in which reading them raises InvalidKeyError.
 
-    Raises:
-        ValidationError: the value is neither of the type nor a mapping of a section's keys.
+    Raises ValidationError if the value is neither of the type nor a mapping of a section's keys.
     """
     try:
         return TypeAdapter(kind).validate_python(value)

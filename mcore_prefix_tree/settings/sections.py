@@ -31,6 +31,7 @@ from mcore_prefix_tree.settings.section import (
 )
 from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.utils.choices import OnError, Order, OverBudget, Share
+from mcore_prefix_tree.utils.errors import naming
 
 if TYPE_CHECKING:
     from mcore_prefix_tree.objectives import Objective
@@ -171,7 +172,6 @@ class BatchConfig(Section):
 
     @property
     def sharing(self) -> Sharing:
-        """Return which common prefixes are shared."""
         return Sharing(
             share=self.share,
             min_shared_tokens=self.min_shared_tokens,
@@ -180,11 +180,9 @@ class BatchConfig(Section):
 
     def padding(self, multiple: int) -> Padding:
         """Return the sizes that micro-batches are padded to, each a multiple of a number; raises RecipeError."""
-        try:
+        with naming("batch.length_buckets: ", RecipeError):
             padding = Padding(multiple=multiple, buckets=tuple(self.length_buckets or ()))
             padding.check_holds(self.max_tokens)
-        except ValueError as error:
-            raise RecipeError(f"batch.length_buckets: {error}") from None
         return padding
 
     @property
@@ -224,7 +222,6 @@ class ObjectiveConfig(Section):
 
     @property
     def teacher_recipes(self) -> list[str]:
-        """Return the recipes of all teachers."""
         return [given] if isinstance(given := self.teacher_recipe, str) else given or []
 
     @property

@@ -12,23 +12,14 @@ from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.load import load_recipe
 from mcore_prefix_tree.settings.model_section import ModelConfig
-from mcore_prefix_tree.settings.sections import (
-    CheckpointConfig,
-    ObjectiveConfig,
-    ParallelConfig,
-    Recipe,
-    RecipeError,
-)
+from mcore_prefix_tree.settings.sections import CheckpointConfig, ObjectiveConfig, ParallelConfig, Recipe, RecipeError
 
 
 def teacher_recipes(student: Recipe) -> list[tuple[str, Recipe]]:
     """Return the teachers of a job: each path that it names, and its recipe.
 
     A Hugging Face folder stands for its weights and its own tokenizer, with the student's precision, layers and
-    attention back-end.
-
-    Raises:
-        RecipeError: see :func:`load_recipe` and :meth:`HuggingFaceFolder.read`.
+    attention back-end. Raises RecipeError as :func:`load_recipe` and :meth:`HuggingFaceFolder.read` do.
     """
     return [
         (
@@ -52,9 +43,8 @@ def check_asked_teachers(
 ) -> None:
     """Check that each step can ask the teachers of a student, which has this model and ``batch.max_tokens``.
 
-    Raises:
-        RecipeError: a teacher has a scalar head, names no weights, or with the student's tokenizer has another
-            vocabulary or shorter positions.
+    Raises RecipeError if a teacher has a scalar head or names no weights, or if one with the student's tokenizer has
+    another vocabulary or shorter positions.
     """
     for path, teacher in teachers:
         setting, name = f"objective.teacher_recipe={path}", teacher.objective.name
@@ -92,10 +82,7 @@ def _check_positions(teacher: ModelConfig, student: ModelConfig, limits: dict[st
 
 
 def list_teacher_inputs(objective: ObjectiveConfig) -> list[str]:
-    """Return the files, globs and folders that the teachers' recipes name.
-
-    A recipe that cannot be read has none here; :func:`teacher_recipes` rejects it.
-    """
+    """Return the files, globs and folders that the teachers' recipes name; one that cannot be read has none here."""
     inputs: list[str] = []
     for path in objective.teacher_recipes:
         if not Path(path).is_dir():

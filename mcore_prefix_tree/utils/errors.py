@@ -80,9 +80,14 @@ class Mistakes:
     def __bool__(self) -> bool:
         return bool(self._errors)
 
+    @property
+    def sentences(self) -> list[str]:
+        """Return each error in one line, once."""
+        return list(dict.fromkeys(map(format_error, self._errors)))
+
     def report(self) -> None:
         """Raise the collected error, or ValueError with several in one sentence."""
-        sentences = list(dict.fromkeys(format_error(error) for error in self._errors))
+        sentences = self.sentences
         if len(sentences) == 1:
             raise self._errors[0]
         if sentences:
@@ -110,6 +115,15 @@ def spell(sentence: str, spellings: Mapping[str, str]) -> str:
         return sentence
     keys = "|".join(re.escape(key) for key in sorted(spellings, key=len, reverse=True))
     return re.sub(rf"(?<![\w./-])(?<!\bits )({keys})(?!\w)", lambda key: spellings[key[1]], sentence)
+
+
+@contextmanager
+def naming(setting: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Begin the sentence of a ValueError with the setting that it is about, and raise it as ``kind``."""
+    try:
+        yield
+    except ValueError as error:
+        raise kind(f"{setting}{error}") from None
 
 
 @contextmanager

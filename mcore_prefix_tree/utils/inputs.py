@@ -115,7 +115,10 @@ def read_text(path: PathLike) -> str:
 
 def parse_json(text: str) -> Any:
     """Return the value of an option in JSON; raises ValueError too if an object has a key twice."""
-    return json.loads(text, object_pairs_hook=_object)
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{text!r:.60} is not JSON ({error})") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

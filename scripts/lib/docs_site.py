@@ -36,7 +36,7 @@ FILES = {
 # Files and folders of the repository that become pages.
 PAGES_OF = {source: page for page, source in FILES.items()} | {
     "mcore_prefix_tree/settings/sections.py": "reference/recipe.md",
-    "mcore_prefix_tree/arguments/group.py": "reference/command-line.md",
+    "mcore_prefix_tree/arguments/flags.py": "reference/command-line.md",
     "mcore_prefix_tree/objectives": "reference/objectives.md",
     "docs": "index.md",
 }
@@ -159,7 +159,7 @@ def command_page() -> str:
     """Return the page of our commands, and of the arguments under Megatron-LM."""
     import typer
 
-    from mcore_prefix_tree.arguments.group import add_argument_group
+    from mcore_prefix_tree.arguments.flags import add_argument_group
     from mcore_prefix_tree.cli.main import app
 
     parts = ["# Command line", "Written from the commands; `mcore-prefix-tree COMMAND --help` prints the same."]

@@ -12,7 +12,7 @@ import pytest
 import typer
 from pages import PAGES, ROOT, anchors_of, commands_of, fences_of, inline_of, links_of, name_of, prose_of
 
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.cli.main import app
 from mcore_prefix_tree.settings import Recipe, load_recipe
 

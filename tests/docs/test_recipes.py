@@ -12,7 +12,7 @@ import pytest
 from recipe_launches import LAUNCH, RECIPES, ROOT, SIZES, Call, launch, slurm
 from torch.distributed.run import parse_args as parse_torchrun
 
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.settings import load_recipe
 
 SHELL_FILES = sorted([*RECIPES, *LAUNCH.iterdir()])

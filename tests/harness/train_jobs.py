@@ -21,7 +21,7 @@ from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.loop.jobs import run_train
 from mcore_prefix_tree.settings import Recipe, load_recipe
-from mcore_prefix_tree.settings.command_checks import CHECKS, Task
+from mcore_prefix_tree.settings.command_checks import CHECKS
 
 VOCAB = 64
 BATCH = 6
@@ -135,7 +135,7 @@ def train(
 ) -> Notes:
     """``run_train`` in this process; ``stop_after`` interrupts it as Ctrl-C after that step would."""
     notes = Notes(stop_after=stop_after)
-    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, CHECKS[Task.TRAIN])
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides, CHECKS["train"])
     try:
         run_train(loaded, notes, resume=resume, new_data=new_data)
     except KeyboardInterrupt:

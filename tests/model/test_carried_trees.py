@@ -42,7 +42,7 @@ from mcore_prefix_tree.objectives import Objective, add_means, make_objective
 from mcore_prefix_tree.objectives.metrics import NO_SAMPLE
 from mcore_prefix_tree.plan.carry import make_chunks
 from mcore_prefix_tree.settings import RecipeError
-from mcore_prefix_tree.settings.over_budget import Cutting, choose_cutting, why_not_carried
+from mcore_prefix_tree.settings.sample_source import Cutting, choose_cutting, why_not_carried
 from mcore_prefix_tree.signals import Signals
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]

@@ -10,7 +10,7 @@ from harness.commands import run_command
 from harness.train_jobs import rows, write_job
 
 from mcore_prefix_tree.settings import RecipeError, command_checks, load_recipe
-from mcore_prefix_tree.settings.command_checks import CHECKS, Task
+from mcore_prefix_tree.settings.command_checks import CHECKS
 
 LATENT = "model.transformer.multi_latent_attention=true model.num_query_groups=null"
 YARN = (
@@ -184,9 +184,9 @@ def test_loading_for_a_task_reports_all_mistakes(job: Path) -> None:
         "nope.jsonl: no",
     )
     for task, sentences in (
-        (Task.TRAIN, [warm_up, buckets, files]),
-        (Task.VERIFY, [buckets, files]),
-        (Task.SCORE, [buckets, files]),
+        ("train", [warm_up, buckets, files]),
+        ("verify", [buckets, files]),
+        ("score", [buckets, files]),
     ):
         with pytest.raises(RecipeError) as error:
             load_recipe(job, overrides, CHECKS[task])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from pathlib import Path
@@ -119,6 +120,12 @@ def test_a_folder_with_something_else_than_files_is_not_opened(tmp_path: Path) -
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"b": {"a": 1, "c": 2, "a": 3}}', '[{"a": 1, "a": 2}]'])
 def test_json_with_a_key_twice_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the key 'a' is there twice; remove one"):
+        inputs.parse_json(text)
+
+
+@pytest.mark.parametrize("text", ["{", "", "{'a': 1}", "[" * 100_000], ids=["cut", "empty", "quotes", "deep"])
+def test_text_that_is_not_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{text!r:.60} is not JSON (")):
         inputs.parse_json(text)
 
 

@@ -16,7 +16,7 @@ from harness.hf_sources import CONFIG, hf_recipe, write_config, write_tensors
 
 from mcore_prefix_tree.cli.options import with_hf
 from mcore_prefix_tree.settings import RecipeError, load_recipe
-from mcore_prefix_tree.settings.command_checks import CHECKS, Task
+from mcore_prefix_tree.settings.command_checks import CHECKS
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
 
 HAS_BRIDGE = sys.version_info >= (3, 12) and importlib.util.find_spec("megatron.bridge") is not None
@@ -102,7 +102,7 @@ def test_unreadable_folder_is_the_only_mistake(tmp_path: Path) -> None:
         "batch: {global_batch_size: 1, max_tokens: 8}, train_iters: 1}"
     )
     with pytest.raises(RecipeError) as caught:
-        load_recipe(tmp_path / "recipe.yaml", checks=CHECKS[Task.TRAIN])
+        load_recipe(tmp_path / "recipe.yaml", checks=CHECKS["train"])
     assert str(caught.value).partition(": ")[2].startswith(f"model.hf: {tmp_path}/gone is not a folder")
 
 

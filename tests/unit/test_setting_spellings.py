@@ -12,9 +12,8 @@ import pytest
 from pydantic.dataclasses import dataclass
 
 import mcore_prefix_tree
-from mcore_prefix_tree.arguments import flags, read_recipe
-from mcore_prefix_tree.arguments.flags import FLAGS, MEGATRON, SPELLINGS, Flag, add_flags
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments import flags
+from mcore_prefix_tree.arguments.flags import FLAGS, MEGATRON, SPELLINGS, Flag, add_argument_group, add_flags
 from mcore_prefix_tree.settings.section import find_setting
 from mcore_prefix_tree.settings.sections import BatchConfig, Recipe
 from mcore_prefix_tree.utils.errors import Mistakes, spell, spelled
@@ -69,11 +68,11 @@ def test_an_option_of_both_doors_is_a_field_and_a_row(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(flags, "Recipe", type("Recipe", (), {"__annotations__": {"batch": Batch}}))
     rows = (Flag("batch.cut"), Flag("batch.keep_order"))
-    monkeypatch.setattr(read_recipe, "_DESTS", {row.key: row.dest for row in rows})
+    monkeypatch.setattr(flags, "_DESTS", {row.key: row.dest for row in rows})
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument_group("prefix-tree"), rows)
     args = parser.parse_args(["--prefix-tree-cut", "along_paths", "--prefix-tree-no-keep-order"])
-    values = read_recipe.read_section(args, "batch")
+    values = flags.read_section(args, "batch")
     assert replace(Batch(max_tokens=8, global_batch_size=2), **values) == Batch(
         max_tokens=8, global_batch_size=2, cut="along_paths", keep_order=False
     )

@@ -32,7 +32,7 @@ def main(cases: Path, answers: Path) -> None:
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
     from megatron.training.global_vars import set_args
 
-    from mcore_prefix_tree.arguments.group import add_argument_group
+    from mcore_prefix_tree.arguments.flags import add_argument_group
     from mcore_prefix_tree.mcore.megatron_lm.argument_checks import checked_config
     from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model
 

@@ -32,7 +32,7 @@ from objective_oracles import (
 )
 from stock_teacher import chunk_loss
 
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data import iter_sample_groups
 from mcore_prefix_tree.data.batches import SampleOrder

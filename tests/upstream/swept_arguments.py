@@ -250,7 +250,7 @@ class Sweep:
             raise Megatrons(f"{type(error).__name__}: {error or asked}") from error
 
     def _added(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        from mcore_prefix_tree.arguments.group import add_argument_group
+        from mcore_prefix_tree.arguments.flags import add_argument_group
 
         return add_argument_group(parser)
 

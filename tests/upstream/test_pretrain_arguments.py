@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.arguments.refusals import (
     ArgumentError,
     check_arguments,

@@ -11,7 +11,7 @@ import pytest
 from megatron_lm import VARIABLE, require_checkout
 
 from mcore_prefix_tree.arguments.early import EarlyParser
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.utils.errors import Mistakes
 
 require_checkout(trains=False)

@@ -108,7 +108,7 @@ OTHER = [
     ("--prefix-tree-valid-data-path nope/*.jsonl", "nope/*.jsonl: this glob matches no file in "),
     ("--prefix-tree-max-tokens x", "argument --prefix-tree-max-tokens: 'x' is not a number of at most 2147483647"),
     ("--prefix-tree-chat-template-kwargs [3]", "argument --prefix-tree-chat-template-kwargs: '[3]' is not a JSON o"),
-    ("--prefix-tree-chat-template-kwargs {", "argument --prefix-tree-chat-template-kwargs: '{' is not a JSON obj"),
+    ("--prefix-tree-chat-template-kwargs {", "argument --prefix-tree-chat-template-kwargs: '{' is not JSON (Expe"),
     ('--prefix-tree-fields {"grop":"a"}', "argument --prefix-tree-fields: 'grop' is not a field that samples have"),
     ("--log-throughput", "prefix-tree training does not support --log-throughput: it counts --seq-length tokens per"),
     ("--log-progress", "prefix-tree training does not support --log-progress: it counts --seq-length tokens per"),

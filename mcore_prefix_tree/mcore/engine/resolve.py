@@ -18,7 +18,7 @@ from mcore_prefix_tree.plan import CostModel, Measured, ModelWork
 from mcore_prefix_tree.plan.model_shape import trained_depths
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import Recipe
-from mcore_prefix_tree.settings.over_budget import choose_cutting
+from mcore_prefix_tree.settings.sample_source import choose_cutting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from mcore_prefix_tree.objectives.objective import SecondModels
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import ObjectiveConfig, Recipe, RecipeError
 from mcore_prefix_tree.settings.bind_objective import load_named_tokenizer, make_pairing, make_settings
-from mcore_prefix_tree.settings.over_budget import choose_cutting
+from mcore_prefix_tree.settings.sample_source import choose_cutting
 from mcore_prefix_tree.settings.score_section import TEACHER
 from mcore_prefix_tree.settings.teachers import check_asked_teachers, teacher_recipes
 from mcore_prefix_tree.trie import Sharing

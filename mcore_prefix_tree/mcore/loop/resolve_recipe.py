@@ -31,8 +31,7 @@ from mcore_prefix_tree.plan import ModelWork
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.settings import Recipe, RecipeError
 from mcore_prefix_tree.settings.hf_folder import HuggingFaceFolder
-from mcore_prefix_tree.settings.over_budget import choose_cutting
-from mcore_prefix_tree.settings.sample_source import make_source
+from mcore_prefix_tree.settings.sample_source import choose_cutting, make_source
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.flags import add_argument_group
 from mcore_prefix_tree.arguments.refusals import (
     APEX_MISSING,
     SPEC_EXAMPLE,
@@ -224,7 +224,7 @@ def check_machine(args: argparse.Namespace) -> None:
         ArgumentError: no launcher started the job; or see :func:`check_installed`.
         ValueError: there are fewer GPUs than ranks.
     """
-    check_launched(os.environ)
+    check_launched()
     if torch.cuda.is_available():
         check_gpus(os.environ, torch.cuda.device_count())
     check_installed(args)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from mcore_prefix_tree.arguments.flags import readable_arguments
-from mcore_prefix_tree.arguments.group import add_argument_group
+from mcore_prefix_tree.arguments.flags import add_argument_group, readable_arguments
 from mcore_prefix_tree.arguments.refusals import ArgumentError, check_checkpoint_args, check_checkpoints, check_unused
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.utils.os_signals import end_without_stacks

@@ -10,7 +10,7 @@ import torch
 from megatron.training import get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
-from mcore_prefix_tree.arguments.read_recipe import read_objective, read_recipe
+from mcore_prefix_tree.arguments.flags import read_objective, read_recipe
 from mcore_prefix_tree.arguments.refusals import has_scalar_head
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.mcore.engine.backend import resolve_backend

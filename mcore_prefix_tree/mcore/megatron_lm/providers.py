@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from megatron.training import get_args, get_timers, print_rank_0
 
-from mcore_prefix_tree.arguments.flags import SPELLINGS, readable_arguments
-from mcore_prefix_tree.arguments.read_recipe import read_recipe
+from mcore_prefix_tree.arguments.flags import SPELLINGS, read_recipe, readable_arguments
 from mcore_prefix_tree.data import FieldNames
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.source import Source

@@ -19,8 +19,7 @@ from megatron.training import print_rank_0
 from megatron.training.checkpointing import load_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_prefix_tree.arguments.flags import SPELLINGS
-from mcore_prefix_tree.arguments.read_recipe import read_objective, read_score
+from mcore_prefix_tree.arguments.flags import SPELLINGS, read_objective, read_score
 from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.cpu.emulation import enable_training
 from mcore_prefix_tree.data.fields import FieldNames

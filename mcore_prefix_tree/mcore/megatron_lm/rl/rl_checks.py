@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_prefix_tree.arguments.group import add_rl_argument_group
+from mcore_prefix_tree.arguments.flags import add_rl_argument_group
 from mcore_prefix_tree.arguments.refusals import ArgumentError, check_rl_arguments
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import as_config, check_machine, config_for_folding
 from mcore_prefix_tree.mcore.megatron_lm.command_line import CheckedParser
