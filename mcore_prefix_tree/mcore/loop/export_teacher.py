@@ -39,16 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[ScoreReport, bool]:
-    """Ask a student's teacher about the student's data, and write the samples with the teacher's rows.
+    """Ask the teacher of a student's recipe about its data, and write the samples with the teacher's rows.
 
     The teacher runs in the parallel layout of its own recipe. ``batch.global_batch_size`` samples of the student's
-    recipe are planned together.
-
-    Args:
-        recipe: recipe of the student, with ``objective.name: xtoken``.
-        output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with ``teacher``
-            (:class:`~mcore_prefix_tree.signals.Teacher`). The file appears once it is complete.
-        top_k: number of the likeliest tokens in a row.
+    recipe are planned together. The file, JSON Lines or a table by its name, appears once it is complete; each sample
+    has ``teacher`` (:class:`~mcore_prefix_tree.signals.Teacher`) with the ``top_k`` likeliest tokens in a row.
 
     Returns:
         The report of the written file, and whether this is the main rank, which writes.
@@ -101,16 +96,11 @@ def run_export(recipe: Recipe, output: str | Path, *, top_k: int) -> tuple[Score
                 if writer is None:
                     continue
                 report = report.with_step(step, scores)
-                rows = [
-                    replace(one.teacher, tokens=pair.teacher.tokens, tokenizer=pairing.teacher.hash)
-                    for pair, one in zip(pairs, scores, strict=True)
-                ]
-                writer.add(
-                    [
-                        make_row(pair.student, names) | {names.theirs(TEACHER): row}
-                        for pair, row in zip(pairs, rows, strict=True)
-                    ]
-                )
+                rows = []
+                for pair, one in zip(pairs, scores, strict=True):
+                    row = replace(one.teacher, tokens=pair.teacher.tokens, tokenizer=pairing.teacher.hash)
+                    rows.append(make_row(pair.student, names) | {names.theirs(TEACHER): row})
+                writer.add(rows)
         return report, is_main_rank()
 
 

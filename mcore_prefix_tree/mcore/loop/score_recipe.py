@@ -21,34 +21,12 @@ from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.score_section import REFERENCE, ScoreConfig
 
 
-def run_score(
-    recipe: Recipe,
-    output: str | Path,
-    *,
-    reference: str | Path | None = None,
-    all_tokens: bool = False,
-    entropy: bool = True,
-    teacher_top_k: int | None = None,
-    record_routes: bool = False,
-) -> tuple[ScoreReport, bool]:
+def run_score(recipe: Recipe, options: ScoreConfig) -> tuple[ScoreReport, bool]:
     """Score a recipe's data under its last checkpoint and write the samples with their scores, in the data's order.
 
     ``batch.global_batch_size`` samples, or ``batch.groups_per_step`` groups, at a time are planned together. A job with
-    ``data.order: file`` plans the steps of its first epoch in the same way.
-
-    Args:
-        recipe: recipe of the job; ``checkpoint.save`` is the folder of its checkpoints.
-        output: a file that ``data.path`` can name, JSON Lines or a table by its name: each sample with
-            ``old_logprobs``, ``entropy`` and ``ref_logprobs``, null for tokens that are not scored; a critic
-            writes ``values`` instead, a reward model the ``reward`` after the last token, a teacher ``teacher``. Fields
-            that are not read are kept as they are, and others have the names that ``data.fields`` gives them. The file
-            appears once it is complete.
-        reference: folder of another run's checkpoints of the same model, or a Hugging Face folder of the same
-            architecture; gives ``ref_logprobs``.
-        all_tokens: whether to score all tokens, not only those with a non-zero loss mask.
-        teacher_top_k: number of likeliest tokens to write of each prediction, if the model is a teacher to be distilled
-            from.
-        record_routes: whether to write ``routed_experts`` too, the experts that the policy chose.
+    ``data.order: file`` plans the steps of its first epoch in the same way. Fields that are not read are kept as they
+    are, and the columns have the names that ``data.fields`` gives them; of tokens that are not scored they hold null.
 
     Returns:
         The report of the written file, and whether this is the main rank, which writes.
@@ -59,22 +37,14 @@ def run_score(
     """
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
     kind = recipe.objective.kind
-    options = ScoreConfig(
-        output=str(output),
-        reference=None if reference is None else str(reference),
-        all_tokens=all_tokens,
-        entropy=entropy,
-        teacher_top_k=teacher_top_k,
-        record_routes=record_routes,
-    )
     try:
         options.check(kind, setting=f"objective.name={recipe.objective.name}", vocab_size=recipe.model.vocab_size)
     except ValueError as error:
         raise RecipeError(str(error)) from None
     main = options.column(kind)
     weights = {main: _policy(recipe.checkpoint, recipe.model, recipe.objective)}
-    if reference is not None:
-        weights[REFERENCE] = _reference(reference, recipe.model)
+    if options.reference is not None:
+        weights[REFERENCE] = _reference(options.reference, recipe.model)
     with session(recipe) as joined:
         names = {column: one.named() for column, one in weights.items()}
         objective = make_bound_objective(recipe)
@@ -100,7 +70,7 @@ def run_score(
             skipped=str(data.skipped) if data.skipped else "",
         )
         report = write_scores(
-            output,
+            options.output,
             data.order,
             models,
             make_readouts(options, kind, vocab_size=run.recipe.model.vocab_size, fused_head=recipe.fused_head),
@@ -117,13 +87,13 @@ def run_score(
 class _Weights:
     """Weights to score with: a folder of a run's checkpoints, or (``is_hf``) of a Hugging Face model."""
 
-    folder: str | Path
+    folder: str
     is_hf: bool = False
 
     def named(self) -> int | str:
         """Return the last iteration, or the name of the model's folder; raise RecipeError without a checkpoint."""
         if self.is_hf:
-            return str(self.folder)
+            return self.folder
         # A network folder shows another machine's last checkpoint late: all take the main rank's.
         last: int | str | None = everyone(checkpoint.latest_weights(self.folder))[0]
         if last is None and (Path(self.folder) / "metadata.json").is_file():
@@ -139,7 +109,7 @@ class _Weights:
         if self.is_hf and self.folder == model.hf:
             load_start(model, chunks)
         elif self.is_hf:
-            load_folder(str(self.folder), chunks)
+            load_folder(self.folder, chunks)
         else:
             checkpoint.load_weights(self.folder, name, chunks, model=model)
 
@@ -154,7 +124,7 @@ def _policy(checkpoints: CheckpointConfig, model: ModelConfig, objective: Object
     return _Weights(folder=hf, is_hf=True)
 
 
-def _reference(folder: str | Path, model: ModelConfig) -> _Weights:
+def _reference(folder: str, model: ModelConfig) -> _Weights:
     """Return a run's checkpoints, or a Hugging Face folder; raise RecipeError if its architecture differs."""
     if not (Path(folder) / CONFIG).is_file():
         return _Weights(folder=folder)

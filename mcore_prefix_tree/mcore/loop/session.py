@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,10 +62,8 @@ def session(recipe: Recipe) -> Iterator[Session]:
 
     Raises:
         NotImplementedError: folding cannot do the recipe's model or layout exactly; see :func:`check_config`.
-        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU on a machine
-            without one, or a machine has more ranks than GPUs.
-        ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file that holds something else.
-        OSError: the file of ``batch.calibration`` cannot be read.
+        RecipeError, ValueError: the recipe does not fit the ranks or their GPUs; or see :func:`adopt_ranks`.
+        ValueError, OSError: the file of ``batch.calibration`` holds something else, or cannot be read.
         LostRankError: another rank ended.
     """
     adopt_ranks(os.environ)
@@ -181,8 +179,7 @@ class EndRequest:
     """
 
     def __init__(self) -> None:
-        self._noted = 0
-        self._noted_at = 0.0
+        self._noted, self._noted_at = 0, 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> EndRequest:
@@ -190,9 +187,7 @@ class EndRequest:
             self._before = {number: signal.signal(number, self._note) for number in handled_signals()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -205,8 +200,8 @@ class EndRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._noted:
             self._noted, self._noted_at = number, time.monotonic()
-        elif (
-            number == signal.SIGINT and "RANK" not in os.environ and time.monotonic() - self._noted_at > _NEXT_CTRL_C_S
-        ):
+            return
+        is_second = time.monotonic() - self._noted_at > _NEXT_CTRL_C_S
+        if is_second and number == signal.SIGINT and "RANK" not in os.environ:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)

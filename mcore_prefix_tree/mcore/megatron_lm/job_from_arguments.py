@@ -74,16 +74,17 @@ def count_model_work(args: argparse.Namespace) -> ModelWork:
     )
 
 
-def check_backend(args: argparse.Namespace, config: Any) -> None:
-    """Raise ValueError if the job's back-end does not support it, or ``auto`` finds none, before a model is built."""
-    resolve_backend(
-        args.prefix_tree_attention_backend,
-        config,
-        lambda: [Sample(tokens=[0])],
-        device=device_of_this_rank(),
-        deterministic=args.prefix_tree_deterministic_attention,
-        say=lambda text: None,
-    )
+def resolve_backend_from_args(
+    args: argparse.Namespace,
+    config: Any,
+    samples: Callable[[], Sequence[Sample]] = lambda: [Sample(tokens=[0])],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Return the job's back-end, for which ``auto`` looks at ``samples``; raise ValueError if it cannot run the job."""
+    backend, deterministic = args.prefix_tree_attention_backend, args.prefix_tree_deterministic_attention
+    device = device_of_this_rank()
+    return resolve_backend(backend, config, samples, device=device, deterministic=deterministic, say=say)
 
 
 def device_of_this_rank() -> torch.device:
@@ -105,11 +106,7 @@ def vocab_size_without_padding(args: argparse.Namespace) -> int | None:
 
 
 def make_objective_from_args(args: argparse.Namespace) -> Objective:
-    """Return the objective that validated arguments name, with its files read before any model is built.
-
-    Raises:
-        RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
-    """
+    """Return the objective that validated arguments name, with its files read before any model is built."""
     settings = make_settings(read_objective(args))
     if settings.second_models is None:
         return settings

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -47,15 +48,9 @@ def checkout() -> Path:
 
 
 def check_megatron_lm() -> None:
-    """Check that the checkout has the functions that this package calls.
-
-    Raises:
-        ArgumentError: the checkout's ``pretrain`` takes other arguments than any known form.
-        MegatronCoreError: another name that the package relies on is missing; see :func:`compat.check`.
-    """
+    """Check that the checkout's ``pretrain`` has a known form (ArgumentError), and its other names; as ``compat``."""
     parameters = set(inspect.signature(pretrain).parameters)
-    known = parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)
-    if not known:
+    if not (parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)):
         raise ArgumentError(
             f"{checkout()} is Megatron-LM {compat.installed_version()}, whose pretrain() takes other arguments than "
             f"those that --prefix-tree calls; check out core_v0.16.1, core_v0.19.0 or main at {compat.MAIN_COMMIT}"
@@ -76,8 +71,6 @@ def run_pretrain(
 
     Args:
         datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
-        model_provider: Megatron's ``model_provider``.
-        forward_step: Megatron's ``forward_step_func``.
         args_defaults: values of arguments that the command line omits.
         add_arguments: Megatron's ``extra_args_provider``, which receives ``args_defaults`` too.
         steps: steps of the loop; without them, and before core_v0.19, pipeline stages exchange shapes, and run no pass
@@ -161,9 +154,6 @@ def build_model(args: argparse.Namespace, config: Any, exchange: Callable[[Any],
     ``GPTModel``, as in ``pretrain_gpt.py``. All arguments that describe a model reach the checkout's own builder;
     ``exchange`` maps the layer, block or stack spec that they select to the one to build; ``stage`` has
     ``pre_process``, ``post_process``, ``vp_stage`` and ``pg_collection``, as Megatron gives them to a model provider.
-
-    Raises:
-        ArgumentError: the checkout has no builder.
     """
     if importlib.util.find_spec("megatron.training.models") is not None:
         make = _gpt_config if hybrid_pattern(args) is None else _hybrid_config
@@ -208,12 +198,7 @@ def _builder(kind: str) -> Callable[..., Any]:
             f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its model: put a complete "
             "checkout of Megatron-LM on PYTHONPATH"
         )
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None, "a file of Python"
-    assert spec.loader is not None, "a file of Python"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    builder: Callable[..., Any] = getattr(module, f"{kind}_builder")
+    builder: Callable[..., Any] = runpy.run_path(str(file))[f"{kind}_builder"]
     return builder
 
 
@@ -254,21 +239,13 @@ def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
     """Return the pattern of a ``HybridModel``'s layers, None for a GPT."""
+    pattern: str | None = getattr(args, "hybrid_layer_pattern", None)
     # Megatron's validation renames an argument of the older name.
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
-        found: str | None = getattr(args, name, None)
-        if found is not None:
-            return found
-    return None
+    return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
 
 
 def check_layers(args: argparse.Namespace) -> None:
-    """Reject a pattern that cannot be trained; the arguments may be validated by Megatron-LM or not yet.
-
-    Raises:
-        NotImplementedError: a layer cannot follow a tree; see :func:`check_pattern`.
-        ValueError: this Megatron-Core has no ``HybridModel``, or other arguments do not fit the pattern.
-    """
+    """Reject a pattern that cannot be trained; the arguments may be validated by Megatron-LM or not yet."""
     pattern = hybrid_pattern(args)
     if pattern is None:
         return

@@ -190,11 +190,8 @@ def _cannot_build(path: str, error: Exception) -> RecipeError:
 def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
     """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
 
-    ``only_stock`` rejects architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
-
-    Raises:
-        RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has its own layers for it;
-            or the parallel layout does not fit.
+    ``only_stock`` rejects architectures that Megatron-Bridge builds from other layers than Megatron-Core's. Raises
+    RecipeError if Megatron-Bridge cannot build the model, or not in this parallel layout.
     """
     assert model.hf is not None
     bridge = load_bridge(model.hf)
@@ -325,10 +322,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
 
 
 def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
-    """Return one chunk of a provider's model, with new weights.
-
-    ``ends`` are ``pre_process``, ``post_process`` and ``vp_stage``; ``scalar_head`` unties the output layer.
-    """
+    """Return one chunk of a provider's model, with new weights; ``scalar_head`` unties the output layer."""
     if scalar_head:
         provider.share_embeddings_and_output_weights = False
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -338,12 +332,9 @@ def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
 
 
 def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill a model with the weights of its folder; all ranks together.
+    """Fill a model with the weights of its folder; all ranks together. A scalar head that the folder lacks stays new.
 
-    A scalar head stays as it is, and starts anew, if the folder has none.
-
-    Raises:
-        RecipeError: the folder lacks a weight of the model, or has one that the model does not read.
+    Raises RecipeError if the folder lacks a weight of the model, or has one that the model does not read.
     """
     with without_scalar_head(chunks) as (models, head):
         _load(path, models, replaced=set() if head is None else {LM_HEAD})
@@ -356,9 +347,7 @@ def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 @contextmanager
-def without_scalar_head(
-    chunks: Sequence[torch.nn.Module],
-) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
+def without_scalar_head(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
     """Take a scalar head away while Megatron-Bridge, which knows none, converts the rest; yield models and head."""
     models: list[Any] = unwrap_model(list(chunks))
     with_head = [one for one in models if isinstance(getattr(one, "output_layer", None), ScalarHead)]

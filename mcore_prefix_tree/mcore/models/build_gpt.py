@@ -46,11 +46,8 @@ _SAME_NAMES = (
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
     """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
-    For a Hugging Face folder it is Megatron-Bridge's provider, which builds the model too.
-
-    Raises:
-        RecipeError: ``model.transformer`` has a key that the class lacks or that the run sets itself, or a value
-            of a wrong type; or megatron-core refuses the combination.
+    For a Hugging Face folder it is Megatron-Bridge's provider, which builds the model too. Raises RecipeError for a key
+    or value of ``model.transformer`` that the class lacks or the run sets, or if megatron-core refuses the combination.
     """
     if model.hf is not None:
         return make_provider(model, parallel, on_gpu=on_gpu)
@@ -98,7 +95,6 @@ def build_chunks(
     Each is a ``GPTModel`` or ``HybridModel``, inside ``Float16Module`` in half precision.
 
     Args:
-        config: configuration of the model; its parallel degrees are those of ``parallel_state``.
         padded_vocab_size: number of rows of the embedding; None means no padding.
         fused_head: whether the output layer can score a chunk of logits at a time.
         groups: process groups of the model's ranks, if they are not those of ``parallel_state``. With one pipeline
@@ -106,8 +102,7 @@ def build_chunks(
 
     Raises:
         NotImplementedError: see :func:`check_model`.
-        RecipeError: the recipe wants TransformerEngine and it is not installed, the weights do not fit into memory, or
-            megatron-core refuses sizes of a layer.
+        RecipeError: TransformerEngine or memory is missing, or megatron-core refuses sizes of a layer.
     """
     _check_fits(model, config, device, scalar_head=scalar_head)
     vpp = config.virtual_pipeline_model_parallel_size
@@ -196,23 +191,11 @@ def _model_class(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
     if model.hybrid_layer_pattern is not None:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+        stack = local_stack(config) if config.use_cpu_initialization else engine_stack(config)
         return HybridModel, {
-            "hybrid_stack_spec": with_prefix_tree(
-                (local_stack if config.use_cpu_initialization else engine_stack)(config)
-            ),
+            "hybrid_stack_spec": with_prefix_tree(stack),
             "hybrid_layer_pattern": model.hybrid_layer_pattern,
         }
-    block, depths = _specs(model, config, vp_stage)
-    return GPTModel, {
-        "transformer_layer_spec": block,
-        "mtp_block_spec": depths,
-        "rope_scaling": model.rope_scaling,
-        "rope_scaling_factor": model.rope_scaling_factor,
-    }
-
-
-def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> tuple[Any, Any]:
-    """Return the specs of a stage's block and of its depths of multi-token prediction, None without any."""
     use_te = model.transformer_impl != "local"
     if use_te:
         check_transformer_engine()
@@ -226,4 +209,9 @@ def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) 
         depths = get_gpt_mtp_block_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage)
     if depths is not None and config.use_cpu_initialization and not use_te:
         depths = cpu_spec(depths, config, vp_stage)
-    return block, depths
+    return GPTModel, {
+        "transformer_layer_spec": block,
+        "mtp_block_spec": depths,
+        "rope_scaling": model.rope_scaling,
+        "rope_scaling_factor": model.rope_scaling_factor,
+    }

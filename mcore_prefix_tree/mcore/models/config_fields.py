@@ -57,11 +57,7 @@ def defaults_of_run(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def typed_settings(model: ModelConfig, kind: type) -> dict[str, Any]:
-    """Return ``model.transformer`` in the types that Megatron declares for a configuration class.
-
-    Raises:
-        RecipeError: the class lacks a field, or a value has another type.
-    """
+    """Return ``model.transformer`` in the types of a configuration class; raise RecipeError for others."""
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     unknown = sorted(set(model.transformer) - known)
     if unknown:

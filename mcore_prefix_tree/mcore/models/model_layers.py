@@ -81,10 +81,7 @@ def local_stack(config: Any) -> Any:
 
 
 def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return a provider's layer spec; the norms behind its linear layers have the model's epsilon.
-
-    ``given`` is the spec, or a function of the configuration.
-    """
+    """Return the layer spec ``given``, or made by it; the norms behind its linear layers have the model's epsilon."""
     compat.check(compat.TRANSFORMER_ENGINE)
     from megatron.bridge.models.common.te_layers import TERowParallelLinearLayerNorm as Given
 

@@ -18,10 +18,11 @@ import torch
 from megatron.training import get_args, get_tokenizer, print_rank_0
 
 from mcore_prefix_tree.arguments.flags import readable_arguments
-from mcore_prefix_tree.mcore.engine.backend import resolve_backend
-from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model
-from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank
-from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import checked_config
+from mcore_prefix_tree.arguments.refusals import check_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_for_folding
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import resolve_backend_from_args
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers
+from mcore_prefix_tree.mcore.megatron_lm.providers import tree_model
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, loss_of_logits
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams
 from mcore_prefix_tree.mcore.seam.all_tokens import padding_multiple
@@ -35,10 +36,16 @@ Int64Array = npt.NDArray[np.int64]
 
 @readable_arguments()
 def rl_model_provider(*ends: bool, config: Any = None, **stage: Any) -> Any:
-    """Return the model of the arguments, as :func:`~mcore_prefix_tree.mcore.megatron_lm.build_model.tree_model`."""
+    """Return the model of the arguments, as :func:`~mcore_prefix_tree.mcore.megatron_lm.providers.tree_model`."""
     args = get_args()
-    checked = checked_config(args)
-    args.prefix_tree_attention_backend = _resolved(args, checked)
+    check_rl_arguments(args)
+    check_layers(args)
+    # The size of the loop's micro-batches without folding. So a step always fits, and needs no more memory.
+    args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
+    checked = config_for_folding(args)
+    args.prefix_tree_attention_backend = resolve_backend_from_args(
+        args, checked, partial(_typical_group, args), say=print_rank_0
+    )
     model = tree_model(args, config or checked, *ends, **stage)
     folding = _LogprobFolding(
         args.prefix_tree_attention_backend, deterministic=args.prefix_tree_deterministic_attention
@@ -48,25 +55,14 @@ def rl_model_provider(*ends: bool, config: Any = None, **stage: Any) -> Any:
     return model
 
 
-def _resolved(args: argparse.Namespace, config: Any) -> str:
-    """Return the attention back-end; ``auto`` looks at a made-up group whose prompt is half of each trajectory."""
+def _typical_group(args: argparse.Namespace) -> list[Sample]:
+    """Return a made-up group whose prompt is half of each trajectory, for a back-end to be chosen by."""
     # There are no rollouts yet, and stages of a pipeline cannot agree on anything inside a step.
-
-    def group() -> list[Sample]:
-        half = max(1, args.seq_length // 2)
-        return [
-            Sample(tokens=[0] * half + [member + 1] * half, source="a typical trajectory")
-            for member in range(args.grpo_group_size)
-        ]
-
-    return resolve_backend(
-        args.prefix_tree_attention_backend,
-        config,
-        group,
-        device=device_of_this_rank(),
-        deterministic=args.prefix_tree_deterministic_attention,
-        say=print_rank_0,
-    )
+    half = max(1, args.seq_length // 2)
+    return [
+        Sample(tokens=[0] * half + [member + 1] * half, source="a typical trajectory")
+        for member in range(args.grpo_group_size)
+    ]
 
 
 class LabelLogprobs:
@@ -74,14 +70,10 @@ class LabelLogprobs:
 
     ``get_logprobs`` gathers the labels' logits and takes off the logarithm of their normaliser. For normalised
     logits that is 0, so nothing of size V is needed. Any other operation on them raises an error.
-
-    Args:
-        logprobs: log-probabilities of the labels, ``[..., s]``.
-        labels: label of each position, int64 ``[..., s]``.
     """
 
     def __init__(self, logprobs: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take ``logprobs`` and ``labels``, ``[..., s]`` each."""
+        """Take the log-probabilities of labels, and the labels, int64; ``[..., s]`` each."""
         self._logprobs, self._labels = logprobs, labels
 
     @property
@@ -188,10 +180,7 @@ def _answer(logprobs: torch.Tensor, *, labels: torch.Tensor, dtype: torch.dtype)
 def read_rows(ids: torch.Tensor, borders: torch.Tensor, *, pad: int) -> PackedRows:
     """Read the rows of a call on the host; padding at the end of a row is cut to one token, which no loss reads.
 
-    Args:
-        ids: token ids, int64 ``[b, s]``.
-        borders: positions at which the sequences of one row begin, and s; int32.
-        pad: id of the padding token.
+    ``ids`` are int64 ``[b, s]``; ``borders``, int32, are the positions at which the sequences of one row begin, and s.
     """
     host = ids.cpu().numpy().astype(np.int64)
     starts, lengths = [], []

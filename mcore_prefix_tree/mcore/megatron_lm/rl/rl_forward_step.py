@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,15 +26,18 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, get_timers
 
 from mcore_prefix_tree.arguments.flags import readable_arguments
+from mcore_prefix_tree.arguments.group import add_rl_argument_group
+from mcore_prefix_tree.arguments.refusals import ArgumentError, check_rl_arguments
 from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.forward_step import for_model, tree_forward
 from mcore_prefix_tree.mcore.engine.job import Job
 from mcore_prefix_tree.mcore.engine.step_planner import fold_micro_batches
+from mcore_prefix_tree.mcore.megatron_lm.argument_checks import as_config, check_machine
+from mcore_prefix_tree.mcore.megatron_lm.command_line import CheckedParser
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank, make_job_from_args
-from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import Reported, straggler_timers
-from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import run_pretrain
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers, check_megatron_lm, run_pretrain
+from mcore_prefix_tree.mcore.megatron_lm.providers import Reported, straggler_timers
 from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
-from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import add_rl_arguments
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import (
     LoopMicroBatch,
     Script,
@@ -46,6 +49,7 @@ from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import (
 from mcore_prefix_tree.mcore.megatron_lm.start import say_which_megatron_core
 from mcore_prefix_tree.mcore.outputs import Readout
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
+from mcore_prefix_tree.mcore.seam.validation import check_config
 from mcore_prefix_tree.objectives import LossOutput
 from mcore_prefix_tree.plan import BudgetError
 from mcore_prefix_tree.sample import Sample
@@ -54,21 +58,16 @@ from mcore_prefix_tree.utils.errors import naming_memory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoldedMicroBatch:
-    """A folded micro-batch, and the one of the loop whose place it takes.
+    """A folded micro-batch, on the host, and the one of the loop whose place it takes.
 
     Attributes:
-        batch: folded micro-batch, on the host.
-        readout: readout that the last pipeline stage is asked for.
-        tokens: number of scored tokens in the loop's own micro-batch.
-        sequences: number of trajectories in the loop's own micro-batch.
         folded: number of tokens in the step's trajectories, without padding and tokens after their last scored one;
             and the number of unique ones among them, an ancestor counted once per micro-batch that needs it.
     """
 
     batch: MicroBatch
     readout: Readout[LossOutput]
-    tokens: float
-    sequences: int
+    loops: LoopMicroBatch
     folded: tuple[float, float]
 
 
@@ -95,7 +94,7 @@ class FoldedForwardStep:
                 self._dealt.extend(self._deal(data_iterator, args, self._script))
             dealt = self._dealt.popleft()
         timers("batch-generator").stop()
-        self._script.state().increment_sequences(dealt.sequences)
+        self._script.state().increment_sequences(dealt.loops.sequences)
         with straggler_timers():
             batch = for_model(dealt.batch.on(device_of_this_rank()), model)
             output = tree_forward(model, batch, dealt.readout)
@@ -132,9 +131,7 @@ class FoldedForwardStep:
         folded = (sum(map(len, samples)), unique)
         batches = fold_micro_batches(samples, cut[rank], job, objective.step_targets(samples, trajectories, weight))
         return [
-            FoldedMicroBatch(
-                batch=batch, readout=job.readout, tokens=loops.tokens, sequences=loops.sequences, folded=folded
-            )
+            FoldedMicroBatch(batch=batch, readout=job.readout, loops=loops, folded=folded)
             for batch, loops in zip(batches, mine, strict=True)
         ]
 
@@ -179,12 +176,49 @@ def _loss(
     found = dealt.readout.read(output, batch)
     assert isinstance(found, ScriptLoss), "the objective returns a ScriptLoss"
     *_, reported = script.report(*found.terms)
-    tokens = torch.full((), dealt.tokens, dtype=torch.float32, device=output.device)
+    tokens = torch.full((), dealt.loops.tokens, dtype=torch.float32, device=output.device)
     report = {name: torch.stack([pair[0], tokens]) for name, pair in reported.items()}
     # The step's ratio; every micro-batch says the same.
     report["fold ratio"] = torch.tensor(dealt.folded, dtype=torch.float32, device=output.device)
     divisor = tokens.int() if per_token else torch.ones_like(tokens).int()
     return found.loss, divisor, report
+
+
+def check_command_line(args: argparse.Namespace) -> None:
+    """Check a job before Megatron-LM starts anything; raise ArgumentError, or the error of a part that it checks."""
+    check_megatron_lm()
+    check_rl_arguments(args)
+    check_layers(args)
+    if args.fp8:
+        raise ArgumentError(
+            f"--fp8-format {args.fp8}: train_rl.py wraps TransformerEngine's layers for inference, which is not proven "
+            "exact with folding yet; remove it"
+        )
+    check_config(as_config(args))
+    check_machine(args)
+    load_script()
+
+
+def add_rl_arguments(
+    parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of ``train_rl.py`` and of ``--prefix-tree``, which checks the job too.
+
+    Raises ArgumentError if the checkout is older than core_v0.19.0.
+    """
+    try:
+        from megatron.inference.utils import add_inference_args
+    except ImportError as error:
+        raise ArgumentError(
+            "the train_rl.py of this checkout is older than that of core_v0.19.0, which --prefix-tree trains: "
+            f"{error}; check out core_v0.19.0"
+        ) from error
+    return CheckedParser(
+        add_inference_args(parser),
+        add_rl_argument_group,
+        lambda parsed, _: check_command_line(parsed),
+        script="train_rl.py",
+    )
 
 
 def run(root: Path) -> None:

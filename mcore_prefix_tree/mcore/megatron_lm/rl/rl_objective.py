@@ -49,12 +49,7 @@ class Script:
 
 
 def load_script() -> Script:
-    """Import the script of the checkout that is on the path.
-
-    Raises:
-        ArgumentError: the checkout has no such script, or one with another interface, or a package is missing.
-        MegatronCoreError: another name that the package relies on is missing; see :func:`compat.check`.
-    """
+    """Import the script of the checkout on the path; raise ArgumentError without one that folding can train."""
     file = checkout() / "train_rl.py"
     if not file.is_file():
         raise ArgumentError(
