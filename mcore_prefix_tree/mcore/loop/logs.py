@@ -78,8 +78,8 @@ def open_logs(
 ) -> Iterator[Logs]:
     """Open the logs of steps, on the main rank; all ranks together.
 
-    A run continues after the ``done`` steps of its last checkpoint: entries of later ones in the logs are dropped, as
-    ``say`` is told. The folder of its checkpoints keeps the id of its W&B run; None if no W&B run is resumed.
+    A run continues after the ``done`` steps of its last checkpoint. ``say`` receives which entries of later steps were
+    dropped from the logs. ``folder``, of its checkpoints, keeps the id of its W&B run; None if none is resumed.
 
     Raises:
         LogError: a log cannot be written.

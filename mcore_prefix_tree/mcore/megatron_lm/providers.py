@@ -261,7 +261,6 @@ def tree_model(
     pg_collection: Any = None,
 ) -> Any:
     """Return a model of these arguments and of this ``TransformerConfig``, which is set for this machine in place."""
-
     on_gpu = torch.cuda.is_available()
 
     def exchange(spec: Any) -> Any:
