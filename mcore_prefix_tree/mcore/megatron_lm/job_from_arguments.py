@@ -119,24 +119,23 @@ def make_objective_from_args(args: argparse.Namespace) -> Objective:
     return objective
 
 
-def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
+def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder) -> StepHook:
     """Return the work of a job's objective before a step, for example by its teachers, loaded; all ranks together.
 
     Before core_v0.19, Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a
-    teacher are on the last stage, and only that one asks it. A teacher's ``attention_backend: auto`` looks at the first
-    step of ``order``; ``say`` receives which weights are loaded, on every rank.
+    teacher are on the last stage, and only that one asks it.
     """
     if job.objective.second_models is None:
         return job.hook
-    recipe, vocab_size = read_recipe(args), vocab_size_without_padding(args)
+    vocab_size = vocab_size_without_padding(args)
     assert vocab_size is not None, "a dry run loads no teacher"
     loader = HookLoader(
-        student=recipe,
+        student=read_recipe(args),
         job=job,
         first_step=lambda: order.take(0, args.global_batch_size),
         vocab_size=vocab_size,
         padded_vocab_size=args.padded_vocab_size,
-        say=say,
+        say=print_rank_0,
         on_last_stage=True,
     )
     return loader.hook()

@@ -63,7 +63,6 @@ def run_pretrain(
     model_provider: Callable[..., Any],
     forward_step: Callable[..., Any],
     *,
-    args_defaults: Mapping[str, Any],
     add_arguments: Callable[..., Any] = add_prefix_tree_args,
     steps: LoopSteps | None = None,
 ) -> None:
@@ -71,16 +70,14 @@ def run_pretrain(
 
     Args:
         datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
-        args_defaults: values of arguments that the command line omits.
-        add_arguments: Megatron's ``extra_args_provider``, which receives ``args_defaults`` too.
+        add_arguments: Megatron's ``extra_args_provider``, which receives the script's defaults too: none.
         steps: steps of the loop; without them, and before core_v0.19, pipeline stages exchange shapes, and run no pass
             before a step.
     """
     communicator = None
     if steps is not None and inspect.signature(pretrain).parameters.keys() >= {"p2p_communicator", "pg_collection"}:
         communicator, add_arguments = LoopCommunicator(steps), partial(add_arguments, runs_ahead=True)
-    parsing = _parsing(args_defaults, add_arguments)
-    settings = parsing
+    settings = parsing = _parsing(add_arguments)
     if _parses_first():
         settings = {_CONTAINER: _parsed_here(parsing)}
         if communicator is not None and get_args().pipeline_model_parallel_size > 1:
@@ -105,9 +102,9 @@ def _joined(model_provider: Callable[..., Any], communicator: LoopCommunicator, 
     return model
 
 
-def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
+def start() -> argparse.Namespace:
     """Join the job of the command line, without a model or data, to score; return the validated arguments."""
-    parsing = _parsing(args_defaults, partial(add_prefix_tree_args, scores=True))
+    parsing = _parsing(partial(add_prefix_tree_args, scores=True))
     if _parses_first():
         from megatron.training.arguments import parse_and_validate_args
 
@@ -124,11 +121,8 @@ def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
     return chunks
 
 
-def _parsing(args_defaults: Mapping[str, Any], add_arguments: Callable[..., Any]) -> dict[str, Any]:
-    return {
-        "args_defaults": dict(args_defaults),
-        "extra_args_provider": partial(add_arguments, args_defaults=args_defaults),
-    }
+def _parsing(add_arguments: Callable[..., Any]) -> dict[str, Any]:
+    return {"args_defaults": {}, "extra_args_provider": partial(add_arguments, args_defaults={})}
 
 
 def _parses_first() -> bool:

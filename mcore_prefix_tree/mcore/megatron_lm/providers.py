@@ -216,7 +216,7 @@ class TreeDatasetsProvider:
         """Return a job; training and validation share one hook, with its teachers."""
         job = make_job_from_args(args, objective, lambda: order.take(0, args.global_batch_size))
         if self._hook is None:
-            self._hook = load_hook(args, job, order, say=print_rank_0)
+            self._hook = load_hook(args, job, order)
         return replace(job, hook=self._hook)
 
     def _training_order(

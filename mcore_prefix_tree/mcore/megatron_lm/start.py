@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,9 @@ from mcore_prefix_tree.utils.errors import naming_memory, spell
 _REFERENCE_ARGUMENT = "prefix_tree_score_reference"
 
 
-def run_score(*, args_defaults: Mapping[str, Any]) -> None:
+def run_score() -> None:
     """Score the data of the command line and write the scores, see :func:`write_scores`; all ranks together."""
-    args = start(args_defaults=args_defaults)
+    args = start()
     config_in_provider(args)
     # Only the weights: there is no optimizer, and no training continues.
     args.finetune = args.no_load_optim = args.no_load_rng = True
@@ -152,7 +151,7 @@ def run(root: Path) -> None:
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --prefix-tree-max-tokens or the size of the model"):
         if any(word.partition("=")[0] == "--prefix-tree-score" for word in sys.argv[1:]):
-            run_score(args_defaults={})
+            run_score()
             return
         data = TreeDatasetsProvider()
-        run_pretrain(data, tree_model_provider, tree_forward_step, args_defaults={}, steps=data)
+        run_pretrain(data, tree_model_provider, tree_forward_step, steps=data)

@@ -68,7 +68,6 @@ class StepMicroBatch:
     figures: Mapping[str, tuple[float, float]]
 
     def take(self, model: Any) -> MicroBatch:
-        """Return the micro-batch on the device; see :meth:`DealtStep.take`."""
         return self.step.take(self.index, model)
 
 

@@ -45,20 +45,18 @@ from mcore_prefix_tree.mcore.models.bridge_weights import (
 )
 from mcore_prefix_tree.mcore.models.config_fields import (
     check_experts,
+    check_hybrid,
     check_latent_layers,
     check_not_decided,
     check_transformer_engine,
     defaults_of_run,
-    local_layers,
-    settings_of_run,
-    typed_settings,
-)
-from mcore_prefix_tree.mcore.models.model_layers import (
-    check_hybrid,
     engine_layers,
     has_pattern,
     latent_layers,
+    local_layers,
+    settings_of_run,
     stack_of_folder,
+    typed_settings,
 )
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.core_attention import window_settings
@@ -72,21 +70,11 @@ _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.1
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
 # beside the objective's, updates that balance experts, and multi-token prediction, which a recipe asks for.
 OFF: dict[str, Any] = {
-    "apply_rope_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "cross_entropy_loss_fusion": False,
-    "dsa_indexer_loss_coeff": 0.0,
-    "gradient_accumulation_fusion": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "persist_layer_norm": False,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
-    "moe_router_bias_update_rate": 0.0,
-    "mtp_num_layers": None,
-    "mtp_hybrid_override_pattern": None,
-    "moe_shared_expert_overlap": False,
+    **dict.fromkeys(("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"), False),
+    **dict.fromkeys(("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "persist_layer_norm"), False),
+    **dict.fromkeys(("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap"), False),
+    **dict.fromkeys(("dsa_indexer_loss_coeff", "moe_aux_loss_coeff", "moe_router_bias_update_rate"), 0.0),
+    **dict.fromkeys(("moe_z_loss_coeff", "mtp_num_layers", "mtp_hybrid_override_pattern"), None),
 }
 # Keys of a recipe's model by the names that providers have for them.
 _NAMES = {"swiglu": "gated_linear_unit"} | {

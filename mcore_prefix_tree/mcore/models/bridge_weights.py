@@ -82,15 +82,12 @@ class TextWeights:
         self._names, self._source = folder.names, source
 
     def get_all_keys(self) -> list[str]:
-        """Return the names that a model of text alone has for the weights."""
         return sorted(self._names)
 
     def has_glob(self, pattern: str) -> bool:
-        """Return whether a name fits a pattern."""
         return any(fnmatch(name, pattern) for name in self._names)
 
     def load_tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return weights by name."""
         found = self._source.load_tensors([self._names[name] for name in names])
         return {name: found[self._names[name]] for name in names}
 

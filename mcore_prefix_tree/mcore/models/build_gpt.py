@@ -16,16 +16,18 @@ from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore.models.bridge import make_provider, provided
 from mcore_prefix_tree.mcore.models.config_fields import (
     check_experts,
+    check_hybrid,
     check_latent_layers,
     check_not_decided,
     check_transformer_engine,
     defaults_of_run,
+    engine_stack,
     local_layers,
+    local_stack,
     settings_of_run,
     typed_settings,
 )
 from mcore_prefix_tree.mcore.models.lora import with_lora
-from mcore_prefix_tree.mcore.models.model_layers import check_hybrid, engine_stack, local_stack
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head

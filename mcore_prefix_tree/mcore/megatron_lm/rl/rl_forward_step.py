@@ -226,4 +226,4 @@ def run(root: Path) -> None:
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --micro-batch-size or --seq-length"):
         # The loop brings its own data.
-        run_pretrain(None, rl_model_provider, FoldedForwardStep(), args_defaults={}, add_arguments=add_rl_arguments)
+        run_pretrain(None, rl_model_provider, FoldedForwardStep(), add_arguments=add_rl_arguments)
