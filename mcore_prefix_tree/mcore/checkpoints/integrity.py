@@ -209,7 +209,12 @@ def check_holds_only_data(folder: Path) -> None:
     _check_backend(folder / "metadata.json")
     metadata = read_metadata(folder / ".metadata")
     for name in sorted({str(stored.relative_path) for stored in metadata.storage_data.values()}):
-        _check_inside(folder, name)
+        if PurePosixPath(name).name != name:
+            raise UnsafeCheckpointError(
+                f"{folder / '.metadata'} names the file {name}, which is outside the checkpoint"
+            )
+        if not (folder / name).is_file():
+            raise UnsafeCheckpointError(f"{folder / name} is missing; restore it, or use another checkpoint")
     for index, stored in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):  # an object, not a tensor
             with open_regular(folder / stored.relative_path) as file:
@@ -242,13 +247,6 @@ def read_metadata(path: Path) -> Metadata:
     if not all(isinstance(table, dict) for table in tables):
         raise UnsafeCheckpointError(f"{path} is damaged: a table of torch's Metadata is missing")
     return metadata
-
-
-def _check_inside(folder: Path, name: str) -> None:
-    if PurePosixPath(name).name != name:
-        raise UnsafeCheckpointError(f"{folder / '.metadata'} names the file {name}, which is outside the checkpoint")
-    if not (folder / name).is_file():
-        raise UnsafeCheckpointError(f"{folder / name} is missing; restore it, or use another checkpoint")
 
 
 def _check_object(path: Path, key: str, data: bytes) -> None:

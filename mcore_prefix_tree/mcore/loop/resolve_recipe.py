@@ -68,8 +68,7 @@ def read_data(
         objective, every_sample, whole_samples: see :func:`make_source`; None for the last follows from the objective.
         keeps_others: whether samples carry the fields that are not read.
         checked: whether to check before the first step that no sample lacks a field that the objective reads.
-        is_scored: whether at least one token has to be scored.
-        progress: function that receives the bytes read and their total, for streamed samples.
+        is_scored, progress: see :meth:`Source.read`.
 
     Raises:
         SampleError: the data is bad; the message names file, line and field. Or ranks read different data.

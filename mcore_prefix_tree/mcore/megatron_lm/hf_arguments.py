@@ -16,7 +16,7 @@ from megatron.training import print_rank_0
 from mcore_prefix_tree.arguments.refusals import ArgumentError, has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
 from mcore_prefix_tree.mcore.models.bridge import OFF, load_folder, make_provider
-from mcore_prefix_tree.mcore.models.config_fields import defaults_of_run, settings_of_run
+from mcore_prefix_tree.mcore.models.config_fields import SAME_NAMES, defaults_of_run, settings_of_run
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_folder import SAME_FUNCTION, HuggingFaceFolder
 from mcore_prefix_tree.utils.inputs import TRACKER
@@ -25,9 +25,8 @@ from mcore_prefix_tree.utils.inputs import TRACKER
 _DECIDED = {
     name: name
     for name in (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
-        *("normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
-        *("position_embedding_type", "rotary_base", "rotary_percent", "vocab_size"),
+        *(*SAME_NAMES, "layernorm_epsilon", "add_qkv_bias", "vocab_size"),
+        *("position_embedding_type", "rotary_base", "rotary_percent"),
         *("moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_topk"),
         *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),

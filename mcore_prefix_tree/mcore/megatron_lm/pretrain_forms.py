@@ -68,11 +68,8 @@ def run_pretrain(
 ) -> None:
     """Train, with the arguments of the command line and of ``--prefix-tree``.
 
-    Args:
-        datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
-        add_arguments: Megatron's ``extra_args_provider``, which receives the script's defaults too: none.
-        steps: steps of the loop; without them, and before core_v0.19, pipeline stages exchange shapes, and run no pass
-            before a step.
+    ``add_arguments`` is Megatron's ``extra_args_provider``, and receives the script's defaults too: none. Without
+    ``steps`` of the loop, and before core_v0.19, pipeline stages exchange shapes, and run no pass before a step.
     """
     communicator = None
     if steps is not None and inspect.signature(pretrain).parameters.keys() >= {"p2p_communicator", "pg_collection"}:

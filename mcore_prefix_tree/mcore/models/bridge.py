@@ -11,7 +11,7 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -44,6 +44,7 @@ from mcore_prefix_tree.mcore.models.bridge_weights import (
     unread_weights,
 )
 from mcore_prefix_tree.mcore.models.config_fields import (
+    SAME_NAMES,
     check_experts,
     check_hybrid,
     check_latent_layers,
@@ -80,9 +81,8 @@ OFF: dict[str, Any] = {
 _NAMES = {"swiglu": "gated_linear_unit"} | {
     name: name
     for name in (
-        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
-        *("vocab_size", "position_embedding_type", "rotary_base", "rotary_percent", "rope_scaling"),
-        *("rope_scaling_factor", "normalization", "add_bias_linear", "qk_layernorm", "hybrid_layer_pattern"),
+        *(*SAME_NAMES, "vocab_size", "hybrid_layer_pattern", "position_embedding_type"),
+        *("rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor"),
     )
 }
 # Names of a provider's further fields that describe its model.
@@ -353,7 +353,8 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
     bridge, folder = load_bridge(path), HuggingFaceFolder.read(path)
     check_shapes(folder, bridge.hf_pretrained.config)
     bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
-    read = replaced.union(*map(_sources, bridge.get_conversion_tasks(models)))
+    sources = [task.mapping.hf_param for task in bridge.get_conversion_tasks(models) if task is not None]
+    read = replaced.union(*([one] if isinstance(one, str) else one.values() for one in sources))
     has_depths = bool(models[0].config.mtp_num_layers)
     read = {folder.names.get(name, name) for name in read} | unread_weights(folder, has_depths)
     if has_depths:
@@ -396,14 +397,6 @@ def _folder_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str,
     for name, parameter in chain.from_iterable(one.named_parameters() for one in models):
         if ADAPTER not in name and name not in unused:
             yield name, parameter
-
-
-def _sources(task: Any) -> Iterable[str]:
-    """Return the names of the folder's weights that a conversion reads."""
-    if task is None:
-        return ()
-    names = task.mapping.hf_param
-    return (names,) if isinstance(names, str) else names.values()
 
 
 def _and_others(names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore.models.bridge import make_provider, provided
 from mcore_prefix_tree.mcore.models.config_fields import (
+    SAME_NAMES,
     check_experts,
     check_hybrid,
     check_latent_layers,
@@ -38,12 +39,6 @@ from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.utils.memory import available_bytes
 
-# Keys of a recipe's model that megatron-core's configurations have under the same names.
-_SAME_NAMES = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
-    *("normalization", "add_bias_linear", "qk_layernorm"),
-)
-
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
     """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
@@ -59,7 +54,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     if latent is not None:
         check_latent_layers(model, parallel, on_gpu=on_gpu)
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {
-        **{name: getattr(model, name) for name in _SAME_NAMES},
+        **{name: getattr(model, name) for name in SAME_NAMES},
         "gated_linear_unit": model.swiglu,
         "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
     }
@@ -96,15 +91,9 @@ def build_chunks(
 
     Each is a ``GPTModel`` or ``HybridModel``, inside ``Float16Module`` in half precision.
 
-    Args:
-        padded_vocab_size: number of rows of the embedding; None means no padding.
-        fused_head: whether the output layer can score a chunk of logits at a time.
-        groups: process groups of the model's ranks, if they are not those of ``parallel_state``. With one pipeline
-            stage in ``config`` a rank has all layers.
-
-    Raises:
-        NotImplementedError: see :func:`check_model`.
-        RecipeError: TransformerEngine or memory is missing, or megatron-core refuses sizes of a layer.
+    ``groups`` are those of the model's ranks, if they are not those of ``parallel_state``; with one pipeline stage in
+    ``config`` a rank has all layers. Raises as :func:`check_model`, or RecipeError if TransformerEngine or memory is
+    missing, or megatron-core refuses sizes of a layer.
     """
     _check_fits(model, config, device, scalar_head=scalar_head)
     vpp = config.virtual_pipeline_model_parallel_size

@@ -25,6 +25,11 @@ from mcore_prefix_tree.settings import Dtype, ModelConfig, ParallelConfig, Recip
 from mcore_prefix_tree.utils.inputs import MOST
 
 DTYPES: dict[Dtype, torch.dtype] = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Keys of a recipe's model that megatron-core's configurations and Megatron-LM's arguments have under the same names.
+SAME_NAMES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+    *("normalization", "add_bias_linear", "qk_layernorm"),
+)
 # Epsilon of the norms in latent attention: transformers' models leave it at their norms' default.
 _LATENT_EPSILON = 1e-6
 
