@@ -169,7 +169,7 @@ def save(
     target = iteration_folder(folder, progress.iteration)
     pickle_enums_by_value()  # as vetting reads them
     state = _state(chunks, optimizer, is_loading=False)
-    with _writing(folder, progress.iteration):
+    try:
         on_main_rank(lambda: _make_empty(target))
         dist_checkpointing.save(
             state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)},
@@ -180,6 +180,15 @@ def save(
         on_main_rank(partial(write_settings, target, settings))
         on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
         on_main_rank(saving_mark(target).unlink)
+    except _WRITING_ERRORS as error:
+        if is_of_lost_rank(error):
+            raise
+        last = latest_iteration(folder)
+        left = "no checkpoint was saved before it" if last is None else f"the checkpoint of iteration {last} is whole"
+        raise SaveError(
+            f"checkpoint.save={folder}: iteration {progress.iteration} could not be written to {target} "
+            f"({_reason(error)}{_room(folder)}); {left}; make room there and start again with --resume"
+        ) from error
 
 
 def _make_empty(target: Path) -> None:
@@ -194,23 +203,6 @@ def _name_as_latest(folder: str | Path, iteration: int) -> None:
     unfinished = tracker.with_suffix(".tmp")
     unfinished.write_text(str(iteration))
     os.replace(unfinished, tracker)
-
-
-@contextmanager
-def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
-    """Raise one sentence for any error that ends the writing of a checkpoint."""
-    try:
-        yield
-    except _WRITING_ERRORS as error:
-        if is_of_lost_rank(error):
-            raise
-        whole = latest_iteration(folder)
-        left = "no checkpoint was saved before it" if whole is None else f"the checkpoint of iteration {whole} is whole"
-        raise SaveError(
-            f"checkpoint.save={folder}: iteration {iteration} could not be written to "
-            f"{iteration_folder(folder, iteration)} ({_reason(error)}{_room(folder)}); {left}; make room "
-            "there and start again with --resume"
-        ) from error
 
 
 def _room(folder: str | Path) -> str:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -103,25 +104,16 @@ def open_logs(
                 logs.add(run)
 
         if config.tensorboard is not None:
-            stack.enter_context(_quiet_tensorboard())
+            stack.callback(setattr, threading, "excepthook", threading.excepthook)
+            threading.excepthook = partial(_report_thread, threading.excepthook)
         on_main_rank(open_all)
         yield logs
 
 
-@contextmanager
-def _quiet_tensorboard() -> Iterator[None]:
-    """Print no traceback of the thread that writes TensorBoard's file; its error is raised in the next step too."""
-    before = threading.excepthook
-
-    def report(failure: threading.ExceptHookArgs) -> None:
-        if not type(failure.thread).__module__.startswith("tensorboard."):
-            before(failure)
-
-    threading.excepthook = report
-    try:
-        yield
-    finally:
-        threading.excepthook = before
+def _report_thread(report: Callable[[threading.ExceptHookArgs], Any], failure: threading.ExceptHookArgs) -> None:
+    """Report an error, but not of TensorBoard's writing thread: that one is raised in the next step too."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        report(failure)
 
 
 class _MetricsFile:

@@ -44,7 +44,6 @@ from mcore_prefix_tree.mcore.megatron_lm.resume import consumed_before, head_sta
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     DealtStep,
     StepDealer,
-    StepIterator,
     StepMicroBatch,
     check_steps,
     current_size,
@@ -156,7 +155,7 @@ class TreeDatasetsProvider:
     @readable_arguments()
     def __call__(
         self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
-    ) -> tuple[StepIterator | None, StepIterator | None, None]:
+    ) -> tuple[Iterator[StepMicroBatch] | None, Iterator[StepMicroBatch] | None, None]:
         """Return iterators for training and validation, none for the test; exit with status 2 for bad data or sizes."""
         args = get_args()
         config_in_provider(args)
@@ -176,7 +175,7 @@ class TreeDatasetsProvider:
                     clock=training_seconds,
                 )
             consumed = args.consumed_train_samples - self._consumed_before
-            train = StepIterator(self._training, consumed=consumed, size=lambda: current_size(args))
+            train = self._training.iterate(consumed=consumed, size=lambda: current_size(args))
         if not args.prefix_tree_valid_data_path:
             if args.eval_iters:
                 print_rank_0("> no --prefix-tree-valid-data-path: nothing is evaluated")
@@ -192,7 +191,7 @@ class TreeDatasetsProvider:
             # Training has chosen before: validation runs the same back-end.
             job = self._job(args, objective, order)
             self._validation = StepDealer(order, job, chunks=chunks, num_workers=args.num_workers)
-        return train, StepIterator(self._validation, consumed=consumed, size=lambda: evaluation_size(args)), None
+        return train, self._validation.iterate(consumed=consumed, size=lambda: evaluation_size(args)), None
 
     @readable_arguments()
     def begin_step(self, student: Sequence[torch.nn.Module]) -> None:

@@ -158,10 +158,17 @@ class StepDealer:
         self._figures: dict[str, tuple[float, float]] = {}
         self._before: tuple[float, int, int] | None = None  # the training step before: its start and its tokens
 
-    def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
-        """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
-        step = self.step_after(consumed, size)
-        return StepMicroBatch(step=step, index=index, readout=self._job.readout, figures=self._figures)
+    def iterate(self, *, consumed: int, size: Callable[[], StepSize]) -> Iterator[StepMicroBatch]:
+        """Yield this rank's micro-batches, step after step, for Megatron's ``--dataloader-type external``.
+
+        ``size`` is called at the first micro-batch of each step.
+        """
+        while True:
+            now = size()
+            for index in range(now.micro_batches):
+                step = self.step_after(consumed, now)
+                yield StepMicroBatch(step=step, index=index, readout=self._job.readout, figures=self._figures)
+            consumed += now.samples
 
     def step_after(self, consumed: int, size: StepSize) -> DealtStep:
         """Return the step after ``consumed`` samples; see :func:`check_fits`."""
@@ -191,26 +198,6 @@ class StepDealer:
         check_fits(samples, size, self._job.folding, self._job.objective)
         trains = self._clock is not None
         return fold_step(samples, self._job, micro_batches=size.micro_batches, trains=trains)
-
-
-class StepIterator(Iterator[StepMicroBatch]):
-    """Endless iterator for Megatron's ``--dataloader-type external``: this rank's micro-batches, step after step.
-
-    The model chunks of the rank share ``dealer``; ``size`` is called at the first micro-batch of each step.
-    """
-
-    def __init__(self, dealer: StepDealer, *, consumed: int, size: Callable[[], StepSize]) -> None:
-        self._dealer, self._consumed, self._next_size = dealer, consumed, size
-        self._size, self._index = StepSize(micro_batches=0, micro_batch_size=0, dp_size=0), 0
-
-    def __next__(self) -> StepMicroBatch:
-        """Return the next micro-batch of the step, or the first of the next step."""
-        if self._index == self._size.micro_batches:
-            self._consumed += self._size.samples
-            self._size, self._index = self._next_size(), 0
-        micro_batch = self._dealer.micro_batch(self._consumed, self._size, self._index)
-        self._index += 1
-        return micro_batch
 
 
 # Some 15 seconds' worth of samples in memory, on one core.

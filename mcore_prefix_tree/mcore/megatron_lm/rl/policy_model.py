@@ -43,15 +43,12 @@ def rl_model_provider(*ends: bool, config: Any = None, **stage: Any) -> Any:
     # The size of the loop's micro-batches without folding. So a step always fits, and needs no more memory.
     args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
     checked = config_for_folding(args)
-    args.prefix_tree_attention_backend = resolve_backend_from_args(
-        args, checked, partial(_typical_group, args), say=print_rank_0
-    )
+    backend = resolve_backend_from_args(args, checked, partial(_typical_group, args), say=print_rank_0)
+    args.prefix_tree_attention_backend, deterministic = backend, args.prefix_tree_deterministic_attention
     model = tree_model(args, config or checked, *ends, **stage)
-    folding = _LogprobFolding(
-        args.prefix_tree_attention_backend, deterministic=args.prefix_tree_deterministic_attention
-    )
-    model.register_forward_pre_hook(folding.before, with_kwargs=True)
-    model.register_forward_hook(folding.after, with_kwargs=True)
+    fold_call = partial(_fold_call, backend=backend, deterministic=deterministic)
+    model.register_forward_pre_hook(fold_call, with_kwargs=True)
+    model.register_forward_hook(_finish_call, with_kwargs=True)
     return model
 
 
@@ -121,37 +118,32 @@ def _unknown(what: str) -> NotImplementedError:
     )
 
 
-class _LogprobFolding:
-    """Torch's forward hooks of a model: they fold a call of ``get_logprobs`` and do not touch any other call."""
+def _fold_call(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, backend: str, deterministic: bool
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    """Exchange the arguments of a call of ``get_logprobs`` for those of its folded rows, and of no other call."""
+    call = dict(zip(list(inspect.signature(type(model).forward).parameters)[1:], args, strict=False)) | kwargs
+    params: Any = call.get("packed_seq_params")
+    folded_already = isinstance(params, TreePackedSeqParams)
+    if folded_already or call.get("inference_context") is not None or getattr(params, "qkv_format", "") != "thd":
+        return None
+    ids = call["input_ids"]
+    rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
+    check_positions(model, int(rows.length.max(initial=1)))
+    check_draws(model)
+    folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
+    arguments = folded.make_call(backend, deterministic_attention=deterministic)
+    arguments["attention_mask"] = None
+    if model.post_process:
+        labels = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
+        asked, arguments["packed_seq_params"].finish = _asked(model, folded, labels)
+        arguments |= asked
+    return (), arguments
 
-    def __init__(self, backend: str, *, deterministic: bool) -> None:
-        self._backend, self._deterministic = backend, deterministic
 
-    def before(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """Exchange the arguments of a call for those of its folded rows."""
-        call = dict(zip(list(inspect.signature(type(model).forward).parameters)[1:], args, strict=False)) | kwargs
-        params: Any = call.get("packed_seq_params")
-        folded_already = isinstance(params, TreePackedSeqParams)
-        if folded_already or call.get("inference_context") is not None or getattr(params, "qkv_format", "") != "thd":
-            return None
-        ids = call["input_ids"]
-        rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
-        check_positions(model, int(rows.length.max(initial=1)))
-        check_draws(model)
-        folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
-        arguments = folded.make_call(self._backend, deterministic_attention=self._deterministic)
-        arguments["attention_mask"] = None
-        if model.post_process:
-            labels = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
-            asked, arguments["packed_seq_params"].finish = _asked(model, folded, labels)
-            arguments |= asked
-        return (), arguments
-
-    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        params = kwargs.get("packed_seq_params")
-        return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
+def _finish_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    params = kwargs.get("packed_seq_params")
+    return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
 
 
 def _asked(
