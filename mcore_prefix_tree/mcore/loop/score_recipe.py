@@ -22,13 +22,12 @@ from mcore_prefix_tree.mcore.engine.folding import Folding
 from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, batches, make_readouts, write_scores
 from mcore_prefix_tree.mcore.engine.scoring import ScoringStep
 from mcore_prefix_tree.mcore.loop.resolve_recipe import cuts_samples, read_data, resolve
-from mcore_prefix_tree.mcore.loop.session import Session, session
+from mcore_prefix_tree.mcore.loop.session import session
 from mcore_prefix_tree.mcore.models.bridge import load_folder
 from mcore_prefix_tree.mcore.models.lora import load_start
 from mcore_prefix_tree.mcore.outputs import ExportedRows, TopLogprobs
 from mcore_prefix_tree.mcore.ranks import everyone, is_main_rank
 from mcore_prefix_tree.mcore.teachers.load_teachers import find_teacher_vocab_size, load_model
-from mcore_prefix_tree.mcore.teachers.teacher_model import TeacherModel
 from mcore_prefix_tree.objectives import CrossTokenizer
 from mcore_prefix_tree.objectives.cross_tokenizer_rows import refuse_temperatures
 from mcore_prefix_tree.objectives.objective import SecondModels
@@ -44,7 +43,6 @@ from mcore_prefix_tree.settings.hf_folder import CONFIG, HuggingFaceFolder
 from mcore_prefix_tree.settings.over_budget import choose_cutting
 from mcore_prefix_tree.settings.score_section import REFERENCE, TEACHER, ScoreConfig
 from mcore_prefix_tree.settings.teachers import check_asked_teachers, teacher_recipes
-from mcore_prefix_tree.trie import Sharing
 from mcore_prefix_tree.utils.errors import spelled
 from mcore_prefix_tree.xtoken.pairs import Pair
 
@@ -58,12 +56,8 @@ def run_score(recipe: Recipe, options: ScoreConfig) -> tuple[ScoreReport, bool]:
     ``data.order: file`` plans the steps of its first epoch in the same way. Fields that are not read are kept as they
     are, and the columns have the names that ``data.fields`` gives them; of tokens that are not scored they hold null.
 
-    Returns:
-        The report of the written file, and whether this is the main rank, which writes.
-
-    Raises:
-        RecipeError: the checkpoint is missing or does not fit.
-        ScoreError: a score is NaN or infinite; nothing is written.
+    Return the report of the file, and whether this is the main rank, which writes. Raises RecipeError if a checkpoint
+    is missing or does not fit, ScoreError for a score that is not finite; nothing is written then.
     """
     recipe = replace(recipe, data=replace(recipe.data, order="file"))
     kind = recipe.objective.kind
@@ -179,12 +173,7 @@ def run_export_teacher(recipe: Recipe, output: str | Path, *, top_k: int) -> tup
     recipe are planned together. The file, JSON Lines or a table by its name, appears once it is complete; each sample
     has ``teacher`` (:class:`~mcore_prefix_tree.signals.Teacher`) with the ``top_k`` likeliest tokens in a row.
 
-    Returns:
-        The report of the written file, and whether this is the main rank, which writes.
-
-    Raises:
-        RecipeError: the recipe has no teacher with another tokenizer, or there is no such checkpoint.
-        ScoreError: a log-probability is NaN or infinite; nothing is written.
+    Return and raise as :func:`run_score`; RecipeError also if the recipe has no teacher with another tokenizer.
     """
     settings = _check_exportable(recipe.objective)
     ((path, teacher),) = teachers = teacher_recipes(recipe)
@@ -213,7 +202,20 @@ def run_export_teacher(recipe: Recipe, output: str | Path, *, top_k: int) -> tup
             device=joined.device,
             say=logger.info,
         )
-        folding = _folding(joined, model, recipe.batch.sharing)
+        own = joined.recipe
+        folding = Folding(
+            **choose_cutting(own.batch.over_budget, None)._asdict(),
+            max_tokens=own.batch.max_tokens,
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            cost_model=None,
+            device=joined.device,
+            micro_batch_multiple=own.parallel.micro_batch_multiple,
+            sharing=recipe.batch.sharing,
+            padding=own.padding,
+            attention_backend=model.attention_backend,
+            attention_cases=tuple(model.attention_cases),
+            deterministic_attention=own.deterministic_attention,
+        )
         readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=tokens))
         names = FieldNames(given=recipe.data.fields)
         report = ScoreReport(
@@ -254,21 +256,3 @@ def _check_exportable(objective: ObjectiveConfig) -> CrossTokenizer:
     if settings.rendering == "own":
         raise RecipeError("objective.options.rendering=own: rows are exported for the student's text; remove rendering")
     return settings
-
-
-def _folding(joined: Session, model: TeacherModel, sharing: Sharing) -> Folding:
-    recipe = joined.recipe
-    cutting = choose_cutting(recipe.batch.over_budget, None)
-    return Folding(
-        **cutting._asdict(),
-        max_tokens=recipe.batch.max_tokens,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cost_model=None,
-        device=joined.device,
-        micro_batch_multiple=recipe.parallel.micro_batch_multiple,
-        sharing=sharing,
-        padding=recipe.padding,
-        attention_backend=model.attention_backend,
-        attention_cases=tuple(model.attention_cases),
-        deterministic_attention=recipe.deterministic_attention,
-    )

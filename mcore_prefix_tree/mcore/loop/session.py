@@ -38,12 +38,10 @@ _NEXT_CTRL_C_S = 1.0  # from when on Ctrl-C is meant as a second one
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Job that a process has joined.
+    """Job that a process has joined; its recipe has the architecture of ``model.hf``.
 
-    Attributes:
-        recipe: recipe of the job, with the architecture of ``model.hf``.
-        measured: measurements of ``batch.calibration``, as the main rank read them when the job started: plans depend
-            on them, and the file may change, or not be the same on another machine.
+    ``measured`` are the measurements of ``batch.calibration``, as the main rank read them when the job started: plans
+    depend on them, and the file may change, or not be the same on another machine.
     """
 
     recipe: Recipe

@@ -86,7 +86,10 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
         return None
     # First, because a model that folding rejects may need a missing package already for Megatron's validation.
     check_config(as_config(args))
-    validated = _complete(args)
+    # Megatron's values from the environment, for example the rank count.
+    with contextlib.redirect_stdout(io.StringIO()):
+        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
+    validated = argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
     try:
         _validate(validated, args_defaults or {})
     except ArgumentError:
@@ -275,13 +278,6 @@ def as_config(args: argparse.Namespace) -> argparse.Namespace:
         for field in dataclasses.fields(TransformerConfig)
     }
     return argparse.Namespace(**unset | vars(args) | {"num_moe_experts": args.num_experts})
-
-
-def _complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of parsed arguments with Megatron's values from the environment, for example the rank count."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
-    return argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
 
 
 def _validate(args: argparse.Namespace, args_defaults: Mapping[str, Any]) -> None:

@@ -24,11 +24,9 @@ def add_prefix_tree_args(
 ) -> argparse.ArgumentParser:
     """Return a parser with the arguments of ``--prefix-tree`` too, which checks the job; an ``extra_args_provider``.
 
-    Args:
-        args_defaults: defaults that the script gives Megatron-LM under this name. With them, arguments that Megatron-LM
-            itself refuses end the job with a sentence too; without them, Megatron-LM refuses those.
-        scores: whether the script writes the scores of ``--prefix-tree-score``; else the argument is refused.
-        runs_ahead: whether several pipeline stages can run a pass before a step.
+    With ``args_defaults`` of the script, arguments that Megatron-LM itself refuses end the job with a sentence too;
+    without them, Megatron-LM refuses those. ``scores`` is whether the script writes ``--prefix-tree-score``, and
+    ``runs_ahead`` whether several pipeline stages can run a pass before a step.
     """
     return CheckedParser(parser, add_argument_group, partial(_check_job, args_defaults, scores, runs_ahead))
 

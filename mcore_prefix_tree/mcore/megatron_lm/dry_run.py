@@ -40,7 +40,6 @@ from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     megatrons_calculator,
     size_at,
 )
-from mcore_prefix_tree.objectives import Objective
 from mcore_prefix_tree.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
 
@@ -65,9 +64,14 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
         training = check_steps(order, lambda start: size_at(args, start), folding, objective, end=end)
-    evaluates = args.prefix_tree_valid_data_path and args.eval_iters
-    validation = read_order(args, objective, folding, validates=True) if evaluates else None
-    evaluation = [] if validation is None else _evaluation(args, validation, folding, objective, end)
+    orders, evaluation = [order], []
+    if args.prefix_tree_valid_data_path and args.eval_iters:
+        orders.append(read_order(args, objective, folding, validates=True))
+        evaluated, interval = evaluation_size(args), args.eval_interval or end
+        # Since core_v0.19 the first ones may be skipped.
+        left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
+        steps = (1 + end // args.global_batch_size // interval - left_out) * args.eval_iters
+        evaluation = check_steps(orders[1], lambda _: evaluated, folding, objective, end=steps * evaluated.samples)
     # Evaluation takes training's size, unless its own is set.
     apart = "micro_batch_size" in omitted and "eval_micro_batch_size" not in omitted
     largest = largest_micro_batch_size(
@@ -77,7 +81,6 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
     )
     lines = []
     if omitted:
-        orders = [order] if validation is None else [order, validation]
         lines.append(DECIDED + settle(args, omitted, orders, micro_batch_size=largest))
     with megatrons_calculator(args):
         size = size_at(args, 0)
@@ -181,19 +184,6 @@ def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPla
         f"recomputation; --prefix-tree-max-tokens counts them, as {work.state_tokens} tokens for each path that joins "
         "a tree"
     ]
-
-
-def _evaluation(
-    args: argparse.Namespace, validation: SampleOrder, folding: Folding, objective: Objective, end: int
-) -> list[Need]:
-    """Return the demands of the steps of evaluation, for a job that trains on ``end`` samples."""
-    evaluated = evaluation_size(args)
-    interval = args.eval_interval or end
-    # Since core_v0.19 the first ones may be skipped.
-    left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
-    evaluations = 1 + end // args.global_batch_size // interval - left_out
-    end = evaluations * args.eval_iters * evaluated.samples
-    return check_steps(validation, lambda _: evaluated, folding, objective, end=end)
 
 
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:

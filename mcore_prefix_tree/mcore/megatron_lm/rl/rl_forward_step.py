@@ -1,8 +1,7 @@
 """Folded jobs of ``train_rl.py``: the forward step that ``pretrain`` gets in place of the script's own.
 
-A step of the loop is ``get_num_microbatches()`` of its micro-batches per rank, and stays that many: the trajectories of
-all of them, on all data-parallel ranks, are planned together and folded into as many others. Sums over a step do not
-depend on the cut. A micro-batch's number of tokens does, and is that of Megatron-LM's own micro-batch.
+A step of the loop stays as many micro-batches per rank as ``get_num_microbatches()``. Sums over a step do not depend on
+the cut. A micro-batch's number of tokens does, and is that of Megatron-LM's own micro-batch.
 
 Without ``--calculate-per-token-loss`` Megatron-LM takes the mean over the tokens of each of its micro-batches. Then a
 trajectory's tokens weigh one over the tokens of the micro-batch that Megatron-LM had put it into.
@@ -15,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +97,7 @@ class FoldedForwardStep:
         with straggler_timers():
             batch = for_model(dealt.batch.on(device_of_this_rank()), model)
             output = tree_forward(model, batch, dealt.readout)
-        per_token = args.calculate_per_token_loss
-        return output, partial(_loss, self._script, dealt, batch, per_token=per_token)
+        return output, partial(_loss, self._script, dealt, batch)
 
     def _deal(self, data_iterator: Iterator[Any], args: argparse.Namespace, script: Script) -> list[FoldedMicroBatch]:
         """Take a step of the loop, and return this rank's micro-batches of it, folded."""
@@ -118,10 +116,8 @@ class FoldedForwardStep:
             self._job = make_job_from_args(args, ScriptObjective(script=script, args=args, dtypes={}), lambda: [])
         objective = ScriptObjective(script=script, args=args, dtypes=mine[0].dtypes)
         job = replace(self._job, objective=objective)
-        own = [one for loops in ranks for one in loops]
-        weight = [
-            1.0 if args.calculate_per_token_loss else 1 / batch.tokens for batch in own for _ in batch.trajectories
-        ]
+        per_token, own = args.calculate_per_token_loss, list(chain(*ranks))
+        weight = [1.0 if per_token else 1 / batch.tokens for batch in own for _ in batch.trajectories]
         trajectories = [one for batch in own for one in batch.trajectories]
         samples = [
             Sample(tokens=one.tokens, loss_mask=one.loss_mask, source=f"trajectory {number}")
@@ -169,9 +165,7 @@ def _forget_rotary_tables(model: Any) -> None:
             getattr(getattr(module, name, None), "cache_clear", lambda: None)()
 
 
-def _loss(
-    script: Script, dealt: FoldedMicroBatch, batch: MicroBatch, output: torch.Tensor, *, per_token: bool
-) -> Reported:
+def _loss(script: Script, dealt: FoldedMicroBatch, batch: MicroBatch, output: torch.Tensor) -> Reported:
     """Return the summed loss of the output ``[1, P, ...]``, its divisor and logged values; both add up over a step."""
     found = dealt.readout.read(output, batch)
     assert isinstance(found, ScriptLoss), "the objective returns a ScriptLoss"
@@ -180,7 +174,7 @@ def _loss(
     report = {name: torch.stack([pair[0], tokens]) for name, pair in reported.items()}
     # The step's ratio; every micro-batch says the same.
     report["fold ratio"] = torch.tensor(dealt.folded, dtype=torch.float32, device=output.device)
-    divisor = tokens.int() if per_token else torch.ones_like(tokens).int()
+    divisor = tokens.int() if get_args().calculate_per_token_loss else torch.ones_like(tokens).int()
     return found.loss, divisor, report
 
 

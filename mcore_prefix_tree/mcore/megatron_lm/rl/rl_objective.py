@@ -88,11 +88,8 @@ _MASK, _ADVANTAGE = "loss_mask", "advantage"
 class Trajectory:
     """One trajectory without its padding; cut behind its last scored token, since nothing reads later ones.
 
-    Attributes:
-        tokens: int64 ``[n]``, n >= 1.
-        loss_mask: float32 ``[n]``, 0 for the first token.
-        advantage: advantage of all its tokens.
-        columns: values of its scored tokens, ``[k]`` each.
+    ``tokens`` are ``[n]``, n >= 1; ``loss_mask`` is ``[n]``, 0 for the first; ``columns`` hold values of scored tokens,
+    ``[k]`` each.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -103,12 +100,9 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoopMicroBatch:
-    """One of Megatron-LM's micro-batches.
+    """One of Megatron-LM's micro-batches, with its numbers of scored ``tokens``, at least 1, and of sequences.
 
-    Attributes:
-        tokens: number of scored tokens, as its loss counts them: at least 1.
-        sequences: number of sequences, as Megatron-LM counts them.
-        dtypes: dtype of each tensor that the columns were taken from.
+    ``dtypes`` are those of the tensors that the columns were taken from.
     """
 
     trajectories: tuple[Trajectory, ...]
