@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
-import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -189,7 +188,12 @@ def _builder(kind: str) -> Callable[..., Any]:
             f"{file} is missing, with which Megatron-LM {compat.installed_version()} builds its model: put a complete "
             "checkout of Megatron-LM on PYTHONPATH"
         )
-    builder: Callable[..., Any] = runpy.run_path(str(file))[f"{kind}_builder"]
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None, "a file of Python"
+    assert spec.loader is not None, "a file of Python"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    builder: Callable[..., Any] = getattr(module, f"{kind}_builder")
     return builder
 
 
