@@ -176,8 +176,6 @@ class _MetricsFile:
 
 def _drop_after(path: Path, done: int, setting: str) -> int:
     """Keep the lines of the first steps in a file; return how many others it had, or raise ValueError."""
-    if not path.exists():
-        return 0
     # A second pass writes, so that most files are left as they are and a wrong one is not touched.
     with path.open("rb") as lines:
         wanted = [_is_wanted(line, done, f"{setting}: line {number}") for number, line in enumerate(lines, start=1)]
