@@ -65,7 +65,6 @@ class Progress:
     """Progress of a run, and the settings that must not change for it to continue the same way.
 
     Attributes:
-        iteration: number of steps done.
         samples_per_epoch: number of samples in the first epoch.
         consumed_samples: number of logical samples of these data that were trained on.
         data_from: number of steps done before the first of these samples.

@@ -58,11 +58,8 @@ class LostRankError(ConnectionError):
 def session(recipe: Recipe) -> Iterator[Session]:
     """Set up the ranks that ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take them down again.
 
-    Raises:
-        NotImplementedError: folding cannot do the recipe's model or layout exactly; see :func:`check_config`.
-        RecipeError, ValueError: the recipe does not fit the ranks or their GPUs; or see :func:`adopt_ranks`.
-        ValueError, OSError: the file of ``batch.calibration`` holds something else, or cannot be read.
-        LostRankError: another rank ended.
+    Raises NotImplementedError as :func:`check_config`, ValueError if the recipe does not fit the ranks or their GPUs,
+    ValueError or OSError for the file of ``batch.calibration``, and LostRankError if another rank ended.
     """
     adopt_ranks(os.environ)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()

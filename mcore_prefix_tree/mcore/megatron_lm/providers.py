@@ -76,10 +76,8 @@ def read_order(
 ) -> SampleOrder:
     """Read the training samples in the order that steps take them, or those of validation; report the skipped ones.
 
-    Raises:
-        SampleError: the data is bad, or a sample lacks a field that the objective reads or is longer than the arguments
-            allow; the message names file, line and argument. Or ranks read different samples.
-        ValueError: there are fewer samples than a step of complete groups takes.
+    Raises SampleError, with file, line and argument, for bad data, a missing field, a sample that is too long, or
+    ranks that read other samples; ValueError for fewer samples than a step of complete groups takes.
     """
     paths, order = args.prefix_tree_data_path, args.prefix_tree_order
     if validates:

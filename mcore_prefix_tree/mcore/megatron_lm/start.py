@@ -144,10 +144,7 @@ def say_which_megatron_core(root: Path) -> None:
 
 
 def run(root: Path) -> None:
-    """Train with the ``pretrain`` of the checkout at ``root``, print a dry run, or score.
-
-    Raises SystemExit: status 2, with one sentence, for a job that cannot run; 0 after a dry run.
-    """
+    """Train with the ``pretrain`` of the checkout at ``root``, print a dry run, or score; exit with 2 for a bad job."""
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --prefix-tree-max-tokens or the size of the model"):
         if any(word.partition("=")[0] == "--prefix-tree-score" for word in sys.argv[1:]):

@@ -257,10 +257,7 @@ def current_size(args: argparse.Namespace) -> StepSize:
 
 
 def size_at(args: argparse.Namespace, consumed: int) -> StepSize:
-    """Move the calculator to so many consumed samples, and return the size of the step that begins there.
-
-    Raises AssertionError or ArgumentError for a size that ranks, stages and micro-batches do not divide.
-    """
+    """Move the calculator to so many consumed samples, and return that step's size; refuse one that does not divide."""
     calculator.update_num_microbatches(consumed, consistency_check=True)
     size = current_size(args)
     if size.micro_batches < 1:

@@ -196,10 +196,7 @@ def check_command_line(args: argparse.Namespace) -> None:
 def add_rl_arguments(
     parser: argparse.ArgumentParser, args_defaults: Mapping[str, Any] | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of ``train_rl.py`` and of ``--prefix-tree``, which checks the job too.
-
-    Raises ArgumentError if the checkout is older than core_v0.19.0.
-    """
+    """Return a parser with the arguments of ``train_rl.py`` and of ``--prefix-tree``, which checks the job too."""
     try:
         from megatron.inference.utils import add_inference_args
     except ImportError as error:
@@ -207,11 +204,9 @@ def add_rl_arguments(
             "the train_rl.py of this checkout is older than that of core_v0.19.0, which --prefix-tree trains: "
             f"{error}; check out core_v0.19.0"
         ) from error
+    parser = add_inference_args(parser)
     return CheckedParser(
-        add_inference_args(parser),
-        add_rl_argument_group,
-        lambda parsed, _: check_command_line(parsed),
-        script="train_rl.py",
+        parser, add_rl_argument_group, lambda parsed, _: check_command_line(parsed), script="train_rl.py"
     )
 
 
