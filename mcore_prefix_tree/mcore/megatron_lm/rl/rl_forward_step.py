@@ -39,10 +39,9 @@ from mcore_prefix_tree.mcore.megatron_lm.providers import Reported, straggler_ti
 from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.rl.rl_objective import (
     LoopMicroBatch,
-    Script,
     ScriptLoss,
     ScriptObjective,
-    load_script,
+    load_loss_func,
     read_micro_batch,
 )
 from mcore_prefix_tree.mcore.megatron_lm.start import say_which_megatron_core
@@ -74,7 +73,6 @@ class FoldedForwardStep:
     """``forward_step_func`` for ``pretrain``, over the data iterator that Megatron-LM's loop makes."""
 
     def __init__(self) -> None:
-        self._script: Script | None = None
         self._job: Job | None = None
         self._dealt: deque[FoldedMicroBatch] = deque()
 
@@ -83,38 +81,32 @@ class FoldedForwardStep:
         self, data_iterator: Iterator[Any], model: Any, loss_only: bool = False
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Reported]]:
         """Run one pipeline stage's forward of the next folded micro-batch; return its output and loss function."""
-        args, timers = get_args(), get_timers()
-        if self._script is None:
-            self._script = load_script()
+        from megatron.rl.rl_utils import get_rl_runtime_state
+
+        timers = get_timers()
         timers("batch-generator", log_level=2).start()
         with straggler_timers(data=True):
             if not self._dealt:
                 _forget_rotary_tables(model)
-                self._dealt.extend(self._deal(data_iterator, args, self._script))
+                self._dealt.extend(self._deal(data_iterator, get_args()))
             dealt = self._dealt.popleft()
         timers("batch-generator").stop()
-        self._script.state().increment_sequences(dealt.loops.sequences)
+        get_rl_runtime_state().increment_sequences(dealt.loops.sequences)
         with straggler_timers():
             batch = for_model(dealt.batch.on(device_of_this_rank()), model)
             output = tree_forward(model, batch, dealt.readout)
-        return output, partial(_loss, self._script, dealt, batch)
+        return output, partial(_loss, dealt, batch)
 
-    def _deal(self, data_iterator: Iterator[Any], args: argparse.Namespace, script: Script) -> list[FoldedMicroBatch]:
+    def _deal(self, data_iterator: Iterator[Any], args: argparse.Namespace) -> list[FoldedMicroBatch]:
         """Take a step of the loop, and return this rank's micro-batches of it, folded."""
-        mine = [
-            read_micro_batch(
-                next(data_iterator),
-                script,
-                packed=args.rl_use_sequence_packing,
-                corrects=args.rl_inference_logprobs_is_correction,
-            )
-            for _ in range(get_num_microbatches())
-        ]
+        packed, corrects = args.rl_use_sequence_packing, args.rl_inference_logprobs_is_correction
+        count = get_num_microbatches()
+        mine = [read_micro_batch(next(data_iterator), packed=packed, corrects=corrects) for _ in range(count)]
         ranks, rank = _gather_all_ranks(mine), parallel_state.get_data_parallel_rank()
         if self._job is None:
             # The model provider has resolved the back-end: there is no first step to look at.
-            self._job = make_job_from_args(args, ScriptObjective(script=script, args=args, dtypes={}), lambda: [])
-        objective = ScriptObjective(script=script, args=args, dtypes=mine[0].dtypes)
+            self._job = make_job_from_args(args, ScriptObjective(args=args, dtypes={}), lambda: [])
+        objective = ScriptObjective(args=args, dtypes=mine[0].dtypes)
         job = replace(self._job, objective=objective)
         per_token, own = args.calculate_per_token_loss, list(chain(*ranks))
         weight = [1.0 if per_token else 1 / batch.tokens for batch in own for _ in batch.trajectories]
@@ -165,11 +157,11 @@ def _forget_rotary_tables(model: Any) -> None:
             getattr(getattr(module, name, None), "cache_clear", lambda: None)()
 
 
-def _loss(script: Script, dealt: FoldedMicroBatch, batch: MicroBatch, output: torch.Tensor) -> Reported:
+def _loss(dealt: FoldedMicroBatch, batch: MicroBatch, output: torch.Tensor) -> Reported:
     """Return the summed loss of the output ``[1, P, ...]``, its divisor and logged values; both add up over a step."""
     found = dealt.readout.read(output, batch)
     assert isinstance(found, ScriptLoss), "the objective returns a ScriptLoss"
-    *_, reported = script.report(*found.terms)
+    *_, reported = load_loss_func()(*found.terms)
     tokens = torch.full((), dealt.loops.tokens, dtype=torch.float32, device=output.device)
     report = {name: torch.stack([pair[0], tokens]) for name, pair in reported.items()}
     # The step's ratio; every micro-batch says the same.
@@ -190,7 +182,7 @@ def check_command_line(args: argparse.Namespace) -> None:
         )
     check_config(as_config(args))
     check_machine(args)
-    load_script()
+    load_loss_func()
 
 
 def add_rl_arguments(
