@@ -138,7 +138,12 @@ class Resolved:
         recipe, objective = self.recipe, self.job.objective
         chunks, new_head = self.new_model(), ", with a new scalar head" if objective.has_scalar_head else ""
         folder = recipe.checkpoint.pretrained_checkpoint
-        if folder is None and recipe.model.hf is not None:
+        if folder is not None:
+            iteration = checkpoint.find_weights(folder, "checkpoint.pretrained_checkpoint")
+            has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
+            source = checkpoint.iteration_folder(folder, iteration)
+            say(f"the weights start from {source}{'' if has_head else new_head}")
+        elif recipe.model.hf is not None:
             load_start(recipe.model, chunks)
             new = ""
             if new_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head:
@@ -146,17 +151,12 @@ class Resolved:
             elif recipe.model.lora is not None:
                 new = f", with {'a new adapter' if recipe.model.adapter is None else recipe.model.adapter}"
             say(f"the weights start from {recipe.model.hf}{new}")
-            return chunks
-        if folder is None:
+        else:
             hint = ""
             if objective.starts_from_policy:
                 name = recipe.objective.name
                 hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
             say(f"the weights are new, drawn with seed={recipe.seed}{hint}")
-            return chunks
-        iteration = checkpoint.find_weights(folder, "checkpoint.pretrained_checkpoint")
-        has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
-        say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{'' if has_head else new_head}")
         return chunks
 
     def verified(

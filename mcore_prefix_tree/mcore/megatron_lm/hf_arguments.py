@@ -134,22 +134,19 @@ def _provider(args: argparse.Namespace) -> Any:
         raise _as_argument(error) from error
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--prefix-tree-hf: {error}") from error
-    why = None
-    if isinstance(provider, MLATransformerConfig):
-        why = "multi-latent attention has further arguments, which are not read from folders"
-    elif provider.rope_scaling and provider.rope_scaling_factor != _ROPE_SCALING_FACTOR:
-        factor = provider.rope_scaling_factor
-        why = f"Megatron-LM scales rotary frequencies by {_ROPE_SCALING_FACTOR:g}, and its config.json by {factor:g}"
     if HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head and not has_scalar_head(args):
         raise ArgumentError(
             f"--prefix-tree-hf {args.prefix_tree_hf} ends in a scalar head, and --prefix-tree-objective "
             f"{args.prefix_tree_objective} needs a vocabulary; give a language model"
         )
-    if why is not None:
-        raise ArgumentError(
-            f"--prefix-tree-hf {args.prefix_tree_hf}: {why}; train it with `mcore-prefix-tree train --hf`"
-        )
-    return provider
+    if isinstance(provider, MLATransformerConfig):
+        why = "multi-latent attention has further arguments, which are not read from folders"
+    elif provider.rope_scaling and provider.rope_scaling_factor != _ROPE_SCALING_FACTOR:
+        factor = provider.rope_scaling_factor
+        why = f"Megatron-LM scales rotary frequencies by {_ROPE_SCALING_FACTOR:g}, and its config.json by {factor:g}"
+    else:
+        return provider
+    raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf}: {why}; train it with `mcore-prefix-tree train --hf`")
 
 
 def _as_argument(error: RecipeError) -> ArgumentError:

@@ -150,23 +150,18 @@ def _asked(
     model: Any, rows: FoldedRows, labels: torch.Tensor
 ) -> tuple[dict[str, Any], Callable[[torch.Tensor], LabelLogprobs]]:
     """Return the last stage's arguments for labels int64 ``[b, s]``, and the function that converts its answer."""
-    flat = labels.reshape(1, -1)
-    if get_args().prefix_tree_fused_head:
-        asked = request_arguments(RowLogprobs(labels=flat).request(rows))
-        return asked, partial(_answer, labels=labels, dtype=model.config.params_dtype)
+    flat, is_fused = labels.reshape(1, -1), get_args().prefix_tree_fused_head
 
-    def of_logits(logits: torch.Tensor) -> LabelLogprobs:
-        """Return the answer from logits ``[1, P, V / tp]``."""
-        logprobs = -loss_of_logits(logits, flat, rows, model)
-        return _answer(logprobs, labels=labels, dtype=model.config.params_dtype)
+    def answer(output: torch.Tensor) -> LabelLogprobs:
+        """Return the answer from log-probabilities ``[1, T]`` of the fused head, or logits ``[1, P, V / tp]``."""
+        logprobs = output if is_fused else -loss_of_logits(output, flat, rows, model)
+        # In the dtype that the stock model has its logits in: the loop compares them with those of training.
+        return LabelLogprobs(logprobs.reshape(labels.shape).to(model.config.params_dtype), labels)
 
-    return {"runtime_gather_output": False}, of_logits
-
-
-def _answer(logprobs: torch.Tensor, *, labels: torch.Tensor, dtype: torch.dtype) -> LabelLogprobs:
-    """Return the answer for log-probabilities ``[1, T]`` of labels int64 ``[b, s]``."""
-    # In the dtype that the stock model has its logits in: the loop compares them with those of training.
-    return LabelLogprobs(logprobs.reshape(labels.shape).to(dtype), labels)
+    request = (
+        request_arguments(RowLogprobs(labels=flat).request(rows)) if is_fused else {"runtime_gather_output": False}
+    )
+    return request, answer
 
 
 def read_rows(ids: torch.Tensor, borders: torch.Tensor, *, pad: int) -> PackedRows:
