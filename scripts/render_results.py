@@ -342,14 +342,13 @@ def gpu_tables(results: list[dict[str, Any]]) -> str:
         return "Not yet measured."
     paragraphs = []
     for result in results:
-        tests = result.get("tests", {})
-        if "tests" in tests:
-            passed = tests["tests"] - tests["failures"] - tests["errors"] - tests["skipped"]
-            paragraphs.append(f"{passed} of {tests['tests']} GPU tests passed.")
-        else:
-            paragraphs.append(f"GPU tests: {tests.get('failed', 'not run')}.")
+        tests, said = result.get("tests", {}), "not run"
         if "workloads" in result.get("attention", {}):
             paragraphs.append(attention_tables(result["attention"]))
+        if "tests" in tests:
+            passed = tests["tests"] - tests["failures"] - tests["errors"] - tests["skipped"]
+            said = f"{passed} of {tests['tests']} passed"
+        paragraphs.append(f"GPU tests on this machine: {tests.get('failed', said)}.")
     return "\n\n".join(paragraphs)
 
 

@@ -63,6 +63,7 @@ _NAMES = {
     "position_embedding_type": "learned_absolute",
     "non_persistent_ckpt_type": None,
     "ckpt_format": "torch_dist",
+    "cuda_graph_impl": "none",
     "tokenizer_type": None,
     "load": None,
     "save": None,

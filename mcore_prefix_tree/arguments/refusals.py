@@ -128,6 +128,11 @@ _AT_ODDS: tuple[Rule, ...] = (
         "--moe-token-dispatcher-type allgather: it wants equal lengths on all ranks; "
         "use --moe-token-dispatcher-type alltoall",
     ),
+    (
+        lambda args: getattr(args, "cuda_graph_impl", "none") != "none",
+        "--cuda-graph-impl {cuda_graph_impl}: Megatron-LM captures graphs for --seq-length tokens, and micro-batches "
+        "have other lengths; remove it, or train by a recipe with batch.length_buckets",
+    ),
     # Since core_v0.19; Megatron's validation turns the arguments into these ratios.
     (lambda args: (getattr(args, "gtp_weight_remat_size", None) or 1) > 1, f"--{_SHARDS}"),
     (lambda args: (getattr(args, "expert_gtp_weight_remat_size", None) or 1) > 1, f"--expert-{_SHARDS}"),

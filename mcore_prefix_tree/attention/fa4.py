@@ -141,11 +141,9 @@ def write_order(lists: Sequence[tuple[Int32Array, Int32Array]]) -> list[Int32Arr
 
 @cache
 def _visible(window: int | None, *, words: bool = False) -> Any:
-    """The mask in FlashAttention-4's own language; it is compiled into the kernel once for each window.
-
-    With ``words``, a forward evaluates it for 32 keys at a time, and it returns a bit for each, the lowest for the
-    first; a backward still does for one key.
-    """
+    """The mask in FlashAttention-4's own language; it is compiled into the kernel once for each window."""
+    # With words, a forward evaluates it for 32 keys at a time, and it returns a bit for each, the lowest for the
+    # first; a backward still does for one key.
     import cutlass
     from cutlass import cute
     from flash_attn.cute import utils

@@ -34,7 +34,7 @@ from mcore_prefix_tree.attention.tile_blocks import block_plan, visible_pairs
 from mcore_prefix_tree.attention.triton_tree.backward import key_value_kernel, query_kernel
 from mcore_prefix_tree.attention.triton_tree.config import Launch, configs_for, part, rounded
 from mcore_prefix_tree.attention.triton_tree.forward import forward_kernel
-from mcore_prefix_tree.attention.triton_tree.kernel_calls import splits_for
+from mcore_prefix_tree.attention.triton_tree.kernel_calls import kv_heads_at_once, splits_for
 from mcore_prefix_tree.layout import fold
 from mcore_prefix_tree.metadata import TreeMetadata
 from mcore_prefix_tree.plan import plan_step
@@ -270,8 +270,9 @@ def compile_kernel(
     }  # fmt: skip
     partial = {"partial_key": (columns, head_dim), "partial_value": (columns, value_dim)}
     constants: dict[str, int | None] = {
-        "HEADS": case.heads, "KV_HEADS": case.kv_heads, "GROUP": case.heads // case.kv_heads, "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim, "HEAD_PART": part(head_dim, widest), "VALUE_PART": part(value_dim, widest),
+        "KV_HEADS_AT_ONCE": kv_heads_at_once(case.kv_heads), "GROUP": case.heads // case.kv_heads,
+        "HEAD_DIM": head_dim, "VALUE_DIM": value_dim,
+        "HEAD_PART": part(head_dim, widest), "VALUE_PART": part(value_dim, widest),
         "BLOCK_M": rows, "BLOCK_N": columns, "STAGES": launch.stages, "ENGINE": engine,
         "LISTED": case.options.window is not None,
     }  # fmt: skip

@@ -22,28 +22,17 @@ def convolve(
 
 
 def _scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
+    x: torch.Tensor,  # [b, s, H, p]
+    dt: torch.Tensor,  # steps after softplus, [b, s, H]
+    A: torch.Tensor,  # [H], negative
+    B: torch.Tensor,  # [b, s, g, n]
+    C: torch.Tensor,  # likewise
+    chunk_size: int,  # tokens that are computed at once
     *,
-    D: torch.Tensor,
-    seq_idx: torch.Tensor | None = None,
+    D: torch.Tensor,  # [H], or [H, p]
+    seq_idx: torch.Tensor | None = None,  # int32 [b, s]; where it changes the state is zero
 ) -> torch.Tensor:
-    """Return ``[b, s, H, p]`` of the state space model, as ``mamba_chunk_scan_combined`` of mamba-ssm.
-
-    Args:
-        x: ``[b, s, H, p]``.
-        dt: steps after softplus, ``[b, s, H]``.
-        A: ``[H]``, negative.
-        B: ``[b, s, g, n]``.
-        C: ``[b, s, g, n]``.
-        chunk_size: tokens that are computed at once.
-        D: ``[H]``, or ``[H, p]``.
-        seq_idx: int32 ``[b, s]``; where it changes the state is zero.
-    """
+    """Return ``[b, s, H, p]`` of the state space model, as ``mamba_chunk_scan_combined`` of mamba-ssm."""
     heads = x.shape[2] // B.shape[2]
     B, C = (part.to(dt.dtype).repeat_interleave(heads, dim=2) for part in (B, C))
     sequence = torch.zeros_like(x[:, :, 0, 0], dtype=torch.int32) if seq_idx is None else seq_idx

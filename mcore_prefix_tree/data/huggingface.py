@@ -178,12 +178,10 @@ class HuggingFaceChatTokenizer:
         return "always" if has_space(self._tokenizer.convert_ids_to_tokens(special) + "0", 1) else "first"
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text. The last text is the longest rendering of the conversation.
-
-        The texts of one conversation repeat each other, so each part between added tokens is encoded once, together
-        with the two added tokens (or the border of the text) next to it: a token may absorb whitespace of its
-        neighbours or not be recognised next to a letter, and some encodings put a space before a text.
-        """
+        """Return the token ids of each text. The last text is the longest rendering of the conversation."""
+        # The texts of one conversation repeat each other, so each part between added tokens is encoded once, together
+        # with the two added tokens (or the border of the text) next to it: a token may absorb whitespace of its
+        # neighbours or not be recognised next to a letter, and some encodings put a space before a text.
         if self._separator is None:
             return self._token_ids(texts)
         split = [["", *self._separator.split(text), ""] for text in texts]

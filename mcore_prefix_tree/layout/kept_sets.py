@@ -120,11 +120,9 @@ def _summed(place: Int64Array, weight: npt.NDArray[np.float64], size: int) -> np
 def _grouped(
     predictor: Int64Array, ids: npt.NDArray[np.int32], start: Int64Array, size: Int64Array
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Return an order of n sets by predictor in which equal ones are neighbours, and the first of each; ``[n]`` each.
-
-    Set i is ``ids[start[i]:start[i] + size[i]]``. Equal sets have equal digests. Two that differ are told apart even if
-    their digests are equal: then a set may be there twice, which costs time alone.
-    """
+    """Return an order of n sets by predictor with equal ones side by side, and the first of each; ``[n]`` each."""
+    # Set i is ids[start[i]:start[i] + size[i]]. Equal sets have equal digests. Two that differ are told apart even
+    # if their digests are equal: then a set may be there twice, which costs time alone.
     total = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(_mixed(ids), dtype=np.uint64)])
     digest = total[start + size] - total[start]
     order = np.lexsort((digest, size, predictor))
@@ -137,10 +135,8 @@ def _grouped(
 
 
 def _mixed(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """Return 64 bits for each id ``[K]`` whose sums hardly ever agree for different sets: the finaliser of SplitMix64.
-
-    Steele et al., Fast splittable pseudorandom number generators, OOPSLA 2014, fig. 18.
-    """
+    """Return 64 bits for each id ``[K]`` whose sums hardly ever agree for different sets."""
+    # The finaliser of SplitMix64: Steele et al., Fast splittable pseudorandom number generators, OOPSLA 2014, fig. 18.
     bits = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -190,10 +190,8 @@ class Distillation(SummedObjective):
 
 
 def _answers(scored: ScoredTokens, indices: Sequence[int], entries: Int64Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the teacher's tokens and their log-probabilities at a micro-batch's scored tokens, ``[K', k]`` each.
-
-    ``entries``, int64 ``[K']``, are scored tokens of the samples at ``indices``, in their order.
-    """
+    """Return the teacher's tokens and their log-probabilities at a micro-batch's scored tokens, ``[K', k]`` each."""
+    # entries, int64 [K'], are scored tokens of the samples at indices, in their order.
     lens = np.bincount(scored.sample[entries], minlength=len(scored.samples))[np.asarray(indices)].tolist()
     owned = [slice(end - size, end) for size, end in zip(lens, np.cumsum(lens).tolist(), strict=True)]
     fields = []

@@ -353,10 +353,8 @@ def carried_trees(
 
 
 def _whole_trees(roots: Int64Array, together: Sequence[Hashable] | None, samples: int) -> list[Int64Array]:
-    """Return the places of each tree's samples, or of trees that samples which stay together join.
-
-    ``roots``, int64 ``[n]``, are the places of their first samples.
-    """
+    """Return the places of each tree's samples, or of trees that samples which stay together join."""
+    # roots, int64 [n], are the places of their first samples.
     trees = np.split(np.arange(samples), roots[1:])
     if together is None:
         return trees

@@ -30,7 +30,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Keys of a model that leave its function as it is, up to rounding: how it is computed, initialised and regularised.
 SAME_FUNCTION = re.compile(
     "hf|adapter|dtype|transformer_impl|max_position_embeddings"
-    "|transformer\\.(.*(recompute|fp8|_bf16|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|balanc|bias_update|dropout).*)"
+    "|transformer\\.(.*(recompute|fp8|cuda_graph|_bf16|fus|overlap|dispatcher|grouped_gemm|offload|deterministic|init|loss|balanc|bias_update|dropout).*)"
 )
 _OF_RECIPE = ("hf", "dtype", "transformer_impl", "transformer", "lora", "adapter")
 # Keys that a recipe in a checkpoint has, which is written with all defaults.

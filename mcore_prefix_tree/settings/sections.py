@@ -362,10 +362,22 @@ class Recipe(Section):
             why += "checkpoint.pretrained_checkpoint"
         elif self.objective.has_scalar_head:
             why = f"trains no scalar head, which objective.name={self.objective.name} needs; unset it"
-        elif self.model.transformer.get("fp8"):
-            why = "with model.transformer.fp8 is not proven yet; remove one of them"
+        else:
+            given = self.model.transformer
+            unproven = next(
+                (name for name in ("fp8", "cuda_graph_impl") if given.get(name) not in (None, "none")), None
+            )
+            why = unproven and f"with model.transformer.{unproven} is not proven yet; remove one of them"
         if why is not None:
             raise ValueError(f"model.lora {why}")
+
+    def _check_graphs(self) -> None:
+        graphs = self.model.transformer.get("cuda_graph_impl", "none")
+        if graphs != "none" and self.batch.length_buckets is None:
+            raise ValueError(
+                f"model.transformer.cuda_graph_impl={graphs} captures graphs for each length of micro-batches; set "
+                "batch.length_buckets"
+            )
 
     @property
     def inputs(self) -> list[str]:

@@ -114,11 +114,9 @@ def _routes(samples: Sequence[Sample]) -> Routes | None:
 
 
 def _common_route_length(routes: Routes, left: int, right: int, length: int, left_length: int) -> int:
-    """Return how many of the ``length`` tokens that two samples have in common were routed alike.
-
-    ``left`` comes before ``right`` in depth-first order, so that only the former's last token can be one that takes the
-    other's route.
-    """
+    """Return how many of the ``length`` tokens that two samples have in common were routed alike."""
+    # left comes before right in depth-first order, so that only the former's last token can be one that takes
+    # the other's route.
     one, other = routes[left], routes[right]
     end = left_length - 1 if length == left_length else length  # the last token agrees with any
     if one is not None and other is not None:

@@ -6,11 +6,12 @@ Legend: P padded tokens, H query heads, K key/value heads, D head_dim.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from mcore_prefix_tree.attention import AttentionOptions, Case
+from mcore_prefix_tree.attention.api import load_backend
 from mcore_prefix_tree.metadata import TreeMetadata
 
 Attention = Callable[
@@ -161,7 +163,77 @@ def _areal_misfit(metadata: TreeMetadata) -> str | None:
     return None
 
 
+class _Gathered(NamedTuple):
+    """Queries by segment, and copies of the keys of each segment's path.
+
+    Attributes:
+        tokens: int64 ``[C]``, the token of each copy.
+        borders: of the segments among queries, and of the paths among copies, each int32 ``[G + 1]``.
+        longest: tokens of the longest segment and of the longest path.
+    """
+
+    tokens: torch.Tensor
+    borders: tuple[torch.Tensor, ...]
+    longest: tuple[int, int]
+
+
+def _gathered(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata, options: AttentionOptions
+) -> torch.Tensor:
+    """Attend as TRL 1.16's tree packing does, with FlashAttention-4 in place of 3: one varlen call on copied keys."""
+    plan = metadata.derived("gathered", _gather)
+    keys, values = key.index_select(0, plan.tokens), value.index_select(0, plan.tokens)
+    return _varlen(query, keys, values, plan, options)
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _Gathered, options: AttentionOptions
+) -> torch.Tensor:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out: torch.Tensor
+    out, _ = flash_attn_varlen_func(
+        *(query, key, value),
+        **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), plan.borders, strict=True)),
+        **dict(zip(("max_seqlen_q", "max_seqlen_k"), plan.longest, strict=True)),
+        softmax_scale=options.softmax_scale,
+        causal=True,
+    )
+    return out
+
+
+def _gather(metadata: TreeMetadata) -> _Gathered:
+    borders = metadata.cu_node_lens.astype(np.int64)
+    paths: list[np.ndarray] = []
+    for node, above in enumerate(metadata.node_parent.tolist()):
+        own = np.arange(borders[node], borders[node + 1])
+        paths.append(own if above < 0 else np.concatenate([paths[above], own]))
+    paths = [path for path, length in zip(paths, np.diff(borders), strict=True) if length]
+    segments = [int(length) for length in np.diff(borders) if length]
+    device = metadata.subtree_end.device
+    cumulated = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        for lengths in (segments, map(len, paths))
+    )
+    return _Gathered(
+        tokens=torch.from_numpy(np.concatenate(paths)).to(device),
+        borders=tuple(cumulated),
+        longest=(max(segments), max(map(len, paths))),
+    )
+
+
+def _gathered_refusal(case: Case) -> str | None:
+    if case.options.window is not None or case.options.sinks is not None:
+        return "it has no sinks, and copies whole paths for a window"
+    return load_backend("fa4").refusal(case)
+
+
+def _gathered_misfit(metadata: TreeMetadata) -> str | None:
+    return None if metadata.padded_size == metadata.num_tokens else "it has no segments of padding"
+
+
 PEERS: dict[str, Peer] = {
+    "gathered keys (TRL)": Peer(attention=_gathered, refusal=_gathered_refusal, misfit=_gathered_misfit),
     "PrefixGrouper": Peer(attention=_prefix_grouper, refusal=_grouper_refusal, misfit=_grouper_misfit),
     "AReaL Triton": Peer(attention=_areal, refusal=_areal_refusal, misfit=_areal_misfit),
 }

@@ -49,6 +49,15 @@ def share_of_nouns() -> float:
     return 100 * sum(bool(_OF.match(name)) for name in names) / len(names)
 
 
+def long_private_docstrings() -> list[str]:
+    """Return the names of private functions whose docstring has more than one line."""
+    return [
+        node.name
+        for node in functions()
+        if node.name.startswith("_") and not node.name.startswith("__") and "\n" in (ast.get_docstring(node) or "")
+    ]
+
+
 def takers_of(annotation: str) -> list[str]:
     """Return the names of functions with a parameter of a type."""
     return [

@@ -140,6 +140,7 @@ def test_signal_leaves_a_complete_file_and_no_process(tmp_path, number):
     assert seen(tmp_path) == ["first", "second", "second", "third"]
 
 
+@pytest.mark.ci
 def test_exit_code_is_0_when_time_is_up(tmp_path):
     started = time.monotonic()
     code, said, rows = run(tmp_path, "--minutes", "0.3", FAKE_PART="hang")

@@ -31,8 +31,12 @@ def test_functions_are_named_by_verbs() -> None:
     assert house.share_of_nouns() <= 2
 
 
+def test_private_functions_have_docstrings_of_one_line() -> None:
+    assert house.long_private_docstrings() == []
+
+
 def test_the_house_does_not_grow() -> None:
     """A feature that needs more lines raises a limit in the commit that adds it, and says why there."""
-    limits = {"lines of the package": 56_900, "files of the package": 348, "functions that take a recipe": 10}
+    limits = {"lines of the package": 57_080, "files of the package": 349, "functions that take a recipe": 10}
     found = {name: value for name, value, _ in house.measure()}
     assert {name: found[name] for name in limits if found[name] > limits[name]} == {}

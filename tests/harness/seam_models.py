@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -213,6 +214,11 @@ def config_with(**changes: Any) -> TransformerConfig:
     return config
 
 
+GRAPHS: dict[str, Any] = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": [SimpleNamespace(name="moe_router")],
+    "bf16": True,
+}
 # Settings that a model which follows trees rejects, by name.
 REFUSED_SETTINGS: list[dict[str, Any]] = [
     {"context_parallel_size": 2},
@@ -246,6 +252,20 @@ REFUSED_SETTINGS: list[dict[str, Any]] = [
     {"use_kitchen": True},
     {"quant_recipe": "of its own"},
     {"cuda_graph_impl": "local"},
+    {"cuda_graph_impl": "transformer_engine"},
+    {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [SimpleNamespace(name="attn")]},
+    *(
+        GRAPHS | setting
+        for setting in (
+            {"moe_aux_loss_coeff": 0.1},
+            {"moe_z_loss_coeff": 0.1},
+            {"moe_router_enable_expert_bias": True},
+            {"pipeline_model_parallel_size": 2},
+            {"fp8_recipe": "tensorwise", "fp8": "hybrid"},
+            {"mtp_num_layers": 1},
+            {"bf16": False},
+        )
+    ),
     {"tp_comm_overlap": True},
     {"overlap_moe_expert_parallel_comm": True},
     {"enable_mhc_connections": True},
@@ -267,7 +287,13 @@ REFUSED_EXPERT_SETTINGS: list[dict[str, Any]] = [
 # Fields that older releases of megatron-core lack.
 NEWER = {
     *("moe_router_force_biased", "moe_expert_rank_capacity_factor"),
-    *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", "enable_mhc_connections", "fp8_output_proj"),
+    *(
+        "moe_dispatch_fwd_dtype",
+        "moe_combine_bwd_dtype",
+        "enable_mhc_connections",
+        "fp8_output_proj",
+        "cuda_graph_modules",
+    ),
 }
 # A setting of MLATransformerConfig only.
 LATENT_ONLY = {"cache_mla_latents"}

@@ -116,6 +116,13 @@ def test_grouped_queries(ratio, key_heads):
     assert_is_reference(metadata, heads=ratio * key_heads, key_heads=key_heads, dim=16, configs=small_configs())
 
 
+@pytest.mark.parametrize(("key_heads", "at_once"), [(16, 8), (9, 3), pytest.param(11, 1, marks=pytest.mark.slow)])
+def test_many_key_heads_take_turns(key_heads, at_once):
+    assert kernel_calls.kv_heads_at_once(key_heads) == at_once
+    metadata = metadata_of(*random_forest(5, nodes=4, node_lens=(1, 4, 30)), padding=2)
+    assert_is_reference(metadata, heads=2 * key_heads, key_heads=key_heads, dim=16, configs=small_configs())
+
+
 @pytest.mark.parametrize(("splits", "key_heads"), [(2, 2), (6, 1), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_a_group_divided_among_programs(splits, key_heads, monkeypatch):
     """The schedule of few key heads on a large GPU."""

@@ -12,6 +12,7 @@ import torch
 from harness.carried_trees import assert_equal, carried, score_in_parts, small_tree, train, unfolded
 from harness.fla_in_torch import fla_in_torch
 from harness.in_double import kept_double
+from harness.marks import mostly_in_ci
 from harness.seam_models import (
     DELTA_NET,
     MAMBA,
@@ -63,6 +64,7 @@ def make_twins(name: str) -> tuple[Any, Any]:
     return with_long_memory(hybrid_twins(config, pattern))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "step"), [("only Gated DeltaNet", 3), ("only Mamba", 1)])
 def test_every_place_of_a_cut(name: str, step: int) -> None:
     """Every third place of a Gated DeltaNet, whose rule takes a chunk of 64 tokens for each segment."""
@@ -73,7 +75,7 @@ def test_every_place_of_a_cut(name: str, step: int) -> None:
         assert_equal(train(tree, carried(samples, [cut])), expected, FP64)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_in_ci("both", "full recompute", of=MODELS))
 def test_random_cuts_of_a_tree(name: str) -> None:
     samples, rng = small_tree(2 + len(name)), random.Random(name)
     stock, tree = make_twins(name)

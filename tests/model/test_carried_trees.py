@@ -330,7 +330,13 @@ def counts_of(model: torch.nn.Module) -> list[torch.Tensor]:
 # All losses at once meet each recomputation, and each loss by itself one.
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    [*zip(BALANCING, ["layers", "experts", "nothing", "layers"], strict=False), *(("all", way) for way in RECOMPUTE)],
+    [
+        *(
+            pytest.param(*both, marks=pytest.mark.ci)
+            for both in zip(BALANCING, ["layers", "experts", "nothing", "layers"], strict=False)
+        ),
+        *(("all", way) for way in RECOMPUTE),
+    ],
 )
 def test_experts_are_balanced_as_without_a_cut(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are those of each sample alone, and biases see each token of each sample once."""

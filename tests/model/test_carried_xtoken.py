@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.carried_trees import carried_parts
+from harness.marks import mostly_in_ci
 from harness.oracles import worst
 from harness.seam_models import tiny_config, twins
 from harness.seam_runs import assert_same_gradients, take_gradients
@@ -105,6 +106,7 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(actual["metrics"][name], pair, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.ci
 def test_every_place_of_a_cut() -> None:
     """One cut divides some chunks of text, by a branch point or not, and not others."""
     step = Step("p_kl", make_samples())
@@ -118,7 +120,7 @@ def test_every_place_of_a_cut() -> None:
     assert max(above) > 2
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", mostly_in_ci("p_kl", "gold", of=SETTINGS))
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_random_cuts_of_random_trees(name: str, seed: int) -> None:
     step, rng = Step(name, make_samples(seed)), random.Random(seed)

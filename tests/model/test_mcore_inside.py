@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.models import HAS_OUTPUT_PROCESSOR
 from harness.oracles import sample_lists, worst
-from harness.seam_models import VOCAB, build, local_spec, tiny_config, twins
+from harness.seam_models import GRAPHS, VOCAB, build, local_spec, tiny_config, twins
 from hypothesis import given
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -479,6 +479,7 @@ def test_models_that_are_refused() -> None:
         ("attention_dropout", 0.1, "attention_dropout"),
         ("moe_enable_routing_replay", True, "moe_enable_routing_replay=True"),
         ("fp8", "e4m3", "fp8"),
+        ("cuda_graph_impl", "transformer_engine", "cuda_graph_impl='transformer_engine': graphs have one length"),
         ("pipeline_model_parallel_size", 2, "variable_seq_lengths"),
         ("virtual_pipeline_model_parallel_size", 2, "overlap_p2p_comm=False with pipeline_model_parallel_size=2"),
     ):
@@ -486,6 +487,8 @@ def test_models_that_are_refused() -> None:
         _, tree = twins(changed)
         if name == "virtual_pipeline_model_parallel_size":
             changed.pipeline_model_parallel_size, changed.variable_seq_lengths = 2, True
+        for graphed in GRAPHS if name == "cuda_graph_impl" else ():
+            setattr(changed, graphed, GRAPHS[graphed])
         setattr(changed, name, value)
         with pytest.raises(NotImplementedError, match=message):
             fold_inside(tree)

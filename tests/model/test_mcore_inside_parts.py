@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from harness.in_double import kept_double
-from harness.marks import quick
+from harness.marks import mostly_in_ci, quick
 from harness.oracles import worst
 from harness.routes import with_routes
 from harness.seam_models import (
@@ -121,7 +121,7 @@ def trained(model: Any, call: dict[str, Any], **given: Any) -> tuple[torch.Tenso
     return answer.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_in_ci("attention", "balanced experts", of=MODELS))
 def test_any_number_of_tokens_gives_the_same(name: str) -> None:
     call = packed(rows_of(deep_samples(5)) if name in ("state spaces", "delta net", "sparse") else ROWS)
     settings = {"labels": some_labels(call)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness.carried_trees import carried, small_tree
 from harness.in_double import kept_double
+from harness.marks import mostly_in_ci
 from harness.oracles import worst
 from harness.seam_models import (
     DELTA_NET,
@@ -193,7 +194,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", mostly_in_ci("windows", "hybrid", of=CUT))
 def test_trees_in_chunks(name):
     """Rows of a depth read hidden states, keys and states of other chunks."""
     settings, pattern = CUT[name]

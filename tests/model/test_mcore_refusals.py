@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.seam_models import (
+    GRAPHS,
     REFUSED_EXPERT_SETTINGS,
     REFUSED_SETTINGS,
     build,
@@ -91,6 +92,7 @@ def test_several_refusals_come_in_one_message():
 def test_supported_settings_are_accepted():
     check_config(tiny_config())
     check_config(config_with(num_moe_experts=4, moe_router_load_balancing_type="none"))
+    check_config(config_with(**GRAPHS))
 
 
 @pytest.mark.parametrize(
@@ -359,6 +361,25 @@ def test_cross_attention_is_refused():
     spec.submodules.cross_attention = ModuleSpec(module=Other)
     with pytest.raises(NotImplementedError, match=r"cross-attention \(Other\), which layer 1 has"):
         build(tiny_config(), with_prefix_tree(spec))
+
+
+class Scaled(TransformerLayer):
+    """Changes what its layers compute outside of them, as Megatron-Bridge's of Gemma 4."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_cuda_graphs_of_a_layer_with_another_forward_are_refused():
+    """A replay calls attention and the graph of the rest, not the layer's forward."""
+    config, spec = config_with(**GRAPHS), get_gpt_layer_local_spec()
+    spec.module = Scaled
+    with pytest.raises(
+        NotImplementedError, match="in layer 1, a Scaled whose forward is not Megatron-Core's; set cuda"
+    ):
+        follow_trees(build(config, spec))
+    config.cuda_graph_impl = "none"
+    follow_trees(build(config, spec))
 
 
 def test_another_self_attention_is_refused():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness.oracles import worst
 from harness.routes import KINDS, replaying, routers, with_routes
-from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_config, twins
+from harness.seam_models import EXPERTS, GRAPHS, RECOMPUTE, branching_samples, config_with, tiny_config, twins
 from harness.seam_runs import score_alone
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -308,3 +308,5 @@ def test_a_model_without_experts_refuses_routes():
     sample = Sample(tokens=[1, 2], routed_experts=[[[0, 1]]], source="a:1")
     with pytest.raises(SampleError, match=r"^a:1: .* has routes, but the model has no experts \(num_moe_experts\)"):
         check_sample_routes(tiny_config(), sample)
+    with pytest.raises(SampleError, match=r"^a:1: .* has routes, but CUDA graphs of moe_router would not follow them"):
+        check_sample_routes(config_with(**GRAPHS, num_moe_experts=2), sample)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.carried_trees import assert_equal, carried, small_tree, train, unfolded
 from harness.in_double import kept_double
-from harness.marks import quick
+from harness.marks import mostly_in_ci, quick
 from harness.seam_models import RECOMPUTE, deep_samples, hybrid_twins, tiny_config, twins
 from harness.seam_runs import (
     FP32_INSIDE,
@@ -134,7 +134,7 @@ CUT: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", mostly_in_ci("full recompute, loss", "pattern", of=CUT))
 def test_trees_in_chunks(name: str) -> None:
     """The keys of other chunks are scored, chosen and attended to like those of a chunk."""
     settings, pattern = CUT[name]

@@ -56,7 +56,7 @@ def with_masks(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "sampling masks"])
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["", "sampling masks"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -128,7 +128,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["sft", "gspo"])
+@pytest.mark.parametrize("name", [pytest.param("sft", marks=pytest.mark.ci), "gspo"])
 def test_balanced_experts_do_not_see_the_budget(tmp_path: Path, name: str) -> None:
     """Biases change the routes of the next step; a resumed run goes through the same steps, to the bit."""
     job, options = objective_job(tmp_path, name)

@@ -129,6 +129,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "batch.max_tokens=14 batch.over_budget=repeat",
             "data.jsonl:1: the sample has 15 tokens, but batch.max_tokens is 14; raise batch.max_",
         ),
+        (
+            "model.transformer.cuda_graph_impl=transformer_engine",
+            "model.transformer.cuda_graph_impl=transformer_engine captures graphs for each length of micro-batches; "
+            "set batch.length_buckets",
+        ),
+        (
+            "model.transformer.cuda_graph_impl=local batch.length_buckets=[64]",
+            "cuda_graph_impl='local' with cuda_graph_modules=[]: a graph replays the tree of its capture",
+        ),
         ("attention_backend=nope", "attention backend 'nope' does not exist; choose one of "),
         ("train_iters=zero", "recipe.yaml: train_iters: input should be a valid integer"),
         ("train_iters", "'train_iters' is not an override; write key=value"),

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 from harness.commands import run_command, write_rows
-from harness.marks import quick
+from harness.marks import mostly_in_ci, quick
 from harness.train_jobs import FLOAT64, VOCAB, Notes, train, world_of_one, write_job
 from rollouts import Rollout, mask, rollouts
 
@@ -150,7 +150,9 @@ def same(step: np.ndarray, whole: np.ndarray, change: str | None) -> bool:
 
 
 # xtoken reads two tokenizers: its own tests cut its steps in every way.
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "xtoken"])
+@pytest.mark.parametrize(
+    "name", mostly_in_ci("sft", "grpo", "dpo", of=[name for name in OBJECTIVES if name != "xtoken"])
+)
 def test_sample_trains_equally_with_any_neighbours(tmp_path: Path, name: str) -> None:
     """All settings, over every step of a shuffled epoch as the recipe's reader deals them: against one step of all."""
     turns, wholes = (write_rows(tmp_path / f"{by_turn}.jsonl", lines(by_turn=by_turn)) for by_turn in (True, False))

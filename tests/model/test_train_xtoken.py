@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from harness.commands import run_command, write_rows
 from harness.in_double import kept_double
+from harness.marks import mostly_in_ci
 from harness.tokenizer_folders import PLAIN, make_folder
 from harness.train_jobs import FLOAT64, train
 from harness.xtoken_recipes import make_student_and_teacher, options, settings
@@ -53,8 +54,8 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("over_budget", ["carry", "auto"])
-@pytest.mark.parametrize("mode", CUT)
+@pytest.mark.parametrize("over_budget", mostly_in_ci("carry", of=["carry", "auto"]))
+@pytest.mark.parametrize("mode", mostly_in_ci("p_kl", "alm", of=CUT))
 def test_training_evaluation_and_verification_do_not_see_the_budget(folder, mode, over_budget):
     longest = max(len(json.loads(line)["tokens"]) for line in (folder / "student.jsonl").read_text().splitlines())
     held_out = [f"validation.path={folder / 'student.jsonl'}", "validation.eval_interval=2", "verify.enabled=true"]

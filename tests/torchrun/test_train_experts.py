@@ -53,7 +53,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, EP2),
+        pytest.param(2, EP2, marks=pytest.mark.ci),
         pytest.param(2, TP2_EP2, marks=pytest.mark.ci),
         pytest.param(4, TP2_EP2, marks=pytest.mark.ci),
     ],

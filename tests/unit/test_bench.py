@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attention_bench import contest
+import torch.nn.functional as F
+from attention_bench import contest, peers
 from attention_bench import measure as bench
 from attention_bench.clock import measure_ceilings, seconds_of
 from attention_bench.contest import TimedMetadata
@@ -33,6 +34,7 @@ from harness.commands import write_rows
 from harness.oracles import metadata_of, random_forest, worst
 from harness.torchrun_jobs import run
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.bias import causal_lower_right
 from typer.testing import CliRunner
 
 from mcore_prefix_tree import Sample, fold
@@ -266,6 +268,31 @@ def test_prefix_grouper_computes_the_same():
 @pytest.mark.parametrize("lens", [([5, 3], [-1, -1]), ([5, 3, 2], [-1, 0, 1]), ([5], [-1])])
 def test_prefix_grouper_is_not_asked_for_other_forests(lens):
     assert "supports one prefix" in PEERS["PrefixGrouper"].misfit(metadata_of(*lens))
+
+
+def test_gathered_keys_are_those_of_the_path(monkeypatch):
+    """As TRL packs a tree: the last query of a segment sees the last key of its path."""
+
+    def varlen(query, key, value, plan, options):
+        rows, copies = (borders.tolist() for borders in plan.borders)
+        assert (max(np.diff(rows)), max(np.diff(copies))) == plan.longest
+        return torch.cat(
+            [
+                F.scaled_dot_product_attention(
+                    *(one.transpose(0, 1)[None] for one in (query[q:r], key[k:c], value[k:c])),
+                    attn_mask=causal_lower_right(r - q, c - k),
+                    enable_gqa=True,
+                )[0].transpose(0, 1)
+                for q, r, k, c in zip(rows[:-1], rows[1:], copies[:-1], copies[1:], strict=True)
+            ]
+        )
+
+    monkeypatch.setattr(peers, "_varlen", varlen)
+    metadata = metadata_of([3, 0, 2, 4, 1, 2], [-1, 0, 1, 0, 3, -1])
+    tensors = [torch.randn(metadata.padded_size, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    expected = reference.attention(*tensors, metadata, AttentionOptions(softmax_scale=8**-0.5))
+    found = PEERS["gathered keys (TRL)"].attention(*tensors, metadata, AttentionOptions(softmax_scale=8**-0.5))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_peers_reject_unsupported_cases():
@@ -562,7 +589,7 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
         methods = {(row["method"], row["layout"]) for row in workload["rows"]}
         assert {("path", "tree"), ("cascade, torch on the CPU", "tree")} <= methods
         assert {("torch on the CPU", "unfolded"), ("torch on the CPU", "dense")} <= methods
-        assert {"triton", "fa4", "flex", "PrefixGrouper", "AReaL Triton"} <= {
+        assert {"triton", "fa4", "flex", "PrefixGrouper", "AReaL Triton", "gathered keys (TRL)"} <= {
             one["method"] for one in workload["missing"]
         } | {row["method"] for row in workload["rows"]}
         for row in workload["rows"]:

@@ -102,6 +102,10 @@ TARGETS = "model.lora.target_modules=[q_proj]"
     [
         (["model.lora.r=4"], "model.lora.r=4, but"),
         ([TARGETS, "model.transformer.fp8=hybrid"], "model.lora with model.transformer.fp8 is not proven yet"),
+        (
+            [TARGETS, "model.transformer.cuda_graph_impl=transformer_engine", "batch.length_buckets=[65536]"],
+            "model.lora with model.transformer.cuda_graph_impl is not proven yet",
+        ),
         (["model.lora.lora_dropout=0.1"], "model.lora.lora_dropout: samples that share a token would share its mask"),
         ([TARGETS, "objective.name=critic"], "trains no scalar head, which objective.name=critic needs"),
         ([TARGETS, "checkpoint.pretrained_checkpoint=runs/a"], "export the checkpoint and name that folder there"),

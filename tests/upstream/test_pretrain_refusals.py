@@ -49,7 +49,7 @@ SPINE = [
     (f"{MOE} {FP8} --moe-router-padding-for-quantization", "moe_router_padding_for_quantization=True"),
     (f"{FP8} --mtp-num-layers 1", "fp8 with mtp_num_layers=1"),
     ("--fp4-format e2m1", "fp4='e2m1'"),
-    ("--cuda-graph-impl local", "cuda_graph_impl='local'"),
+    ("--cuda-graph-impl local", "--cuda-graph-impl local"),
     ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "tp_comm_overlap=True"),
     (f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type='sinkhorn'"),

@@ -53,13 +53,13 @@ def run(path: list[Path], *arguments: str, files: tuple[str, ...] = ("te_layers.
     ("files", "marked"),
     [
         # In one process, which imports Megatron-Core and TransformerEngine once.
-        (("te_layers.py", "te_fp8.py", "te_fp8_recipes.py"), "not slow"),
+        (("te_layers.py", "te_fp8.py", "te_fp8_recipes.py", "te_graphs.py"), "not slow"),
         pytest.param(("te_fp8.py",), "slow", marks=pytest.mark.slow),
     ],
     ids=["not slow", "slow"],
 )
 def test_folded_is_unfolded(files: tuple[str, ...], marked: str, request: pytest.FixtureRequest) -> None:
-    """In the type of the model and in FP8."""
+    """In the type of the model, in FP8, and with CUDA graphs."""
     path = [wheel("transformer-engine", VERSION, request.config.cache)]
     said = run(path, "-m", marked, "-k", "not patched", files=files)
     assert re.search(r"\d\d passed", said), said

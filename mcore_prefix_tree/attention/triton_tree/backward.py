@@ -19,6 +19,7 @@ from mcore_prefix_tree.attention.triton_tree.tiles import (
     KINDS,
     add_weighted,
     load_rows,
+    place_program,
     products,
     scaled,
     store_rows,
@@ -102,7 +103,7 @@ def key_value_kernel(
     softmax_scale,
     scale,
     window,
-    KV_HEADS: tl.constexpr,
+    KV_HEADS_AT_ONCE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -115,11 +116,11 @@ def key_value_kernel(
     LISTED: tl.constexpr,  # whether the schedule has a list, not ranges
 ):
     """One program for each block of keys of one head, or of a split of its query heads."""
-    out_head = tl.program_id(0) % (KV_HEADS * splits)
+    turn, out_head = place_program(key_blocks, KV_HEADS_AT_ONCE * splits)
     kv_head = out_head // splits
     heads = GROUP // splits
     first_head = kv_head * GROUP + out_head % splits * heads
-    key_block = tl.load(schedule + 4 * key_blocks + tl.program_id(0) // (KV_HEADS * splits))
+    key_block = tl.load(schedule + 4 * key_blocks + turn)
     bounds = schedule + key_block
     blocks = schedule + 5 * key_blocks
     first = tl.load(bounds)
@@ -199,7 +200,7 @@ def query_kernel(
     softmax_scale,
     scale,
     window,
-    HEADS: tl.constexpr,
+    KV_HEADS_AT_ONCE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -211,9 +212,9 @@ def query_kernel(
     ENGINE: tl.constexpr,
 ):
     """One program for each block of queries of one head."""
-    head = tl.program_id(0) % HEADS
+    turn, head = place_program(query_blocks, KV_HEADS_AT_ONCE * GROUP)
     kv_head = head // GROUP
-    query_block = tl.load(schedule + 4 * query_blocks + tl.program_id(0) // HEADS)
+    query_block = tl.load(schedule + 4 * query_blocks + turn)
     blocks = 5 * query_blocks
 
     start = query_block * BLOCK_M

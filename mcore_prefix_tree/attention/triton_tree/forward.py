@@ -14,6 +14,7 @@ from mcore_prefix_tree.attention.triton_tree.tiles import (
     KINDS,
     add_weighted,
     load_rows,
+    place_program,
     products,
     scaled,
     store_rows,
@@ -38,7 +39,7 @@ def forward_kernel(
     stride,  # R
     scale,
     window,
-    HEADS: tl.constexpr,
+    KV_HEADS_AT_ONCE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -50,10 +51,9 @@ def forward_kernel(
     ENGINE: tl.constexpr,
 ):
     """The online softmax (Milakov and Gimelshein, 2018) over the key blocks that the schedule lists."""
-    # Heads that share keys run side by side, and so find them in the cache.
-    head = tl.program_id(0) % HEADS
+    turn, head = place_program(query_blocks, KV_HEADS_AT_ONCE * GROUP)
     kv_head = head // GROUP
-    query_block = tl.load(schedule + 4 * query_blocks + tl.program_id(0) // HEADS)
+    query_block = tl.load(schedule + 4 * query_blocks + turn)
     blocks = 5 * query_blocks
 
     start = query_block * BLOCK_M

@@ -25,6 +25,7 @@ from mcore_prefix_tree.utils.triton_here import launch_kernel
 _PROGRAMS_AT_A_TIME = 8
 # The registers of a processor are enough for as many warps of these kernels.
 _WARPS_AT_A_TIME = 8
+_KV_HEADS_AT_ONCE = 8
 # The most that the sums of divided groups may take, in bytes, of a call.
 PARTIAL_BYTES = 256 << 20
 # Of the kernel of row sums, on every chip. It has neither keys nor a pipeline.
@@ -78,6 +79,7 @@ def _constants(query: torch.Tensor, value: torch.Tensor, launch: Launch, call: C
     """Return the compile-time constants for queries ``[P, H, D]`` and values ``[P, K, W]``."""
     head_dim, value_dim = query.shape[2], value.shape[2]
     return {
+        "KV_HEADS_AT_ONCE": kv_heads_at_once(value.shape[1]),
         "GROUP": query.shape[1] // value.shape[1],
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
@@ -124,7 +126,6 @@ def forward(
         len(call.end),
         call.scale,
         call.window,
-        HEADS=heads,
         **_constants(query, value, launch, call),
     )
     return out, lse
@@ -211,7 +212,6 @@ def key_value_grads(
             call.softmax_scale,
             call.scale,
             call.window,
-            KV_HEADS=kv_heads,
             LISTED=call.window is not None,
             **_constants(query, value, launch, call),
         )
@@ -265,10 +265,18 @@ def query_grads(
         call.softmax_scale,
         call.scale,
         call.window,
-        HEADS=heads,
         **_constants(query, value, launch, call),
     )
     return grad_query
+
+
+def kv_heads_at_once(kv_heads: int) -> int:
+    """Return the number of key/value heads whose blocks run side by side, a divisor of all.
+
+    Eight leave the heads of a grouped model together. Of 128 heads without groups at once, each program of an H100
+    would read keys that no other reads, which takes more than its memory gives.
+    """
+    return max(divisor for divisor in range(1, _KV_HEADS_AT_ONCE + 1) if kv_heads % divisor == 0)
 
 
 def processors(device: torch.device) -> int:

@@ -17,6 +17,17 @@ KINDS = tl.constexpr(3)
 
 
 @triton.jit
+def place_program(blocks, at_once):
+    """Return the turn of this program's block in the schedule's order, and its head.
+
+    Some heads take all turns, then the next heads: programs that run together read the same keys, from the cache.
+    """
+    turn = tl.program_id(0) % (blocks * at_once)
+    head = tl.program_id(0) // (blocks * at_once) * at_once + turn % at_once
+    return turn // at_once, head
+
+
+@triton.jit
 def _addresses(
     source, head, start, size, first: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr
 ):

@@ -74,10 +74,8 @@ def deal_groups(groups: Sequence[Group], *, ranks: int, mini_batches: int) -> li
 
 
 def _exchange(dealt: Sequence[Sequence[Sequence[Group]]]) -> list[list[list[Group]]]:
-    """Exchange groups within mini-batches to lower the total of the fullest rank, but raise no mini-batch's fullest.
-
-    A rank that one long group fills in a mini-batch gets short groups in the others.
-    """
+    """Exchange groups within mini-batches to lower the total of the fullest rank, but raise no mini-batch's fullest."""
+    # A rank that one long group fills in a mini-batch gets short groups in the others.
     groups = [group for steps in dealt for step in steps for group in step]
     places = [(rank, at) for rank, steps in enumerate(dealt) for at, step in enumerate(steps) for _ in step]
     rank, step = np.array(places, dtype=np.int64).reshape(-1, 2).T.copy()

@@ -54,10 +54,8 @@ def _refuse(asked: dict[str, Any]) -> None:
 
 
 def _routes(batch: TensorDict) -> torch.Tensor | None:
-    """Return the experts of each row's tokens, jagged ``[n, tokens, layers, top-k]``, -1 where the model routes.
-
-    None without replay. Raises ValueError if the rollout has no routes.
-    """
+    """Return the experts of each row's tokens, jagged ``[n, tokens, layers, top-k]``, -1 where the model routes."""
+    # None without replay. Raises ValueError if the rollout has no routes.
     if not tu.get_non_tensor_data(batch, key="enable_routing_replay", default=False):
         return None
     given = batch.get("routed_experts", None)
@@ -75,10 +73,9 @@ def _routes(batch: TensorDict) -> torch.Tensor | None:
 
 
 def _loss_mask(batch: TensorDict) -> torch.Tensor:
-    """Return the loss mask of each row's tokens, jagged ``[n, tokens]``; the batch has that of the answers, or of all.
-
-    Raises NotImplementedError for the first token of a row, which verl's own depths predict from the row before.
-    """
+    """Return the loss mask of each row's tokens, jagged ``[n, tokens]``."""
+    # The batch has that of the answers, or of all. Raises NotImplementedError for the first token of a row, which the
+    # depths of verl predict from the row before.
     rows, mask = batch["input_ids"], batch["loss_mask"]
     answers = mask.offsets().diff() if mask.is_nested else batch["attention_mask"][:, -mask.shape[1] :].sum(1)
     sizes = zip(mask.unbind(), answers.tolist(), rows.offsets().diff().tolist(), strict=True)

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Protocol
@@ -23,6 +24,7 @@ from mcore_prefix_tree.mcore.checkpoints.saved_recipe import changed_settings
 from mcore_prefix_tree.mcore.engine.calibration import Calibration, calibrate
 from mcore_prefix_tree.mcore.engine.comparison import ROUNDS, Comparison, compare
 from mcore_prefix_tree.mcore.engine.evaluation import Evaluation, HeldOut
+from mcore_prefix_tree.mcore.engine.layer_graphs import layer_graphs
 from mcore_prefix_tree.mcore.engine.pipeline import run_schedule
 from mcore_prefix_tree.mcore.engine.step_planner import FoldedStep, StepPlanner, fold_step
 from mcore_prefix_tree.mcore.engine.totals import Totals, check_finite
@@ -180,6 +182,7 @@ class Trainer:
         if is_main_rank():
             reporter.started(done + 1, recipe.train_iters)
         with (
+            self._graphs(),
             open_logs(
                 recipe.log,
                 done=done,
@@ -249,12 +252,17 @@ class Trainer:
         """Run forward and backward of one iteration's batch, folded and unfolded."""
         # Of a finished run with new data, the last step's are not there any more.
         samples = self._order.take(max(0, self._consumed(iteration)), self._size.samples)
-        return compare(self._chunks, samples, self._job, repeats=repeats, progress=progress)
+        with self._graphs():
+            return compare(self._chunks, samples, self._job, repeats=repeats, progress=progress)
 
     def calibrate(self, *, repeats: int) -> Calibration:
         """Time micro-batches of the first few steps' samples."""
         samples = self._order.take(0, min(_CALIBRATION_STEPS * self._recipe.batch.per_step, self._order.per_epoch))
-        return calibrate(self._chunks, samples, self._job, repeats=repeats)
+        with self._graphs():
+            return calibrate(self._chunks, samples, self._job, repeats=repeats)
+
+    def _graphs(self) -> AbstractContextManager[None]:
+        return layer_graphs(self._chunks, self._optimizer, self._job.folding.padding.buckets)
 
     @property
     def _size(self) -> _StepSize:

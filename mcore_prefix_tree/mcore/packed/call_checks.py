@@ -108,6 +108,11 @@ def check_foldable(model: Any) -> None:
             "variable_seq_lengths=True"
         )
     check_interleaving(model.config)
+    if model.config.cuda_graph_impl != "none":
+        raise NotImplementedError(
+            f"cuda_graph_impl={model.config.cuda_graph_impl!r}: graphs have one length, and folding inside the model "
+            "gives its layers other lengths than the rows'; set cuda_graph_impl='none'"
+        )
     if getattr(model.config, "moe_enable_routing_replay", False):
         raise NotImplementedError(
             "moe_enable_routing_replay=True: rows that share a token may have recorded different routes for it; set "

@@ -160,10 +160,8 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
     def _balanced(
         self, kind: str, name: str, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``probs`` ``[L, E]`` with the gradient of a balancing loss: the samples' mean, weighed by lengths.
-
-        Of one sample it is upstream's ``switch_load_balancing_loss_func`` (https://arxiv.org/abs/2101.03961, eq. 4).
-        """
+        """Return ``probs`` ``[L, E]`` with the gradient of a balancing loss: the samples' mean, weighed by lengths."""
+        # Of one sample it is upstream's switch_load_balancing_loss_func (https://arxiv.org/abs/2101.03961, eq. 4).
         coeff = self.get_aux_loss_coeff(kind)
         if coeff == 0:
             return probs
@@ -199,10 +197,8 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
             self._count_by_sample(routed)
 
     def _apply_global_aux_loss(self, *given: Any, **settings: Any) -> torch.Tensor:
-        """Balance the samples of a step: a micro-batch's scores against the mean counts of those so far, on all ranks.
-
-        It is upstream's loss (https://arxiv.org/abs/2501.11873) of the same samples in the same micro-batches.
-        """
+        """Balance the samples of a step: a micro-batch's scores against the mean counts so far, on all ranks."""
+        # It is upstream's loss (https://arxiv.org/abs/2501.11873) of the same samples in the same micro-batches.
         probs, scores, routing_map = given[:3]
         coeff = self.get_aux_loss_coeff("global_aux_loss")
         if self.by_sample or coeff == 0:

@@ -76,11 +76,9 @@ class TreeLatentAttentionMixin(TreeAbsorbedAttentionMixin):
     def _with_stack(
         self, carry: Carry, key: torch.Tensor, value: torch.Tensor, latent: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys ``[S + P, H, D]`` and values, of ``[P, H, D], [P, H, W]`` and latents ``[L, l - rotary]``.
-
-        The store has latents with their rotary keys, and the stack's are projected here: they are a small part of keys
-        and values in size, and of attention in work.
-        """
+        """Return keys ``[S + P, H, D]`` and values, of ``[P, H, D], [P, H, W]`` and latents ``[L, l - rotary]``."""
+        # The store has latents with their rotary keys, and the stack's are projected here: they are a small part of
+        # keys and values in size, and of attention in work.
         carry = carry.within(self.core_attention.tree_window)
         carry, which, sizes = replace(carry, states=carry.tokens), (self, "latent"), self.config
         own = torch.cat([gather_tokens(latent, self), key[:, 0, sizes.qk_head_dim :]], dim=-1)

@@ -198,10 +198,8 @@ class LayoutInParts:
         *,
         keeps: bool,
     ) -> LaidOutPart:
-        """Return a part that reads ``stack``, int64 ``[S]`` places in ``carried``, and leaves ``own`` at places.
-
-        Both are int64 ``[n]``; for ``last``, of training and of scoring, and ``keeps`` see :class:`Carry`.
-        """
+        """Return a part that reads ``stack``, int64 ``[S]`` places in ``carried``, and leaves ``own`` at places."""
+        # Both are int64 [n]; for last, of training and of scoring, and keeps see Carry.
         whole = self._stack(layout, stack, own, places, None)
         handover, states = self._handover(layout, stack, own, places)
         sample_node, counts = self._samples(layout, places)

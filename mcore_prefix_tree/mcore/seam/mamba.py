@@ -156,10 +156,8 @@ def _states(
     points: BranchPoints,
     levels: Sequence[Level],
 ) -> list[torch.Tensor]:
-    """Return the given states, if there are any, and those that each level keeps, ``[k, g, H * p / g, n]``.
-
-    ``decayed`` has the sums of a, ``[P, H]``.
-    """
+    """Return the given states, if there are any, and those that each level keeps, ``[k, g, H * p / g, n]``."""
+    # decayed has the sums of a, [P, H].
     whole = decayed.index_select(0, points.last)
     (_, heads, size), (_, groups, entries) = x.shape, b.shape
     own = [dt.new_empty(0, groups, heads // groups * size, entries)]

@@ -47,11 +47,8 @@ class TreeMultiTokenModelMixin:
     shared_embedding_or_output_weight: Any
 
     def _postprocess(self, **call: Any) -> Any:
-        """Return a ``GPTModel``'s output. Upstream's own losses of depths roll tokens, so it is given nothing to roll.
-
-        Raises:
-            ValueError: labels are given with a tree, or its layout does not weigh the depths that are trained.
-        """
+        """Return a ``GPTModel``'s output."""
+        # Upstream's own losses of depths roll tokens, so it is given nothing to roll.
         stock: Any = super()
         tree = get_tree_params(call.get("packed_seq_params"))
         if tree is None or not self.post_process:
@@ -65,10 +62,8 @@ class TreeMultiTokenModelMixin:
     def _scored(
         self, call: Mapping[str, Any], tree: TreePackedSeqParams, run: Callable[..., torch.Tensor], hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Return the states of the model and its depths, ``[(1 + K) L, 1, h]``, with the losses' gradients.
-
-        ``run`` makes them, of ``hidden`` ``[L, 1, h]``; ``call`` has arguments of the model's forward.
-        """
+        """Return the states of the model and its depths, ``[(1 + K) L, 1, h]``, with the losses' gradients."""
+        # run makes them, of hidden [L, 1, h]; call has arguments of the model's forward.
         if call["labels"] is not None:
             raise ValueError("labels must be None with a folded micro-batch: its edges have them")
         depths, trains = tree.depths, bool(trained_depths(vars(self.config)))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mcore_prefix_tree.mcore.seam.validation import graph_modules
 from mcore_prefix_tree.plan.model_shape import layers_with_experts
 from mcore_prefix_tree.sample import Sample, SampleError
 
@@ -76,6 +77,8 @@ def _fault(config: Any, routes: npt.NDArray[np.integer]) -> str | None:
     """Return what is wrong with routes ``[n, layers, top-k]``, or None."""
     if config.num_moe_experts is None:
         return "has routes, but the model has no experts (num_moe_experts); remove the field"
+    if "moe_router" in graph_modules(config):
+        return "has routes, but CUDA graphs of moe_router would not follow them; leave it out of cuda_graph_modules"
     _, layers, top_k = routes.shape
     sparse = sum(layers_with_experts(config.num_layers, config.moe_layer_freq))
     if layers not in (config.num_layers, sparse):

@@ -184,10 +184,8 @@ class TreeSparseAttentionMixin:
     def _attend_by_kernel(
         self, query: torch.Tensor, latents: torch.Tensor, chosen: torch.Tensor, values: int
     ) -> torch.Tensor | None:
-        """Return what upstream's kernel of ``dsa_kernel_backend`` attends to, ``[P, H, values]``; None if it declines.
-
-        It takes keys in any order, with -1 for keys that are absent, and sums gradients in any order.
-        """
+        """Return the output of upstream's ``dsa_kernel_backend``, ``[P, H, values]``; None if it declines."""
+        # It takes keys in any order, with -1 for keys that are absent, and sums gradients in any order.
         if not use_fused_dsa_kernels(self.config):
             return None
         # TileLang's takes 64 keys at a time.
@@ -199,26 +197,16 @@ class TreeSparseAttentionMixin:
 
     def _indexer_loss(
         self,
-        indexed: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        chosen: torch.Tensor,
-        metadata: TreeMetadata,
-        samples: torch.Tensor,
+        indexed: Any,  # the indexer's queries [P, 1, I, E], keys [S, 1, E] and weights [P, 1, I]
+        query: torch.Tensor,  # [P, H, D]
+        key: torch.Tensor,  # [S, 1, D] or [S, H, D]
+        chosen: torch.Tensor,  # int32 [P, T], the keys of each query
+        metadata: TreeMetadata,  # of the S keys, of which P are queries
+        samples: torch.Tensor,  # fp32 [P], number of samples through each query
     ) -> torch.Tensor:
-        """Return the sum over all samples' tokens of the divergence of the indexer's choice from attention.
-
-        It is upstream's ``compute_dsa_indexer_loss`` (the paper's eq. 3 and 4), each row times the samples through it.
-        Its gradient is linear in that of the loss, so that each block makes both at once and keeps no scores.
-
-        Args:
-            indexed: the indexer's queries ``[P, 1, I, E]``, keys ``[S, 1, E]`` and weights ``[P, 1, I]``.
-            query: ``[P, H, D]``.
-            key: ``[S, 1, D]`` or ``[S, H, D]``.
-            chosen: int32 ``[P, T]``, the keys of each query.
-            metadata: the tree of the S keys, of which P are queries.
-            samples: fp32 ``[P]``, number of samples through each query.
-        """
+        """Return the sum over all samples' tokens of the divergence of the indexer's choice from attention."""
+        # Upstream's compute_dsa_indexer_loss (the paper's eq. 3 and 4), each row times the samples through it. Its
+        # gradient is linear in that of the loss, so that each block makes both at once and keeps no scores.
         index_query, index_key, weights = (wide(one.detach()) for one in indexed)
         gradients = [torch.zeros_like(one) for one in (index_query, index_key, weights)]
         total = index_query.new_zeros(())

@@ -33,7 +33,7 @@ from mcore_prefix_tree.mcore.seam.hybrid_layers import (
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeAbsorbedAttentionMixin, TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES
-from mcore_prefix_tree.mcore.seam.validation import check_config
+from mcore_prefix_tree.mcore.seam.validation import check_config, graph_modules
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS
 
 # Classes that mix the tokens of a layer, and what makes them follow a tree.
@@ -150,6 +150,7 @@ def _follow_in_layer(layer: Any) -> None:
     if HAS_HYBRID_MODEL and isinstance(layer, MambaLayer):
         _follow_mixer(layer, layer.mixer, "the mixer of a Mamba layer")
         return
+    _check_replayed(layer)
     if not isinstance(layer.cross_attention, IdentityOp):
         raise NotImplementedError(
             f"prefix-tree training does not support cross-attention ({type(layer.cross_attention).__name__}), which "
@@ -212,6 +213,17 @@ def _check_methods(layer: Any, module: Any) -> None:
                 f"layer {layer.layer_number} has a {kind.__name__} whose {name} is not Megatron-Core's; if it computes "
                 "each token by itself, apart from its rotary embedding, set follows_prefix_trees = True on the class"
             )
+
+
+def _check_replayed(layer: Any) -> None:
+    """Reject CUDA graphs of a class with methods of its own, which a replay would not call, or not with a tree."""
+    name = next((name for name in ("forward", "_forward_mlp") if not _is_stock(getattr(type(layer), name, None))), None)
+    if name is not None and graph_modules(layer.config):
+        raise NotImplementedError(
+            f"prefix-tree training does not support cuda_graph_impl={layer.config.cuda_graph_impl!r} in layer "
+            f"{layer.layer_number}, a {type(layer).__name__} whose {name} is not Megatron-Core's; set "
+            "cuda_graph_impl='none'"
+        )
 
 
 def _is_stock(method: Any) -> bool:

@@ -71,6 +71,7 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             "calculate_per_token_loss=True",
         ),
         *_fp8_refusals(config),
+        *_graph_refusals(config),
         *(_multi_token_refusals(config) if config.mtp_num_layers else ()),
         (
             isinstance(config.window_size, tuple | list) and (config.window_size[0] < 0 or config.window_size[1] != 0),
@@ -85,11 +86,6 @@ def _refusals(config: Any) -> list[tuple[bool, str]]:
             config.use_kitchen or config.quant_recipe is not None,
             "use_kitchen or quant_recipe: their layers multiply in less than bf16, which is not proven exact under "
             "folding yet; turn both off",
-        ),
-        (
-            config.cuda_graph_impl != "none",
-            f"cuda_graph_impl={config.cuda_graph_impl!r}: a graph replays one length, and in attention and routers the "
-            "tree of its capture; graphs of only MLPs were not tried on a GPU; set cuda_graph_impl='none'",
         ),
         *((getattr(config, name, False), f"{name}=True: {why}; set {name}=False") for name, why in _FLAGS.items()),
         *(() if config.num_moe_experts is None else _expert_refusals(config)),
@@ -120,6 +116,46 @@ def _fp8_refusals(config: Any) -> list[tuple[bool, str]]:
             f"fp4={config.fp4!r}: it rounds at random, and samples that share a token would share a draw; set fp4=None",
         ),
     ]
+
+
+def _graph_refusals(config: Any) -> list[tuple[bool, str]]:
+    """Return the refusals of :func:`_refusals` for CUDA graphs: nothing that a graph replays may read the tree."""
+    modules, name = graph_modules(config), f"cuda_graph_impl={config.cuda_graph_impl!r}"
+    fits = config.cuda_graph_impl == "transformer_engine" and bool(modules) and modules <= {"mlp", "moe_router"}
+    return [
+        (
+            config.cuda_graph_impl != "none" and not fits,
+            f"{name} with cuda_graph_modules={sorted(modules)}: a graph replays the tree of its capture in whatever "
+            "reads it; set cuda_graph_impl='transformer_engine' and cuda_graph_modules to mlp, moe_router or both, "
+            "since megatron-core 0.18, or cuda_graph_impl='none'",
+        ),
+        *(
+            (
+                fits and "moe_router" in modules and bool(value),
+                f"{name} of moe_router with {setting}={value!r}: it counts the samples of a token; turn it off, or "
+                "leave moe_router out of cuda_graph_modules",
+            )
+            for setting in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+            for value in (getattr(config, setting),)
+        ),
+        (
+            fits and config.pipeline_model_parallel_size > 1,
+            f"{name} with pipeline_model_parallel_size={config.pipeline_model_parallel_size}: each micro-batch in "
+            "flight would need graphs; set cuda_graph_impl='none'",
+        ),
+        *(
+            (fits and bool(value), f"{name} with {setting}={value!r}: not proven yet; set cuda_graph_impl='none'")
+            for setting in ("fp8", *["mtp_num_layers"] * multi_token_names.are_there())
+            for value in (getattr(config, setting),)
+        ),
+        (fits and not config.bf16, f"{name} with bf16=False: Megatron-Core captures only bf16; set bf16=True"),
+    ]
+
+
+def graph_modules(config: Any) -> set[str]:
+    """Return the names of a layer's modules that CUDA graphs replay, none without graphs."""
+    modules = getattr(config, "cuda_graph_modules", ()) if config.cuda_graph_impl != "none" else ()
+    return {module.name for module in modules}
 
 
 def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
@@ -251,6 +287,11 @@ def check_model(model: Any, *, takes_spatial: bool = False) -> None:
         )
     if pattern is not None:
         check_pattern(pattern)
+        if graph_modules(model.config):
+            raise NotImplementedError(
+                f"prefix-tree training does not support cuda_graph_impl={model.config.cuda_graph_impl!r} with "
+                "hybrid_layer_pattern: not proven yet; set cuda_graph_impl='none'"
+            )
         depths, trained = len(depth_letters(pattern)), model.config.mtp_num_layers
         if depths != (trained or 0):
             raise NotImplementedError(
