@@ -53,7 +53,6 @@ class StepReport:
         loss: loss of the recipe's objective; for plain supervised training the mean negative log-likelihood of the
             step's supervised tokens, in nats.
         grad_norm: norm of the gradient before clipping; None if Megatron does not compute it.
-        samples: number of logical samples.
         physical_tokens: number of tokens computed, over all ranks, without padding.
         carried_tokens: number of tokens that ran forward once more, for chunks that read their keys and values.
         carried_bytes: most memory that their keys, values, states and gradients take on a rank, by the plan.
@@ -121,13 +120,7 @@ class _StepSize:
 class Trainer:
     """One process's part of a training run. ``chunks`` are bare; they are wrapped in Megatron's DDP."""
 
-    def __init__(
-        self,
-        run: Resolved,
-        chunks: list[torch.nn.Module],
-        *,
-        held_out: HeldOut | None = None,
-    ) -> None:
+    def __init__(self, run: Resolved, chunks: list[torch.nn.Module], *, held_out: HeldOut | None = None) -> None:
         self._recipe, self._job, self._order, self._held_out = run.recipe, run.job, run.order, held_out
         self._data_from = 0  # steps before the first of the order
         self._totals = Totals(run.job, trains=True)
@@ -170,11 +163,8 @@ class Trainer:
     def train(self, saved: int | None, reporter: Reporter, *, new_data: bool = False) -> None:
         """Train from a saved iteration, or from the start, to ``train_iters``; ``reporter`` is called after each step.
 
-        Args:
-            new_data: whether an order that is not that of the saved run begins here.
-
-        Raises:
-            EndedError: a signal ended training early; the step was finished, and saved if there is a folder for it.
+        With ``new_data``, an order that is not that of the saved run begins here. Raises EndedError if a signal ended
+        training early; the step was finished, and saved if there is a folder for it.
         """
         recipe = self._recipe
         done = 0 if saved is None else self._resume(saved, reporter, new_data=new_data)
@@ -184,11 +174,7 @@ class Trainer:
         with (
             self._graphs(),
             open_logs(
-                recipe.log,
-                done=done,
-                say=reporter.message,
-                folder=recipe.checkpoint.save,
-                settings=asdict(recipe),
+                recipe.log, done=done, say=reporter.message, folder=recipe.checkpoint.save, settings=asdict(recipe)
             ) as log,
             StepPlanner[_StepSize](
                 self._order,
