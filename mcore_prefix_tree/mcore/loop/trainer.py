@@ -141,6 +141,7 @@ class Trainer:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
         batch = recipe.batch.per_step
+        self._size = _StepSize(samples=batch)
         total, warmup = recipe.train_iters * batch, options.lr_warmup_fraction
         # As in Megatron-LM the schedule counts samples; or groups, if steps do. The current recipe overrides
         # the schedule of a checkpoint.
@@ -249,10 +250,6 @@ class Trainer:
 
     def _graphs(self) -> AbstractContextManager[None]:
         return layer_graphs(self._chunks, self._optimizer, self._job.folding.padding.buckets)
-
-    @property
-    def _size(self) -> _StepSize:
-        return _StepSize(samples=self._recipe.batch.per_step)
 
     def _consumed(self, iteration: int) -> int:
         """Return the number of samples, or of groups, of the data before a step."""
