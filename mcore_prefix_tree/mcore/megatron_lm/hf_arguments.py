@@ -99,10 +99,7 @@ def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
     checkpoints = (args.load, args.pretrained_checkpoint)
     if any(folder is not None and Path(folder, TRACKER).is_file() for folder in checkpoints):
         return
-    try:
-        load_folder(args.prefix_tree_hf, [chunk])
-    except RecipeError as error:
-        raise _as_argument(error) from error
+    load_folder(args.prefix_tree_hf, [chunk])
     is_new = has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head
     print_rank_0(f"the weights start from {args.prefix_tree_hf}{', with a new scalar head' if is_new else ''}")
 
@@ -130,8 +127,8 @@ def _sections(args: argparse.Namespace) -> tuple[ModelConfig, ParallelConfig]:
 def _provider(args: argparse.Namespace) -> Any:
     try:
         provider = make_provider(*_sections(args), on_gpu=torch.cuda.is_available(), only_stock=True)
-    except RecipeError as error:
-        raise _as_argument(error) from error
+    except RecipeError:
+        raise
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--prefix-tree-hf: {error}") from error
     if HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head and not has_scalar_head(args):
@@ -147,9 +144,3 @@ def _provider(args: argparse.Namespace) -> Any:
     else:
         return provider
     raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf}: {why}; train it with `mcore-prefix-tree train --hf`")
-
-
-def _as_argument(error: RecipeError) -> ArgumentError:
-    """Return a recipe's error as one of the arguments, which name the same folder."""
-    said = str(error).replace("model.hf=", "--prefix-tree-hf ").replace("model.hf", "--prefix-tree-hf")
-    return ArgumentError(said.replace("model.transformer.mtp_num_layers", "--mtp-num-layers"))
