@@ -147,6 +147,7 @@ def _spellings() -> Iterator[tuple[str, str]]:
 
 # This door's spelling of each setting, and of the commands that have an argument here.
 SPELLINGS = dict(_spellings()) | {
+    "model.transformer.mtp_num_layers": "--mtp-num-layers",
     "set batch.groups_per_step and batch.global_batch_size=null": "use `mcore-prefix-tree train` with "
     "batch.groups_per_step",
     "mcore-prefix-tree score": f"{PREFIX}-score FILE",

@@ -63,16 +63,17 @@ def score(
 
     loaded = load_job(recipe, overrides, "score", hf=hf, outputs=[check_written])
     from mcore_prefix_tree.mcore.loop.score_recipe import run_score
+    from mcore_prefix_tree.settings.score_section import ScoreConfig
 
     with spelled(_SPELLINGS):
-        report, is_main = run_score(
-            loaded,
-            output,
+        options = ScoreConfig(
+            output=output,
             reference=reference,
             all_tokens=all_tokens,
             entropy=entropy,
             teacher_top_k=teacher_top_k,
             record_routes=record_routes,
         )
+        report, is_main = run_score(loaded, options)
     if is_main:
         print(*report.lines(output), sep="\n")

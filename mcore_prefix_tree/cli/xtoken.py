@@ -265,9 +265,9 @@ def export_teacher(
     """
     outputs = [partial(check_output_option, "--output", output, is_of_rows=True)]
     loaded = load_job(recipe, overrides, "export teacher", outputs=outputs)
-    from mcore_prefix_tree.mcore.loop.export_teacher import run_export
+    from mcore_prefix_tree.mcore.loop.score_recipe import run_export_teacher
 
-    report, is_main = run_export(loaded, output, top_k=top_k)
+    report, is_main = run_export_teacher(loaded, output, top_k=top_k)
     if is_main:
         print(*report.lines(output), sep="\n")
 

@@ -79,14 +79,14 @@ def test_every_form_gets_the_same(load: Load, signature: str, monkeypatch: pytes
     adapter = load(pretrain)
     monkeypatch.setattr(compat, "MEGATRON_LM", ())
     adapter.check_megatron_lm()
-    adapter.run_pretrain("datasets", "model", "step", args_defaults={"vocab_size": 8})
+    adapter.run_pretrain("datasets", "model", "step")
     given = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
     assert [seen[name] for name in given] == ["datasets", "model", "step"]
     assert seen["model_type"].name == "encoder_or_decoder"
     arguments = seen["cfg_container"][1] if "cfg_container" in seen else seen
-    assert arguments["args_defaults"] == {"vocab_size": 8}
+    assert arguments["args_defaults"] == {}
     assert arguments["extra_args_provider"].func is add_prefix_tree_args
-    assert arguments["extra_args_provider"].keywords == {"args_defaults": {"vocab_size": 8}}
+    assert arguments["extra_args_provider"].keywords == {"args_defaults": {}}
 
 
 @pytest.mark.parametrize("takes", [False, True])
@@ -94,7 +94,7 @@ def test_a_pass_before_a_step_needs_a_communicator(load: Load, monkeypatch: pyte
     pretrain, seen = recorder(CORE_019 + ", p2p_communicator=None, pg_collection=None" * takes)
     adapter = load(pretrain)
     monkeypatch.setattr(adapter, "get_args", lambda: argparse.Namespace(pipeline_model_parallel_size=2))
-    adapter.run_pretrain("datasets", "model", "step", args_defaults={}, steps="steps")
+    adapter.run_pretrain("datasets", "model", "step", steps="steps")
     added = seen["cfg_container"][1]["extra_args_provider"].keywords
     assert added == {"args_defaults": {}} | ({"runs_ahead": True} if takes else {})
     assert (seen.get("p2p_communicator") is not None) == takes
@@ -107,7 +107,7 @@ def test_help_has_our_arguments_if_pretrain_parses_without_them(
     pretrain, seen = recorder(CORE_016)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--help"])
     with pytest.raises(SystemExit) as left:
-        load(pretrain).run_pretrain("datasets", "model", "step", args_defaults={})
+        load(pretrain).run_pretrain("datasets", "model", "step")
     assert left.value.code == 0
     assert not seen
     assert "--prefix-tree-max-tokens N" in capsys.readouterr().out

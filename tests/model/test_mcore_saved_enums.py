@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from mcore_prefix_tree.mcore.checkpoints.unpickling import pickle_enums_by_value
+from mcore_prefix_tree.mcore.checkpoints.integrity import pickle_enums_by_value
 
 
 def by_name(member: Enum, protocol: int) -> tuple[object, ...]:

@@ -25,6 +25,7 @@ from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.loop import score_recipe
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.settings import load_recipe
+from mcore_prefix_tree.settings.score_section import ScoreConfig
 
 FLOAT64 = ("model.dtype=float64", "optimizer.clip_grad=0")
 EXTRA = [
@@ -117,7 +118,7 @@ def test_score_prints_only_the_result(job: Path, tmp_path: Path) -> None:
 def test_the_file_is_data_to_train_on(job: Path, reference: Path, tmp_path: Path) -> None:
     """All fields of the data are kept, and the log-probabilities are read to the bit."""
     output = tmp_path / "scored.jsonl"
-    run_score(load_recipe(job), output, reference=reference)
+    run_score(load_recipe(job), ScoreConfig(output=str(output), reference=str(reference)))
     before, after = read_samples(job.parent / "data.jsonl"), read_samples(output)
     for line, old, new in zip(written(output), before, after, strict=True):
         assert np.array_equal(old.tokens, new.tokens)
@@ -138,7 +139,7 @@ def test_without_a_reference_and_entropies(job: Path, tmp_path: Path) -> None:
     result = run_command("score", job, "--no-entropy", "--output", output)
     assert result.exit_code == 0, result.output
     assert all({"entropy", "ref_logprobs"}.isdisjoint(line) for line in written(output))
-    report, is_main = run_score(load_recipe(job), tmp_path / "more.jsonl")
+    report, is_main = run_score(load_recipe(job), ScoreConfig(output=str(tmp_path / "more.jsonl")))
     assert is_main
     assert [line["old_logprobs"] for line in written(tmp_path / "more.jsonl")] == [
         line["old_logprobs"] for line in written(output)
@@ -151,8 +152,8 @@ def test_without_a_reference_and_entropies(job: Path, tmp_path: Path) -> None:
 def test_signals_of_the_objective_are_not_required(job: Path, tmp_path: Path) -> None:
     """GRPO needs old log-probabilities and groups, and this data has neither."""
     plain, grpo = tmp_path / "plain.jsonl", tmp_path / "grpo.jsonl"
-    run_score(load_recipe(job), plain)
-    run_score(load_recipe(job, ["objective.name=grpo"]), grpo)
+    run_score(load_recipe(job), ScoreConfig(output=str(plain)))
+    run_score(load_recipe(job, ["objective.name=grpo"]), ScoreConfig(output=str(grpo)))
     assert plain.read_bytes() == grpo.read_bytes()
 
 
@@ -161,7 +162,7 @@ def test_how_many_samples_are_planned_together_changes_nothing_but_rounding(job:
     for size in (1, 5, 1000):
         output = tmp_path / f"{size}.jsonl"
         recipe = load_recipe(job, [*FLOAT64, f"batch.global_batch_size={size}"])
-        run_score(recipe, output)
+        run_score(recipe, ScoreConfig(output=str(output)))
         found.append(np.concatenate([as_array(line["old_logprobs"]) for line in written(output)]))
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], rtol=1e-11)

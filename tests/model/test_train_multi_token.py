@@ -11,6 +11,7 @@ from harness.train_jobs import FLOAT64, train, write_job
 from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.settings import RecipeError, load_recipe
+from mcore_prefix_tree.settings.score_section import ScoreConfig
 
 pytestmark = pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
 
@@ -74,6 +75,6 @@ def test_checkpoint_with_depths_is_resumed_and_scored(tmp_path: Path, pattern: t
     job = write_job(tmp_path)
     train(job, *saving, "train_iters=4", stop_after=3)
     assert train(job, *saving, "train_iters=4", resume=True).losses == pytest.approx(whole[2:], rel=1e-12)
-    run_score(load_recipe(job, [*saving]), tmp_path / "scores.jsonl")
+    run_score(load_recipe(job, [*saving]), ScoreConfig(output=str(tmp_path / "scores.jsonl")))
     scored = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
     assert len(scored) == 16

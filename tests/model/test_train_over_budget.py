@@ -19,6 +19,7 @@ from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
 from mcore_prefix_tree.settings import load_recipe
+from mcore_prefix_tree.settings.score_section import ScoreConfig
 
 WIDE = "batch.max_tokens=4096"
 
@@ -201,7 +202,7 @@ def test_scores_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[s
     found, signals = [], []
     for budget in (WIDE, narrow(rows())):
         output = tmp_path / f"{budget}.jsonl"
-        run_score(load_recipe(job, [*saving, budget]), output, **options)
+        run_score(load_recipe(job, [*saving, budget]), ScoreConfig(output=str(output), **options))
         found.append([json.loads(line) for line in output.read_text().splitlines()])
         signals.append([sample.signals for sample in read_samples(output)])
     for wide, cut in zip(*found, strict=True):

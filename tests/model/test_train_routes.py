@@ -18,6 +18,7 @@ from mcore_prefix_tree.data import read_samples
 from mcore_prefix_tree.mcore.loop.jobs import VerificationError
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.settings import RecipeError, load_recipe
+from mcore_prefix_tree.settings.score_section import ScoreConfig
 
 EXPERTS = ("model.transformer.num_moe_experts=4", "model.transformer.moe_router_load_balancing_type=none")
 SHAPE = (2, 2, 4)
@@ -106,9 +107,11 @@ def test_recorded_routes_are_data_to_train_on(tmp_path: Path) -> None:
     saving = f"checkpoint.save={tmp_path / 'runs'}"
     train(recipe, *EXPERTS, *FLOAT64, saving, "train_iters=2")
     first, again = tmp_path / "routed.jsonl", tmp_path / "again.jsonl"
-    report, _ = run_score(load_recipe(recipe, [*EXPERTS, *FLOAT64, saving]), first, record_routes=True)
+    report, _ = run_score(
+        load_recipe(recipe, [*EXPERTS, *FLOAT64, saving]), ScoreConfig(output=str(first), record_routes=True)
+    )
     routed = load_recipe(recipe, [*EXPERTS, *FLOAT64, saving, f"data.path={first}"])
-    report_again, _ = run_score(routed, again)
+    report_again, _ = run_score(routed, ScoreConfig(output=str(again)))
     assert report_again.physical_tokens == report.physical_tokens
     for one, other in zip(read_samples(first), read_samples(again), strict=True):
         assert one.signals.routes is not None
@@ -123,9 +126,12 @@ def test_only_a_policy_with_experts_records_routes(tmp_path: Path) -> None:
     train(recipe, "train_iters=2", f"checkpoint.save={tmp_path / 'runs'}")
     loaded = load_recipe(recipe, [f"checkpoint.save={tmp_path / 'runs'}"])
     with pytest.raises(RecipeError, match=r"score\.record_routes=true requires a model with experts"):
-        run_score(loaded, tmp_path / "routed.jsonl", record_routes=True)
+        run_score(loaded, ScoreConfig(output=str(tmp_path / "routed.jsonl"), record_routes=True))
     with pytest.raises(RecipeError, match=r"score\.record_routes records the experts of a policy, but .* gives values"):
-        run_score(load_recipe(recipe, ["objective.name=critic"]), tmp_path / "routed.jsonl", record_routes=True)
+        run_score(
+            load_recipe(recipe, ["objective.name=critic"]),
+            ScoreConfig(output=str(tmp_path / "routed.jsonl"), record_routes=True),
+        )
 
 
 def test_steps_report_the_cost_of_routes(job: Path, tmp_path: Path) -> None:

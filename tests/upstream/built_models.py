@@ -34,7 +34,7 @@ def main(cases: Path, answers: Path) -> None:
 
     from mcore_prefix_tree.arguments.flags import add_argument_group
     from mcore_prefix_tree.mcore.megatron_lm.argument_checks import checked_config
-    from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model
+    from mcore_prefix_tree.mcore.megatron_lm.providers import tree_model
 
     build, _ = stock_builder()
     told: list[Any] = []

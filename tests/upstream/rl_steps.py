@@ -30,8 +30,7 @@ from megatron.training.training import initialize_megatron
 from rl_rollouts import PAD
 
 from mcore_prefix_tree.mcore.megatron_lm.rl.policy_model import rl_model_provider
-from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import add_rl_arguments
-from mcore_prefix_tree.mcore.megatron_lm.rl.rl_forward_step import FoldedForwardStep
+from mcore_prefix_tree.mcore.megatron_lm.rl.rl_forward_step import FoldedForwardStep, add_rl_arguments
 
 Gradients = dict[str, torch.Tensor]
 

@@ -174,7 +174,7 @@ class Sweep:
         """The case, with its outcome."""
         from mcore_prefix_tree.arguments.refusals import ArgumentError
         from mcore_prefix_tree.mcore.megatron_lm.argument_checks import checked_config
-        from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model
+        from mcore_prefix_tree.mcore.megatron_lm.providers import tree_model
 
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
             os.environ.pop(name, None)  # of the model before, whose --attention-backend set them

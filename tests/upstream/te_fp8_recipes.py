@@ -22,6 +22,7 @@ from mcore_prefix_tree.mcore.engine import folding
 from mcore_prefix_tree.mcore.loop import session
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.settings import Recipe, load_recipe
+from mcore_prefix_tree.settings.score_section import ScoreConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
@@ -99,7 +100,7 @@ def test_a_run_trains_evaluates_and_scores(tmp_path: Path, recipe: str) -> None:
     assert all(np.isfinite(loss) for loss in notes.losses)
     assert len({round(one.loss, 6) for one in notes.evaluations}) > 1, "weights in FP8 are made again after a step"
     found = tmp_path / "scores.jsonl"
-    run_score(job, found)
+    run_score(job, ScoreConfig(output=str(found)))
     assert len([json.loads(line) for line in found.read_text().splitlines()]) == len(rows())
 
 

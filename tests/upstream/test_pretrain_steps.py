@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import threading
 import weakref
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from mcore_prefix_tree.mcore.megatron_lm.dry_run import fill_omitted, largest_mi
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     Need,
     StepDealer,
-    StepIterator,
     StepMicroBatch,
     StepSize,
     check_fits,
@@ -185,7 +185,7 @@ def test_later_epochs_are_checked_in_their_own_order(monkeypatch: pytest.MonkeyP
 def test_micro_batch_leaves_the_device_while_megatron_keeps_it() -> None:
     """Its iterator keeps a step's micro-batches to repeat the step: values derived by attention are not among them."""
     dealer = StepDealer(order(), job(folding()))
-    (dealt,) = deal(StepIterator(dealer, consumed=0, size=lambda: size(1, 4)), 1)
+    (dealt,) = deal(dealer.iterate(consumed=0, size=lambda: size(1, 4)), 1)
     taken = dealt.take(None)
     metadata = taken.packed_seq_params.tree_metadata
     assert metadata is not None
@@ -200,7 +200,7 @@ def batch_of(dealt: StepMicroBatch) -> MicroBatch:
     return dealt.take(None)
 
 
-def deal(iterator: StepIterator, count: int) -> list[StepMicroBatch]:
+def deal(iterator: Iterator[StepMicroBatch], count: int) -> list[StepMicroBatch]:
     return [next(iterator) for _ in range(count)]
 
 
@@ -217,8 +217,7 @@ def expected(taken: list[Sample]) -> list[list[int]]:
 def test_steps_take_the_samples_that_megatron_counts() -> None:
     source, step = order(kind="shuffled"), size(2, 4, 2)
     ranks = [
-        StepIterator(StepDealer(source, job(folding(dp_size=2), dp_rank=r)), consumed=16, size=lambda: step)
-        for r in range(2)
+        StepDealer(source, job(folding(dp_size=2), dp_rank=r)).iterate(consumed=16, size=lambda: step) for r in range(2)
     ]
     for consumed in (16, 32, 48):
         dealt = [micro_batch for iterator in ranks for micro_batch in deal(iterator, 2)]
@@ -228,7 +227,7 @@ def test_steps_take_the_samples_that_megatron_counts() -> None:
 def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
     source = order()
     sizes = iter([size(1, 4), size(2, 4), size(4, 4)])
-    iterator = StepIterator(StepDealer(source, job(folding())), consumed=0, size=lambda: next(sizes))
+    iterator = StepDealer(source, job(folding())).iterate(consumed=0, size=lambda: next(sizes))
     consumed = 0
     for micro_batches in (1, 2, 4):
         assert tokens_of(deal(iterator, micro_batches)) == expected(source.take(consumed, 4 * micro_batches))
@@ -237,7 +236,7 @@ def test_the_size_of_a_step_is_asked_at_its_beginning() -> None:
 
 def test_model_chunks_of_a_rank_share_folded_batches() -> None:
     dealer = StepDealer(order(), job(folding()), chunks=2)
-    chunks = [StepIterator(dealer, consumed=0, size=lambda: size(2, 4)) for _ in range(2)]
+    chunks = [dealer.iterate(consumed=0, size=lambda: size(2, 4)) for _ in range(2)]
     for _ in range(3):
         first, second = (deal(chunk, 2) for chunk in chunks)
         assert [id(batch_of(one)) for one in first] == [id(batch_of(one)) for one in second]
@@ -247,8 +246,8 @@ def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
     step = size(2, 1, 2)
     dealt = [
         next(
-            StepIterator(
-                StepDealer(order(1), job(folding(dp_size=2, pad_multiple=8), dp_rank=r)), consumed=0, size=lambda: step
+            StepDealer(order(1), job(folding(dp_size=2, pad_multiple=8), dp_rank=r)).iterate(
+                consumed=0, size=lambda: step
             )
         )
         for r in range(2)
@@ -259,9 +258,7 @@ def test_sequences_are_padded_and_ranks_without_samples_get_padding() -> None:
 
 def test_statistics() -> None:
     now = iter([10.0, 12.5, 13.0])
-    iterator = StepIterator(
-        StepDealer(order(), job(folding()), clock=lambda: next(now)), consumed=0, size=lambda: size(2, 4)
-    )
+    iterator = StepDealer(order(), job(folding()), clock=lambda: next(now)).iterate(consumed=0, size=lambda: size(2, 4))
     steps = [deal(iterator, 2) for _ in range(3)]
     figures = [step[0].figures for step in steps]
     assert all(step[0].figures is step[1].figures for step in steps)
@@ -280,7 +277,7 @@ def test_less_sharing_reaches_the_micro_batches() -> None:
     """Everything in these samples is scored, so prompts of one token are all there is to share."""
     step = size(2, 4)
     iterators = [
-        StepIterator(StepDealer(order(), job(folding(sharing=sharing))), consumed=0, size=lambda: step)
+        StepDealer(order(), job(folding(sharing=sharing))).iterate(consumed=0, size=lambda: step)
         for sharing in (SHARE_ALL, Sharing(share="prompt"))
     ]
     dealt = [deal(iterator, 2) for iterator in iterators]
@@ -290,14 +287,14 @@ def test_less_sharing_reaches_the_micro_batches() -> None:
 
 
 def test_evaluation_is_not_measured() -> None:
-    iterator = StepIterator(StepDealer(order(), job(folding())), consumed=0, size=lambda: size(2, 4))
+    iterator = StepDealer(order(), job(folding())).iterate(consumed=0, size=lambda: size(2, 4))
     assert not next(iterator).figures
 
 
 def test_oversized_step_is_reported_at_its_turn() -> None:
     """It is planned while the step before computes, which must not end that one."""
     loners = SampleOrder([[sample] for sample in samples(8)] + [samples(8, shared=False)], seed=1, order="file")
-    iterator = StepIterator(StepDealer(loners, job(folding(max_tokens=75))), consumed=0, size=lambda: size(2, 4))
+    iterator = StepDealer(loners, job(folding(max_tokens=75))).iterate(consumed=0, size=lambda: size(2, 4))
     assert tokens_of(deal(iterator, 2)) == expected(loners.take(0, 8))
     with pytest.raises(ArgumentError, match="the first of these samples is sample 0"):
         next(iterator)
@@ -315,7 +312,7 @@ def test_the_next_step_is_planned_and_folded_in_the_background(monkeypatch: pyte
         return honest(self, *arguments, **options)
 
     monkeypatch.setattr(Folding, method, plan)
-    iterator = StepIterator(StepDealer(order(), job(ours)), consumed=0, size=lambda: size(2, 4))
+    iterator = StepDealer(order(), job(ours)).iterate(consumed=0, size=lambda: size(2, 4))
     for _ in range(3):
         deal(iterator, 2)
     assert planned[0] == threading.main_thread().name
@@ -331,7 +328,7 @@ def test_streamed_steps_are_those_of_samples_in_memory(tmp_path: Path, num_worke
     source, sizes = order(24, kind="shuffled"), [size(1, 4), size(2, 4), size(2, 4), size(4, 4), size(4, 4)]
     given = iter(sizes)
     dealer = StepDealer(streamed, job(folding()), num_workers=num_workers)
-    iterator = StepIterator(dealer, consumed=5, size=lambda: next(given))
+    iterator = dealer.iterate(consumed=5, size=lambda: next(given))
     consumed = 5
     for step in sizes:
         assert tokens_of(deal(iterator, step.micro_batches)) == expected(source.take(consumed, step.samples))

@@ -30,18 +30,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_prefix_tree.data.fingerprint import name_ranks
 from mcore_prefix_tree.mcore.checkpoints.integrity import (
     DamagedCheckpointError,
+    UnsafeCheckpointError,
+    check_holds_only_data,
     check_integrity,
     check_metadata,
+    pickle_enums_by_value,
+    read_metadata,
     write_checksums,
 )
 from mcore_prefix_tree.mcore.checkpoints.retention import saving_mark
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import check_same_function, write_settings
-from mcore_prefix_tree.mcore.checkpoints.unpickling import (
-    UnsafeCheckpointError,
-    check_holds_only_data,
-    pickle_enums_by_value,
-    read_metadata,
-)
 from mcore_prefix_tree.mcore.checkpoints.writing import WriteInRank
 from mcore_prefix_tree.mcore.models.bridge import ADAPTER
 from mcore_prefix_tree.mcore.models.lora import load_frozen
@@ -67,8 +65,6 @@ class Progress:
     """Progress of a run, and the settings that must not change for it to continue the same way.
 
     Attributes:
-        iteration: number of steps done.
-        order: ``data.order`` of the recipe.
         samples_per_epoch: number of samples in the first epoch.
         consumed_samples: number of logical samples of these data that were trained on.
         data_from: number of steps done before the first of these samples.
@@ -87,11 +83,7 @@ class Progress:
 
 
 def latest_iteration(folder: str | Path) -> int | None:
-    """Return the last complete checkpoint's iteration, or None without one.
-
-    Raises:
-        RecipeError, OSError: the tracker file does not hold a number, cannot be read, or is not a regular file.
-    """
+    """Return the last complete checkpoint's iteration, None without one; raise RecipeError, OSError for a bad file."""
     tracker = Path(folder) / TRACKER
     if not tracker.exists():
         return None
@@ -172,16 +164,11 @@ def save(
     *,
     settings: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint and its recipe; all ranks together.
-
-    Raises:
-        SaveError: a rank could not write its part, for example because a disk is full. Earlier checkpoints stay as they
-            are.
-    """
+    """Write a checkpoint and its recipe, all ranks together; raise SaveError if a rank cannot write its part."""
     target = iteration_folder(folder, progress.iteration)
     pickle_enums_by_value()  # as vetting reads them
     state = _state(chunks, optimizer, is_loading=False)
-    with _writing(folder, progress.iteration):
+    try:
         on_main_rank(lambda: _make_empty(target))
         dist_checkpointing.save(
             state | {"opt_param_scheduler": scheduler.state_dict(), "progress": vars(progress)},
@@ -192,6 +179,15 @@ def save(
         on_main_rank(partial(write_settings, target, settings))
         on_main_rank(lambda: _name_as_latest(folder, progress.iteration))
         on_main_rank(saving_mark(target).unlink)
+    except _WRITING_ERRORS as error:
+        if is_of_lost_rank(error):
+            raise
+        last = latest_iteration(folder)
+        left = "no checkpoint was saved before it" if last is None else f"the checkpoint of iteration {last} is whole"
+        raise SaveError(
+            f"checkpoint.save={folder}: iteration {progress.iteration} could not be written to {target} "
+            f"({_reason(error)}{_room(folder)}); {left}; make room there and start again with --resume"
+        ) from error
 
 
 def _make_empty(target: Path) -> None:
@@ -208,23 +204,6 @@ def _name_as_latest(folder: str | Path, iteration: int) -> None:
     os.replace(unfinished, tracker)
 
 
-@contextmanager
-def _writing(folder: str | Path, iteration: int) -> Iterator[None]:
-    """Raise one sentence for any error that ends the writing of a checkpoint."""
-    try:
-        yield
-    except _WRITING_ERRORS as error:
-        if is_of_lost_rank(error):
-            raise
-        whole = latest_iteration(folder)
-        left = "no checkpoint was saved before it" if whole is None else f"the checkpoint of iteration {whole} is whole"
-        raise SaveError(
-            f"checkpoint.save={folder}: iteration {iteration} could not be written to "
-            f"{iteration_folder(folder, iteration)} ({_reason(error)}{_room(folder)}); {left}; make room "
-            "there and start again with --resume"
-        ) from error
-
-
 def _room(folder: str | Path) -> str:
     """Describe how much fits: torch's archives call a full disk an unexpected position."""
     try:
@@ -236,8 +215,7 @@ def _room(folder: str | Path) -> str:
 def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Progress:
     """Read a checkpoint into model, optimizer and scheduler; any parallel layout may have written it.
 
-    Raises:
-        RecipeError: the checkpoint is missing, damaged or does not fit the model; the message names the folder.
+    Raises RecipeError, with the folder, if the checkpoint is missing, damaged or does not fit the model.
     """
     source = _existing(folder, iteration)
     loaded = _read(source, _state(chunks, optimizer, is_loading=True))
@@ -275,24 +253,17 @@ def load_weights(
 ) -> None:
     """Read only the model of a checkpoint; Megatron-LM may have written it, in any parallel layout.
 
-    Args:
-        folder: folder of the run that wrote the checkpoint.
-        model: model that the chunks were built from.
-        replicas: process group of the ranks that have the same weights; None takes the data-parallel group.
-
-    Raises:
-        RecipeError: see :func:`load`; or the checkpoint's recipe describes another function of the weights.
+    ``replicas`` are the ranks that have the same weights; None takes the data-parallel group. Raises RecipeError as
+    :func:`load`, or if the checkpoint's recipe describes another function of the weights than ``model``.
     """
-    source = _existing(folder, iteration)
-    on_main_rank(partial(check_same_function, source, model))
+    source = _existing(folder, iteration, model)
     load_frozen(model, chunks)
     _load_into(chunks, _read(source, _model_state(chunks, replicas)))
 
 
 def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[Any], *, model: ModelConfig) -> bool:
     """Read weights as :func:`load_weights` does; return whether they include a scalar head. Without one, keep ours."""
-    source = _existing(folder, iteration)
-    on_main_rank(partial(check_same_function, source, model))
+    source = _existing(folder, iteration, model)
     with _reading(source):
         has_head = CHECKPOINT_KEY in read_metadata(source / ".metadata").state_dict_metadata
     if not has_head:
@@ -302,7 +273,8 @@ def load_pretrained(folder: str | Path, iteration: int | str, chunks: Sequence[A
     return has_head
 
 
-def _existing(folder: str | Path, iteration: int | str) -> Path:
+def _existing(folder: str | Path, iteration: int | str, model: ModelConfig | None = None) -> Path:
+    """Return the folder of a checkpoint that is safe, undamaged and, if given, of weights trained as ``model``."""
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
@@ -311,6 +283,8 @@ def _existing(folder: str | Path, iteration: int | str) -> Path:
         on_main_rank(partial(check_metadata, source))
         on_main_rank(partial(check_holds_only_data, source))
         check_integrity(source)
+    if model is not None:
+        on_main_rank(partial(check_same_function, source, model))
     return source
 
 

@@ -27,8 +27,7 @@ def saving_mark(target: Path) -> Path:
 def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
     """Check that a run which continues from ``latest``, the tracker's iteration, overwrites only unfinished saves.
 
-    Raises:
-        RecipeError: a later checkpoint is complete, or a later folder holds a file that no checkpoint has.
+    Raises RecipeError if a later checkpoint is complete, or a later folder holds a file that no checkpoint has.
     """
     if not Path(folder).is_dir():
         return
@@ -52,15 +51,10 @@ def check_not_overwritten(folder: str | Path, latest: int | None) -> None:
 
 
 def remove_older(folder: str | Path, iteration: int, *, keep: int, say: Callable[[str], None]) -> None:
-    """Remove the checkpoints before the newest ones; for the main rank, once the newest is named as the latest.
+    """Remove the checkpoints before the ``keep`` newest complete ones; for the main rank, once it has named the newest.
 
     Everything else in the folder stays: links, folders that hold no part of a checkpoint, and the checkpoints of later
-    iterations, which this run has not come from.
-
-    Args:
-        iteration: iteration of the newest checkpoint.
-        keep: number of complete checkpoints to keep, the newest included; at least 1.
-        say: function that receives the folders that could not be removed, with the reason.
+    iterations, which this run has not come from. ``say`` receives the folders that could not be removed, and why.
     """
     try:
         found = {int(name[1]): path for path in Path(folder).iterdir() if (name := _NAME.fullmatch(path.name))}

@@ -43,10 +43,8 @@ def check_same_function(folder: Path, model: ModelConfig) -> None:
     """Check that weights serve the model that they were trained as.
 
     Weights of one shape serve models that compute different functions: another rotary base, epsilon or softmax scale
-    changes every log-probability. A folder without a recipe, for example Megatron-LM's, is not compared.
-
-    Raises:
-        RecipeError: a key differs; the message names the first one, and both its values.
+    changes every log-probability. A folder without a recipe, for example Megatron-LM's, is not compared. Raises
+    RecipeError, with both values, for the first key that differs.
     """
     written = (_read(folder) or {}).get("model")
     if not isinstance(written, Mapping):

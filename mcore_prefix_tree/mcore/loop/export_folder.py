@@ -63,11 +63,7 @@ def export(source: str, chunks: Sequence[torch.nn.Module], target: str | Path) -
     """Write a model's weights as a Hugging Face folder; all ranks together, all or nothing.
 
     A model with a scalar head becomes transformers' ``...ForSequenceClassification`` of one label. ``source`` is the
-    folder of ``model.hf``; ``chunks`` may be in any wrappers.
-
-    Raises:
-        OSError: the folder cannot be written; nothing is left of it.
-        RecipeError: Megatron-Bridge gives other weights than the source has.
+    folder of ``model.hf``; ``chunks`` may be in any wrappers. Raises RecipeError if the source has other weights.
     """
     with without_scalar_head(chunks) as (models, head):
         # Only the last stage has it.
@@ -224,10 +220,7 @@ def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
 def run_export(recipe: Recipe, target: str | Path) -> tuple[int | str, bool]:
     """Write the last checkpoint as a Hugging Face folder; return its iteration, and whether this is the main rank.
 
-    Raises:
-        RecipeError: ``model.hf`` or ``checkpoint.save`` is not set, the checkpoint is missing or does not fit, or the
-            folder exists.
-        OSError: the folder cannot be written.
+    Raises RecipeError if the checkpoint is missing or does not fit, or the folder exists; OSError if it is not written.
     """
     saved = recipe.checkpoint.save
     assert saved is not None, "checked"

@@ -79,10 +79,8 @@ def measure_costs(run: Resolved, *, repeats: int) -> Calibration:
 def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_data: bool = False) -> None:
     """Run ``mcore-prefix-tree train``.
 
-    Args:
-        reporter: listener, called on the main rank.
-        resume: whether to continue from the last complete checkpoint in ``checkpoint.save``, if there is one.
-        new_data: whether, with ``resume``, data that are not the checkpoint's start from their beginning.
+    With ``resume`` it continues from the last complete checkpoint in ``checkpoint.save``, if there is one; with
+    ``new_data`` too, data that are not the checkpoint's start from their beginning.
 
     Raises:
         VerificationError: folded and unfolded differ on the first batch; nothing was trained.

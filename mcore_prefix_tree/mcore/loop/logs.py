@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -77,12 +79,8 @@ def open_logs(
 ) -> Iterator[Logs]:
     """Open the logs of steps, on the main rank; all ranks together.
 
-    A resumed run continues after its last checkpoint: entries of later steps in the logs are dropped.
-
-    Args:
-        done: number of steps already done; 0 for a run that starts.
-        say: function that receives, on the main rank, which entries were dropped.
-        folder: folder of the run's checkpoints, which keeps the id of its W&B run; None if no W&B run is resumed.
+    A run continues after the ``done`` steps of its last checkpoint. ``say`` receives which entries of later steps were
+    dropped from the logs. ``folder``, of its checkpoints, keeps the id of its W&B run; None if none is resumed.
 
     Raises:
         LogError: a log cannot be written.
@@ -106,25 +104,16 @@ def open_logs(
                 logs.add(run)
 
         if config.tensorboard is not None:
-            stack.enter_context(_quiet_tensorboard())
+            stack.callback(setattr, threading, "excepthook", threading.excepthook)
+            threading.excepthook = partial(_report_thread, threading.excepthook)
         on_main_rank(open_all)
         yield logs
 
 
-@contextmanager
-def _quiet_tensorboard() -> Iterator[None]:
-    """Print no traceback of the thread that writes TensorBoard's file; its error is raised in the next step too."""
-    before = threading.excepthook
-
-    def report(failure: threading.ExceptHookArgs) -> None:
-        if not type(failure.thread).__module__.startswith("tensorboard."):
-            before(failure)
-
-    threading.excepthook = report
-    try:
-        yield
-    finally:
-        threading.excepthook = before
+def _report_thread(report: Callable[[threading.ExceptHookArgs], Any], failure: threading.ExceptHookArgs) -> None:
+    """Report an error, but not of TensorBoard's writing thread: that one is raised in the next step too."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        report(failure)
 
 
 class _MetricsFile:
@@ -187,19 +176,13 @@ class _MetricsFile:
 
 def _drop_after(path: Path, done: int, setting: str) -> int:
     """Keep the lines of the first steps in a file; return how many others it had, or raise ValueError."""
-    if not path.exists():
-        return 0
     # A second pass writes, so that most files are left as they are and a wrong one is not touched.
-    wanted = [_is_wanted(line, done, f"{setting}: line {number}") for number, line in enumerate(_lines(path), start=1)]
+    with path.open("rb") as lines:
+        wanted = [_is_wanted(line, done, f"{setting}: line {number}") for number, line in enumerate(lines, start=1)]
     if not all(wanted):
-        with whole_file(path) as unfinished, unfinished.open("wb") as stream:
-            stream.writelines(line for line, keep in zip(_lines(path), wanted, strict=True) if keep)
+        with path.open("rb") as lines, whole_file(path) as unfinished, unfinished.open("wb") as stream:
+            stream.writelines(compress(lines, wanted))
     return len(wanted) - sum(wanted)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        yield from stream
 
 
 def _is_wanted(line: bytes, done: int, where: str) -> bool:
@@ -220,7 +203,19 @@ class _Charts:
     """A place that shows numbers by name."""
 
     def step(self, report: StepReport) -> None:
-        self._write(_step_numbers(report), report.iteration)
+        norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
+        numbers = {
+            "loss": report.loss,
+            **norm,
+            "lr": report.lr,
+            "fold_ratio": report.fold_ratio,
+            "tokens_per_second/logical": report.logical_tokens / report.seconds,
+            "tokens_per_second/physical": report.physical_tokens / report.seconds,
+            "seconds/step": report.seconds,
+            "seconds/plan": report.plan_seconds,
+            **{f"objective/{name}": value for name, value in report.metrics.items()},
+        }
+        self._write(numbers, report.iteration)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         metrics = {f"validation/{name}": value for name, value in evaluation.metrics.items()}
@@ -293,22 +288,6 @@ class _Wandb(_Charts):
         """Send the remaining data; a run that ends with an error is marked so."""
         with suppress(Exception):  # the numbers are not worth the run
             self._run.finish(exit_code=int(failed))
-
-
-def _step_numbers(report: StepReport) -> dict[str, float]:
-    """Return a step's numbers by the names that TensorBoard and W&B show."""
-    norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
-    return {
-        "loss": report.loss,
-        **norm,
-        "lr": report.lr,
-        "fold_ratio": report.fold_ratio,
-        "tokens_per_second/logical": report.logical_tokens / report.seconds,
-        "tokens_per_second/physical": report.physical_tokens / report.seconds,
-        "seconds/step": report.seconds,
-        "seconds/plan": report.plan_seconds,
-        **{f"objective/{name}": value for name, value in report.metrics.items()},
-    }
 
 
 @contextmanager

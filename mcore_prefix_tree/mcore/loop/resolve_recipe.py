@@ -64,31 +64,21 @@ def read_data(
     """Read a recipe's samples; all ranks together.
 
     Args:
-        objective: objective of the recipe; None reads no group, rollout or pair.
-        every_sample: whether an epoch takes every sample.
+        objective, every_sample, whole_samples: see :func:`make_source`; None for the last follows from the objective.
         keeps_others: whether samples carry the fields that are not read.
         checked: whether to check before the first step that no sample lacks a field that the objective reads.
-        is_scored: whether at least one token has to be scored.
-        whole_samples: see :func:`make_source`; None follows from model and objective.
-        progress: function that receives the bytes read and their total, for streamed samples.
+        is_scored, progress: see :meth:`Source.read`.
 
     Raises:
-        SampleError: the data is bad; the message names file, line and field. Or ranks read different data; it names
-            them.
-        RecipeError: the vocabulary is not known or too small, there are fewer samples than a step of complete groups
-            takes, or the recipe counts steps in groups of an objective that has none.
+        SampleError: the data is bad; the message names file, line and field. Or ranks read different data.
+        RecipeError: the vocabulary is too small, or there are fewer samples than a step of complete groups takes.
     """
     recipe = session.recipe
     names = FieldNames(given=recipe.data.fields, keeps_others=keeps_others)
     if whole_samples is None:
         whole_samples = objective is None or not cuts_samples(session, objective)
     source = make_source(
-        recipe,
-        objective,
-        ranks=all_ranks(),
-        every_sample=every_sample,
-        names=names,
-        whole_samples=whole_samples,
+        recipe, objective, ranks=all_ranks(), every_sample=every_sample, names=names, whole_samples=whole_samples
     )
     check = partial(check_samples, objective) if checked and objective is not None else None
     try:
@@ -143,15 +133,16 @@ class Resolved:
         return chunks
 
     def starting_model(self, say: Callable[[str], None]) -> list[torch.nn.Module]:
-        """Return the model with the weights that training begins with; ``say`` receives which ones these are.
-
-        Raises:
-            RecipeError: ``checkpoint.pretrained_checkpoint`` has none, or it does not fit; or see :func:`load_start`.
-        """
+        """Return the model with the weights that training begins with; ``say`` receives which ones these are."""
         recipe, objective = self.recipe, self.job.objective
         chunks, new_head = self.new_model(), ", with a new scalar head" if objective.has_scalar_head else ""
         folder = recipe.checkpoint.pretrained_checkpoint
-        if folder is None and recipe.model.hf is not None:
+        if folder is not None:
+            iteration = checkpoint.find_weights(folder, "checkpoint.pretrained_checkpoint")
+            has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
+            source = checkpoint.iteration_folder(folder, iteration)
+            say(f"the weights start from {source}{'' if has_head else new_head}")
+        elif recipe.model.hf is not None:
             load_start(recipe.model, chunks)
             new = ""
             if new_head and not HuggingFaceFolder.read(recipe.model.hf).has_scalar_head:
@@ -159,17 +150,12 @@ class Resolved:
             elif recipe.model.lora is not None:
                 new = f", with {'a new adapter' if recipe.model.adapter is None else recipe.model.adapter}"
             say(f"the weights start from {recipe.model.hf}{new}")
-            return chunks
-        if folder is None:
+        else:
             hint = ""
             if objective.starts_from_policy:
                 name = recipe.objective.name
                 hint = f"; objective.name={name} improves a policy, which checkpoint.pretrained_checkpoint would name"
             say(f"the weights are new, drawn with seed={recipe.seed}{hint}")
-            return chunks
-        iteration = checkpoint.find_weights(folder, "checkpoint.pretrained_checkpoint")
-        has_head = checkpoint.load_pretrained(folder, iteration, chunks, model=recipe.model)
-        say(f"the weights start from {checkpoint.iteration_folder(folder, iteration)}{'' if has_head else new_head}")
         return chunks
 
     def verified(
@@ -224,12 +210,7 @@ class Resolved:
 def resolve(
     session: Session, objective: Objective, data: Data, *, say: Callable[[str], None] = logger.info
 ) -> Resolved:
-    """Return a session's recipe with all decisions that its steps need; ``say`` receives the choice of ``auto``.
-
-    Raises:
-        ValueError: the back-end does not support the run; the message names those that do.
-        RecipeError: the length buckets fit neither the budget nor the parallel layout.
-    """
+    """Return a session's recipe with all decisions that its steps need; for ``say`` and errors see :class:`Run`."""
     recipe = session.recipe
     model = replace(recipe.model, vocab_size=data.source.options.vocab_size)
     run = Run(

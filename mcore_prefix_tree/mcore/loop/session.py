@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,12 +38,10 @@ _NEXT_CTRL_C_S = 1.0  # from when on Ctrl-C is meant as a second one
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Job that a process has joined.
+    """Job that a process has joined; its recipe has the architecture of ``model.hf``.
 
-    Attributes:
-        recipe: recipe of the job, with the architecture of ``model.hf``.
-        measured: measurements of ``batch.calibration``, as the main rank read them when the job started: plans depend
-            on them, and the file may change, or not be the same on another machine.
+    ``measured`` are the measurements of ``batch.calibration``, as the main rank read them when the job started: plans
+    depend on them, and the file may change, or not be the same on another machine.
     """
 
     recipe: Recipe
@@ -60,13 +58,8 @@ class LostRankError(ConnectionError):
 def session(recipe: Recipe) -> Iterator[Session]:
     """Set up the ranks that ``torchrun``, ``mpirun`` or ``srun`` started, or a world of one, and take them down again.
 
-    Raises:
-        NotImplementedError: folding cannot do the recipe's model or layout exactly; see :func:`check_config`.
-        RecipeError: the recipe's degrees of parallelism do not fit the number of ranks, it wants a GPU on a machine
-            without one, or a machine has more ranks than GPUs.
-        ValueError: see :func:`adopt_ranks`; or ``batch.calibration`` names a file that holds something else.
-        OSError: the file of ``batch.calibration`` cannot be read.
-        LostRankError: another rank ended.
+    Raises NotImplementedError as :func:`check_config`, ValueError if the recipe does not fit the ranks or their GPUs,
+    ValueError or OSError for the file of ``batch.calibration``, and LostRankError if another rank ended.
     """
     adopt_ranks(os.environ)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available()
@@ -181,8 +174,7 @@ class EndRequest:
     """
 
     def __init__(self) -> None:
-        self._noted = 0
-        self._noted_at = 0.0
+        self._noted, self._noted_at = 0, 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> EndRequest:
@@ -190,9 +182,7 @@ class EndRequest:
             self._before = {number: signal.signal(number, self._note) for number in handled_signals()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -205,8 +195,8 @@ class EndRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._noted:
             self._noted, self._noted_at = number, time.monotonic()
-        elif (
-            number == signal.SIGINT and "RANK" not in os.environ and time.monotonic() - self._noted_at > _NEXT_CTRL_C_S
-        ):
+            return
+        is_second = time.monotonic() - self._noted_at > _NEXT_CTRL_C_S
+        if is_second and number == signal.SIGINT and "RANK" not in os.environ:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)

@@ -53,7 +53,6 @@ class StepReport:
         loss: loss of the recipe's objective; for plain supervised training the mean negative log-likelihood of the
             step's supervised tokens, in nats.
         grad_norm: norm of the gradient before clipping; None if Megatron does not compute it.
-        samples: number of logical samples.
         physical_tokens: number of tokens computed, over all ranks, without padding.
         carried_tokens: number of tokens that ran forward once more, for chunks that read their keys and values.
         carried_bytes: most memory that their keys, values, states and gradients take on a rank, by the plan.
@@ -121,13 +120,7 @@ class _StepSize:
 class Trainer:
     """One process's part of a training run. ``chunks`` are bare; they are wrapped in Megatron's DDP."""
 
-    def __init__(
-        self,
-        run: Resolved,
-        chunks: list[torch.nn.Module],
-        *,
-        held_out: HeldOut | None = None,
-    ) -> None:
+    def __init__(self, run: Resolved, chunks: list[torch.nn.Module], *, held_out: HeldOut | None = None) -> None:
         self._recipe, self._job, self._order, self._held_out = run.recipe, run.job, run.order, held_out
         self._data_from = 0  # steps before the first of the order
         self._totals = Totals(run.job, trains=True)
@@ -148,6 +141,7 @@ class Trainer:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
         batch = recipe.batch.per_step
+        self._size = _StepSize(samples=batch)
         total, warmup = recipe.train_iters * batch, options.lr_warmup_fraction
         # As in Megatron-LM the schedule counts samples; or groups, if steps do. The current recipe overrides
         # the schedule of a checkpoint.
@@ -170,11 +164,8 @@ class Trainer:
     def train(self, saved: int | None, reporter: Reporter, *, new_data: bool = False) -> None:
         """Train from a saved iteration, or from the start, to ``train_iters``; ``reporter`` is called after each step.
 
-        Args:
-            new_data: whether an order that is not that of the saved run begins here.
-
-        Raises:
-            EndedError: a signal ended training early; the step was finished, and saved if there is a folder for it.
+        With ``new_data``, an order that is not that of the saved run begins here. Raises EndedError if a signal ended
+        training early; the step was finished, and saved if there is a folder for it.
         """
         recipe = self._recipe
         done = 0 if saved is None else self._resume(saved, reporter, new_data=new_data)
@@ -184,11 +175,7 @@ class Trainer:
         with (
             self._graphs(),
             open_logs(
-                recipe.log,
-                done=done,
-                say=reporter.message,
-                folder=recipe.checkpoint.save,
-                settings=asdict(recipe),
+                recipe.log, done=done, say=reporter.message, folder=recipe.checkpoint.save, settings=asdict(recipe)
             ) as log,
             StepPlanner[_StepSize](
                 self._order,
@@ -263,10 +250,6 @@ class Trainer:
 
     def _graphs(self) -> AbstractContextManager[None]:
         return layer_graphs(self._chunks, self._optimizer, self._job.folding.padding.buckets)
-
-    @property
-    def _size(self) -> _StepSize:
-        return _StepSize(samples=self._recipe.batch.per_step)
 
     def _consumed(self, iteration: int) -> int:
         """Return the number of samples, or of groups, of the data before a step."""

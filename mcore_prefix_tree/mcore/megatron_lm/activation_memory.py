@@ -66,10 +66,8 @@ def activation_bytes(config: Any, tokens: int, *, micro_batches: int, logits_wid
     many micro-batches as there are stages, so that the first stage keeps as much as all layers would of one; see
     ``compute_activation_memory`` for the interleaved schedule and for fewer micro-batches.
 
-    Args:
-        tokens: number of physical tokens of every micro-batch.
-        micro_batches: number of micro-batches of a step, on each data-parallel rank.
-        logits_width: size of the vocabulary if all tokens' logits are kept; counts without pipeline stages only.
+    Each of a rank's ``micro_batches`` of a step has as many physical ``tokens``. ``logits_width`` is the size of the
+    vocabulary if all tokens' logits are kept; it counts without pipeline stages only.
     """
     have_experts = [False] * config.num_layers
     if config.num_moe_experts is not None:

@@ -50,14 +50,14 @@ from mcore_prefix_tree.arguments.refusals import (
     check_vocabulary_known,
 )
 from mcore_prefix_tree.data import load_tokenizer
-from mcore_prefix_tree.mcore.checkpoints.unpickling import pickle_enums_by_value
+from mcore_prefix_tree.mcore.checkpoints.integrity import pickle_enums_by_value
 from mcore_prefix_tree.mcore.megatron_lm.activation_memory import warm_up_bytes
 from mcore_prefix_tree.mcore.megatron_lm.hf_arguments import check_same_model
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
-    check_backend,
     device_of_this_rank,
     make_folding_from_args,
     make_objective_from_args,
+    resolve_backend_from_args,
 )
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers, check_megatron_lm, hybrid_pattern
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import check_sizes, megatrons_calculator
@@ -66,17 +66,10 @@ from mcore_prefix_tree.utils.launchers import check_gpus
 
 
 def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> argparse.Namespace | None:
-    """Check a job before Megatron-LM starts anything.
+    """Check a job before Megatron-LM starts anything; raise ArgumentError, or the error of a part that it checks.
 
     Return a copy of the arguments as Megatron's validation leaves them; None if this has to wait for Megatron itself.
     ``args`` gain the tokenizer and the vocabulary that ``--prefix-tree-tokenizer`` sets.
-
-    Raises:
-        ArgumentError: the arguments cannot be used together, or not on this machine.
-        SampleError: the data is missing.
-        MegatronCoreError: megatron-core lacks a name that the package relies on.
-        NotImplementedError: folding cannot do the model exactly.
-        ValueError: the model or this machine lacks the attention back-end, or there are fewer GPUs than ranks.
     """
     check_megatron_lm()
     check_arguments(args)
@@ -93,19 +86,18 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
         return None
     # First, because a model that folding rejects may need a missing package already for Megatron's validation.
     check_config(as_config(args))
-    validated = _complete(args)
+    # Megatron's values from the environment, for example the rank count.
+    with contextlib.redirect_stdout(io.StringIO()):
+        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
+    validated = argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
     try:
         _validate(validated, args_defaults or {})
     except ArgumentError:
         if args_defaults is not None or args.prefix_tree_dry_run:
             raise
         # With the script's own defaults the rest may be right; if not, Megatron refuses it itself.
-        sizes = (
-            validated.global_batch_size,
-            validated.micro_batch_size,
-            getattr(validated, "data_parallel_size", None),
-        )
-        if None not in sizes:
+        names = ("global_batch_size", "micro_batch_size", "data_parallel_size")
+        if None not in [getattr(validated, name, None) for name in names]:
             with _megatrons_refusals(), megatrons_calculator(validated):
                 pass
         return None
@@ -117,17 +109,14 @@ def check_command_line(args: argparse.Namespace, args_defaults: Mapping[str, Any
     make_folding_from_args(validated, device=torch.device("cpu"))
     make_objective_from_args(validated)
     if not args.prefix_tree_dry_run:
-        check_backend(validated, config)
+        resolve_backend_from_args(validated, config)
         if trains:
             _check_warm_up(validated)
     return validated
 
 
 def checked_config(args: argparse.Namespace) -> Any:
-    """Return Megatron's ``TransformerConfig`` of a job that folding can train and Megatron-LM can save.
-
-    The validated arguments gain the values that folding needs.
-    """
+    """Return the ``TransformerConfig`` of a job that folding can train and Megatron-LM can save."""
     check_arguments(args)
     check_layers(args)
     config = config_for_folding(args)
@@ -145,7 +134,7 @@ def checked_config(args: argparse.Namespace) -> Any:
 
 
 def config_for_folding(args: argparse.Namespace) -> Any:
-    """Return Megatron's ``TransformerConfig`` of a model that folding can train; ``args`` gain the values for that."""
+    """Return the ``TransformerConfig`` of a model that folding can train; ``args`` gain its values."""
     check_spec(args)
     # Micro-batches differ in length. Megatron's validation switches this off and leaves it to whoever brings the data.
     args.variable_seq_lengths = True
@@ -158,10 +147,7 @@ def config_for_folding(args: argparse.Namespace) -> Any:
 
 
 def check_spec(args: argparse.Namespace) -> None:
-    """Check that ``--spec`` names layers, else raise ArgumentError; nothing of the module is called.
-
-    A module that does not load before the job has started is for Megatron-LM to import.
-    """
+    """Check that ``--spec`` names layers; a module that needs a started job is for Megatron-LM to import."""
     if args.spec is None:
         return
     check_spec_named(args.spec)
@@ -205,12 +191,8 @@ def check_installed(args: argparse.Namespace) -> None:
             "--use-distributed-optimizer with --save: without the FusedAdam of TransformerEngine or Apex, Megatron "
             "cannot read back what its distributed optimizer saves; remove one of them, or add --no-save-optim"
         )
-    if (
-        torch.cuda.is_available()
-        and args.multi_latent_attention
-        and args.transformer_impl == "local"
-        and args.spec is None
-    ):
+    is_local = (args.transformer_impl, args.spec) == ("local", None)
+    if torch.cuda.is_available() and args.multi_latent_attention and is_local:
         raise ArgumentError(
             "--multi-latent-attention needs --transformer-impl transformer_engine: megatron-core's own attention "
             "has one size for queries and values"
@@ -218,12 +200,7 @@ def check_installed(args: argparse.Namespace) -> None:
 
 
 def check_machine(args: argparse.Namespace) -> None:
-    """Check that the job can start here, and have Megatron-LM compile for this Python.
-
-    Raises:
-        ArgumentError: no launcher started the job; or see :func:`check_installed`.
-        ValueError: there are fewer GPUs than ranks.
-    """
+    """Check the launcher, the GPUs and the packages of this machine, and have Megatron-LM compile for this Python."""
     check_launched()
     if torch.cuda.is_available():
         check_gpus(os.environ, torch.cuda.device_count())
@@ -251,13 +228,10 @@ def _check_saved_arguments(args: argparse.Namespace) -> None:
 
 
 def build_helpers_for_this_python() -> None:
-    """Have the Makefile of Megatron-LM's data helpers build them for the Python that runs the job.
+    """Have the Makefile of Megatron-LM's data helpers build them for the Python that runs the job, if they are not.
 
     It calls the ``python3`` and the ``python3-config`` of ``PATH``, which may be another version's or missing. make
     takes variables from ``MAKEFLAGS``, and these win over the Makefile's.
-
-    Raises:
-        ArgumentError: the helpers are not built yet, and this Python lacks files that they need.
     """
     folder = Path(datasets.__file__).parent
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -304,13 +278,6 @@ def as_config(args: argparse.Namespace) -> argparse.Namespace:
         for field in dataclasses.fields(TransformerConfig)
     }
     return argparse.Namespace(**unset | vars(args) | {"num_moe_experts": args.num_experts})
-
-
-def _complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of parsed arguments with Megatron's values from the environment, for example the rank count."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        parsed = parse_args(add_argument_group, ignore_unknown_args=True)
-    return argparse.Namespace(**vars(parsed) | vars(copy.deepcopy(args)))
 
 
 def _validate(args: argparse.Namespace, args_defaults: Mapping[str, Any]) -> None:

@@ -21,27 +21,20 @@ def add_prefix_tree_args(
     scores: bool = False,
     runs_ahead: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add the arguments of ``--prefix-tree``; an ``extra_args_provider`` for Megatron-LM.
+    """Return a parser with the arguments of ``--prefix-tree`` too, which checks the job; an ``extra_args_provider``.
 
-    Args:
-        args_defaults: defaults that the script gives Megatron-LM under this name. With them, arguments that Megatron-LM
-            itself refuses end the job with a sentence too; without them, Megatron-LM refuses those.
-        scores: whether the script writes the scores of ``--prefix-tree-score``; else the argument is refused.
-        runs_ahead: whether several pipeline stages can run a pass before a step.
-
-    Returns:
-        The parser to parse with in place of ``parser``. It has the same arguments, and checks the job.
+    With ``args_defaults`` of the script, arguments that Megatron-LM itself refuses end the job with a sentence too;
+    without them, Megatron-LM refuses those. ``scores`` is whether the script writes ``--prefix-tree-score``, and
+    ``runs_ahead`` whether several pipeline stages can run a pass before a step.
     """
     return CheckedParser(parser, add_argument_group, partial(_check_job, args_defaults, scores, runs_ahead))
 
 
 class CheckedParser(argparse.ArgumentParser):
-    """Megatron-LM's parser; ends the process with one sentence if the job cannot run.
+    """Parser of Megatron-LM's ``script``; ends the process with one sentence if the job cannot run.
 
-    Args:
-        add_group: adds the arguments of ``--prefix-tree`` to a parser and returns it.
-        check: checks a ``--prefix-tree`` job: its parsed arguments, not validated yet, and the names of those given.
-        script: name of Megatron-LM's script.
+    ``add_group`` adds our arguments to a parser. ``check`` checks the parsed arguments, not validated yet, of a
+    ``--prefix-tree`` job; it also receives the names of those given.
     """
 
     def __init__(
@@ -91,11 +84,7 @@ class CheckedParser(argparse.ArgumentParser):
 
 
 def _check_job(
-    args_defaults: Mapping[str, Any] | None,
-    scores: bool,
-    runs_ahead: bool,
-    parsed: argparse.Namespace,
-    given: set[str],
+    args_defaults: Mapping[str, Any] | None, scores: bool, runs_ahead: bool, parsed: argparse.Namespace, given: set[str]
 ) -> None:
     """Check a job that reads files; a dry run ends here."""
     if parsed.prefix_tree_score is not None and not scores:

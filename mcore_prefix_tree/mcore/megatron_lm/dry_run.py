@@ -32,7 +32,7 @@ from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
     make_objective_from_args,
 )
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
-from mcore_prefix_tree.mcore.megatron_lm.providers import training_order, validation_order
+from mcore_prefix_tree.mcore.megatron_lm.providers import read_order
 from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     Need,
     check_steps,
@@ -40,8 +40,7 @@ from mcore_prefix_tree.mcore.megatron_lm.step_batches import (
     megatrons_calculator,
     size_at,
 )
-from mcore_prefix_tree.objectives import Objective
-from mcore_prefix_tree.plan import ExpectedSpeedup, ForestPlan
+from mcore_prefix_tree.plan import ForestPlan
 from mcore_prefix_tree.sample import Sample
 
 GIB = 1024**3
@@ -57,19 +56,22 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
     Memory is an estimate for the most loaded rank: Megatron's own for weights, gradients and optimizer, and that of
     :func:`activation_bytes`, which knows experts and recomputation, for a step whose micro-batches are all as long as
     the longest. Hybrid models have no estimate. The first line gives the sizes in ``omitted`` (:func:`fill_omitted`).
-
-    Raises:
-        ArgumentError: a step does not fit its micro-batches.
-        SampleError: the data is bad.
+    Raises ArgumentError if a step does not fit its micro-batches, SampleError for bad data.
     """
     objective = make_objective_from_args(args)
     folding = make_folding_from_args(args, objective, device=torch.device("cpu"))
-    order = training_order(args, objective)
+    order = read_order(args, objective, folding)
     end = args.train_samples or (args.train_iters or 0) * args.global_batch_size or order.samples_per_epoch
     with megatrons_calculator(args):
         training = check_steps(order, lambda start: size_at(args, start), folding, objective, end=end)
-    validation = validation_order(args, objective) if args.prefix_tree_valid_data_path and args.eval_iters else None
-    evaluation = [] if validation is None else _evaluation(args, validation, folding, objective, end)
+    orders, evaluation = [order], []
+    if args.prefix_tree_valid_data_path and args.eval_iters:
+        orders.append(read_order(args, objective, folding, validates=True))
+        evaluated, interval = evaluation_size(args), args.eval_interval or end
+        # Since core_v0.19 the first ones may be skipped.
+        left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
+        steps = (1 + end // args.global_batch_size // interval - left_out) * args.eval_iters
+        evaluation = check_steps(orders[1], lambda _: evaluated, folding, objective, end=steps * evaluated.samples)
     # Evaluation takes training's size, unless its own is set.
     apart = "micro_batch_size" in omitted and "eval_micro_batch_size" not in omitted
     largest = largest_micro_batch_size(
@@ -79,7 +81,6 @@ def dry_run(args: argparse.Namespace, omitted: frozenset[str] = frozenset()) -> 
     )
     lines = []
     if omitted:
-        orders = [order] if validation is None else [order, validation]
         lines.append(DECIDED + settle(args, omitted, orders, micro_batch_size=largest))
     with megatrons_calculator(args):
         size = size_at(args, 0)
@@ -98,13 +99,16 @@ def _describe_step(
     args: argparse.Namespace, order: SampleOrder, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
 ) -> list[str]:
     """Describe the work of the first step, its expected speed-up and each rank's part."""
-    logical = sum(len(sample) for sample in samples)
+    logical = sum(map(len, samples))
     physical = sum(map(sum, plan.physical_tokens))
+    # Once per tree, however many chunks it has.
+    cuts = dict.fromkeys(batch for rank in plan.micro_batches for batch in rank)
+    layouts = [folding.layout([samples[index] for index in batch]) for batch in cuts]
     lines = [
         f"{order.samples_per_epoch} samples an epoch, {len(samples)} a step, in {plan.num_micro_batches} micro-batches "
         f"on each of {len(plan.micro_batches)} data-parallel ranks",
         f"first step: {logical} logical tokens, {physical} physical, fold ratio {logical / physical:.2f}",
-        f"first step: expected speed-up {_expected(args, samples, plan, folding)}",
+        f"first step: expected speed-up {count_model_work(args).expected_speedup(layouts)}",
     ]
     if len(samples) > order.samples_per_epoch:
         lines.append(
@@ -140,13 +144,16 @@ def _describe_memory(
         "at --prefix-tree-max-tokens": folding.max_tokens,
     }
     kept = "activations" if args.num_experts is None else "activations with balanced routing"
+    has_logits = not (args.prefix_tree_fused_head or has_scalar_head(args))
+    sizes = {"micro_batches": plan.num_micro_batches, "logits_width": args.padded_vocab_size if has_logits else 0}
+    config = core_transformer_config_from_args(args)
     lines = [
         f"a rank's memory by an estimate, of {args.world_size} ranks:",
         f"  Megatron-LM's warm-up at the start, before all else: {warm_up_bytes(args) / GIB:.3g} GiB",
         f"  weights, gradients, optimizer: {(_weights_in_layout(args) + _whole_projections(args)) / GIB:.3g} GiB",
     ]
     lines += [
-        f"  {kept}, {case} ({tokens} tokens): {_activations(args, tokens, plan.num_micro_batches) / GIB:.3g} GiB"
+        f"  {kept}, {case} ({tokens} tokens): {activation_bytes(config, tokens, **sizes) / GIB:.3g} GiB"
         for case, tokens in cases.items()
     ]
     return lines + carried
@@ -177,30 +184,6 @@ def _states(args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPla
         f"recomputation; --prefix-tree-max-tokens counts them, as {work.state_tokens} tokens for each path that joins "
         "a tree"
     ]
-
-
-def _evaluation(
-    args: argparse.Namespace, validation: SampleOrder, folding: Folding, objective: Objective, end: int
-) -> list[Need]:
-    """Return the demands of the steps of evaluation, for a job that trains on ``end`` samples."""
-    evaluated = evaluation_size(args)
-    interval = args.eval_interval or end
-    # Since core_v0.19 the first ones may be skipped.
-    left_out = (getattr(args, "start_eval_at_iter", None) or 0) // interval
-    evaluations = 1 + end // args.global_batch_size // interval - left_out
-    end = evaluations * args.eval_iters * evaluated.samples
-    return check_steps(validation, lambda _: evaluated, folding, objective, end=end)
-
-
-def _expected(
-    args: argparse.Namespace, samples: Sequence[Sample], plan: ForestPlan, folding: Folding
-) -> ExpectedSpeedup:
-    """Return the speed-up to expect of a step of all ranks, by FLOPs."""
-    # Once per tree, however many chunks it has.
-    cuts = dict.fromkeys(batch for rank in plan.micro_batches for batch in rank)
-    return count_model_work(args).expected_speedup(
-        [folding.layout([samples[index] for index in batch]) for batch in cuts]
-    )
 
 
 def _dealt(batches: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
@@ -272,21 +255,10 @@ def _count_weight_bytes(args: argparse.Namespace, **changed: Any) -> float:
     return float(compute_weight_and_optimizer_memory(argparse.Namespace(**vars(copy.deepcopy(args)) | changed)))
 
 
-def _activations(args: argparse.Namespace, tokens: int, micro_batches: int) -> float:
-    """Return the bytes of activations of micro-batches of so many tokens."""
-    has_logits = not (args.prefix_tree_fused_head or has_scalar_head(args))
-    logits_width = args.padded_vocab_size if has_logits else 0
-    config = core_transformer_config_from_args(args)
-    return activation_bytes(config, tokens, micro_batches=micro_batches, logits_width=logits_width)
-
-
 def fill_omitted(args: argparse.Namespace, args_defaults: Mapping[str, Any] | None) -> frozenset[str]:
     """Fill sizes that a dry run has to find, so that Megatron can validate the rest; return their names.
 
     Omitted ones become the smallest micro-batch and the longest sample allowed. ``args_defaults`` is None if unknown.
-
-    Raises:
-        ArgumentError: the number of samples in a step is omitted too.
     """
     found = frozenset(name for name in _FOUND if vars(args)[name] is None and not (args_defaults or {}).get(name))
     if getattr(args, "encoder_seq_length", None) is not None:  # another name for it

@@ -16,21 +16,22 @@ from megatron.training import print_rank_0
 from mcore_prefix_tree.arguments.refusals import ArgumentError, has_scalar_head
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import hybrid_pattern
 from mcore_prefix_tree.mcore.models.bridge import OFF, load_folder, make_provider
-from mcore_prefix_tree.mcore.models.config_fields import defaults_of_run, settings_of_run
-from mcore_prefix_tree.settings import Dtype, ModelConfig, ParallelConfig, RecipeError
+from mcore_prefix_tree.mcore.models.config_fields import SAME_NAMES, defaults_of_run, settings_of_run
+from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.settings.hf_folder import SAME_FUNCTION, HuggingFaceFolder
 from mcore_prefix_tree.utils.inputs import TRACKER
 
-# Arguments that a folder decides, by the names of a provider's fields if these differ.
+# Arguments that a folder decides, by the names of a provider's fields.
 _DECIDED = {
-    **{name: name for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")},
-    **{name: name for name in ("num_query_groups", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm")},
-    **{name: name for name in ("position_embedding_type", "rotary_base", "rotary_percent", "vocab_size")},
-    **{name: name for name in ("moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size")},
-    "layernorm_epsilon": "layernorm_epsilon",
-    **{f"moe_router_{name}": f"moe_router_{name}" for name in ("topk", "pre_softmax", "score_function", "num_groups")},
-    **{f"moe_router_{name}": f"moe_router_{name}" for name in ("topk_scaling_factor", "group_topk")},
-    "moe_router_enable_expert_bias": "moe_router_enable_expert_bias",
+    name: name
+    for name in (
+        *(*SAME_NAMES, "layernorm_epsilon", "add_qkv_bias", "vocab_size"),
+        *("position_embedding_type", "rotary_base", "rotary_percent"),
+        *("moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_topk"),
+        *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+    )
+} | {
     "max_position_embeddings": "seq_length",
     "num_experts": "num_moe_experts",
     "padded_vocab_size": "vocab_size",
@@ -45,11 +46,8 @@ _ROPE_SCALING_FACTOR = 8.0  # Megatron-LM has no argument for it that reaches it
 def set_arguments(args: argparse.Namespace, given: Collection[str]) -> None:
     """Set the arguments that the folder decides, and the tokenizer if none is set and the folder has a chat template.
 
-    ``args``, not validated yet, are changed in place; ``given`` names the arguments on the command line.
-
-    Raises:
-        ArgumentError: the folder is rejected, Megatron-Bridge is missing or cannot build it, an argument contradicts
-            it, or Megatron-LM's own builder has no such model.
+    ``args``, not validated yet, are changed in place; ``given`` names the arguments on the command line. Raises
+    ArgumentError if one contradicts the folder, or if no builder has its model.
     """
     path = args.prefix_tree_hf
     if hybrid_pattern(args) is not None:
@@ -101,23 +99,21 @@ def load_weights(args: argparse.Namespace, chunk: torch.nn.Module) -> None:
     checkpoints = (args.load, args.pretrained_checkpoint)
     if any(folder is not None and Path(folder, TRACKER).is_file() for folder in checkpoints):
         return
-    try:
-        load_folder(args.prefix_tree_hf, [chunk])
-    except RecipeError as error:
-        raise _as_argument(error) from error
-    new = ""
-    if has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head:
-        new = ", with a new scalar head"
-    print_rank_0(f"the weights start from {args.prefix_tree_hf}{new}")
+    load_folder(args.prefix_tree_hf, [chunk])
+    is_new = has_scalar_head(args) and not HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head
+    print_rank_0(f"the weights start from {args.prefix_tree_hf}{', with a new scalar head' if is_new else ''}")
 
 
 def _sections(args: argparse.Namespace) -> tuple[ModelConfig, ParallelConfig]:
     """Return the sections of a recipe that trains the folder in the same way."""
     sizes: dict[str, Any] = HuggingFaceFolder.read(args.prefix_tree_hf).sizes
-    dtype: Dtype = "bfloat16" if args.bf16 else "float32"
-    depths = {"mtp_num_layers": args.mtp_num_layers} if args.mtp_num_layers else {}
-    impl = args.transformer_impl
-    model = ModelConfig(hf=args.prefix_tree_hf, dtype=dtype, transformer_impl=impl, transformer=depths, **sizes)
+    model = ModelConfig(
+        hf=args.prefix_tree_hf,
+        dtype="bfloat16" if args.bf16 else "float32",
+        transformer_impl=args.transformer_impl,
+        transformer={"mtp_num_layers": args.mtp_num_layers} if args.mtp_num_layers else {},
+        **sizes,
+    )
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -131,29 +127,20 @@ def _sections(args: argparse.Namespace) -> tuple[ModelConfig, ParallelConfig]:
 def _provider(args: argparse.Namespace) -> Any:
     try:
         provider = make_provider(*_sections(args), on_gpu=torch.cuda.is_available(), only_stock=True)
-    except RecipeError as error:
-        raise _as_argument(error) from error
+    except RecipeError:
+        raise
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--prefix-tree-hf: {error}") from error
-    why = None
-    if isinstance(provider, MLATransformerConfig):
-        why = "multi-latent attention has further arguments, which are not read from folders"
-    elif provider.rope_scaling and provider.rope_scaling_factor != _ROPE_SCALING_FACTOR:
-        factor = provider.rope_scaling_factor
-        why = f"Megatron-LM scales rotary frequencies by {_ROPE_SCALING_FACTOR:g}, and its config.json by {factor:g}"
     if HuggingFaceFolder.read(args.prefix_tree_hf).has_scalar_head and not has_scalar_head(args):
         raise ArgumentError(
             f"--prefix-tree-hf {args.prefix_tree_hf} ends in a scalar head, and --prefix-tree-objective "
             f"{args.prefix_tree_objective} needs a vocabulary; give a language model"
         )
-    if why is not None:
-        raise ArgumentError(
-            f"--prefix-tree-hf {args.prefix_tree_hf}: {why}; train it with `mcore-prefix-tree train --hf`"
-        )
-    return provider
-
-
-def _as_argument(error: RecipeError) -> ArgumentError:
-    """Return a recipe's error as one of the arguments, which name the same folder."""
-    said = str(error).replace("model.hf=", "--prefix-tree-hf ").replace("model.hf", "--prefix-tree-hf")
-    return ArgumentError(said.replace("model.transformer.mtp_num_layers", "--mtp-num-layers"))
+    if isinstance(provider, MLATransformerConfig):
+        why = "multi-latent attention has further arguments, which are not read from folders"
+    elif provider.rope_scaling and provider.rope_scaling_factor != _ROPE_SCALING_FACTOR:
+        factor = provider.rope_scaling_factor
+        why = f"Megatron-LM scales rotary frequencies by {_ROPE_SCALING_FACTOR:g}, and its config.json by {factor:g}"
+    else:
+        return provider
+    raise ArgumentError(f"--prefix-tree-hf {args.prefix_tree_hf}: {why}; train it with `mcore-prefix-tree train --hf`")

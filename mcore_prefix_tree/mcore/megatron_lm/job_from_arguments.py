@@ -74,16 +74,17 @@ def count_model_work(args: argparse.Namespace) -> ModelWork:
     )
 
 
-def check_backend(args: argparse.Namespace, config: Any) -> None:
-    """Raise ValueError if the job's back-end does not support it, or ``auto`` finds none, before a model is built."""
-    resolve_backend(
-        args.prefix_tree_attention_backend,
-        config,
-        lambda: [Sample(tokens=[0])],
-        device=device_of_this_rank(),
-        deterministic=args.prefix_tree_deterministic_attention,
-        say=lambda text: None,
-    )
+def resolve_backend_from_args(
+    args: argparse.Namespace,
+    config: Any,
+    samples: Callable[[], Sequence[Sample]] = lambda: [Sample(tokens=[0])],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Return the job's back-end, for which ``auto`` looks at ``samples``; raise ValueError if it cannot run the job."""
+    backend, deterministic = args.prefix_tree_attention_backend, args.prefix_tree_deterministic_attention
+    device = device_of_this_rank()
+    return resolve_backend(backend, config, samples, device=device, deterministic=deterministic, say=say)
 
 
 def device_of_this_rank() -> torch.device:
@@ -105,11 +106,7 @@ def vocab_size_without_padding(args: argparse.Namespace) -> int | None:
 
 
 def make_objective_from_args(args: argparse.Namespace) -> Objective:
-    """Return the objective that validated arguments name, with its files read before any model is built.
-
-    Raises:
-        RecipeError, ValueError, OSError: an option, a tokenizer, a projection or a teacher's recipe cannot be used.
-    """
+    """Return the objective that validated arguments name, with its files read before any model is built."""
     settings = make_settings(read_objective(args))
     if settings.second_models is None:
         return settings
@@ -122,24 +119,23 @@ def make_objective_from_args(args: argparse.Namespace) -> Objective:
     return objective
 
 
-def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder, *, say: Callable[[str], None]) -> StepHook:
+def load_hook(args: argparse.Namespace, job: Job, order: SampleOrder) -> StepHook:
     """Return the work of a job's objective before a step, for example by its teachers, loaded; all ranks together.
 
     Before core_v0.19, Megatron-LM's loop has no place for another pipeline before a step's own, so all layers of a
-    teacher are on the last stage, and only that one asks it. A teacher's ``attention_backend: auto`` looks at the first
-    step of ``order``; ``say`` receives which weights are loaded, on every rank.
+    teacher are on the last stage, and only that one asks it.
     """
     if job.objective.second_models is None:
         return job.hook
-    recipe, vocab_size = read_recipe(args), vocab_size_without_padding(args)
+    vocab_size = vocab_size_without_padding(args)
     assert vocab_size is not None, "a dry run loads no teacher"
     loader = HookLoader(
-        student=recipe,
+        student=read_recipe(args),
         job=job,
         first_step=lambda: order.take(0, args.global_batch_size),
         vocab_size=vocab_size,
         padded_vocab_size=args.padded_vocab_size,
-        say=say,
+        say=print_rank_0,
         on_last_stage=True,
     )
     return loader.hook()

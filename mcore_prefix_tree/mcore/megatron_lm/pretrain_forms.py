@@ -47,15 +47,9 @@ def checkout() -> Path:
 
 
 def check_megatron_lm() -> None:
-    """Check that the checkout has the functions that this package calls.
-
-    Raises:
-        ArgumentError: the checkout's ``pretrain`` takes other arguments than any known form.
-        MegatronCoreError: another name that the package relies on is missing; see :func:`compat.check`.
-    """
+    """Check that the checkout's ``pretrain`` has a known form (ArgumentError), and its other names; as ``compat``."""
     parameters = set(inspect.signature(pretrain).parameters)
-    known = parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)
-    if not known:
+    if not (parameters >= _SHARED and (parameters >= _PARSES or _CONTAINER in parameters)):
         raise ArgumentError(
             f"{checkout()} is Megatron-LM {compat.installed_version()}, whose pretrain() takes other arguments than "
             f"those that --prefix-tree calls; check out core_v0.16.1, core_v0.19.0 or main at {compat.MAIN_COMMIT}"
@@ -68,26 +62,18 @@ def run_pretrain(
     model_provider: Callable[..., Any],
     forward_step: Callable[..., Any],
     *,
-    args_defaults: Mapping[str, Any],
     add_arguments: Callable[..., Any] = add_prefix_tree_args,
     steps: LoopSteps | None = None,
 ) -> None:
     """Train, with the arguments of the command line and of ``--prefix-tree``.
 
-    Args:
-        datasets_provider: Megatron's ``train_valid_test_dataset_provider``; its RL loop takes None.
-        model_provider: Megatron's ``model_provider``.
-        forward_step: Megatron's ``forward_step_func``.
-        args_defaults: values of arguments that the command line omits.
-        add_arguments: Megatron's ``extra_args_provider``, which receives ``args_defaults`` too.
-        steps: steps of the loop; without them, and before core_v0.19, pipeline stages exchange shapes, and run no pass
-            before a step.
+    ``add_arguments`` is Megatron's ``extra_args_provider``, and receives the script's defaults too: none. Without
+    ``steps`` of the loop, and before core_v0.19, pipeline stages exchange shapes, and run no pass before a step.
     """
     communicator = None
     if steps is not None and inspect.signature(pretrain).parameters.keys() >= {"p2p_communicator", "pg_collection"}:
         communicator, add_arguments = LoopCommunicator(steps), partial(add_arguments, runs_ahead=True)
-    parsing = _parsing(args_defaults, add_arguments)
-    settings = parsing
+    settings = parsing = _parsing(add_arguments)
     if _parses_first():
         settings = {_CONTAINER: _parsed_here(parsing)}
         if communicator is not None and get_args().pipeline_model_parallel_size > 1:
@@ -112,9 +98,9 @@ def _joined(model_provider: Callable[..., Any], communicator: LoopCommunicator, 
     return model
 
 
-def start(*, args_defaults: Mapping[str, Any]) -> argparse.Namespace:
+def start() -> argparse.Namespace:
     """Join the job of the command line, without a model or data, to score; return the validated arguments."""
-    parsing = _parsing(args_defaults, partial(add_prefix_tree_args, scores=True))
+    parsing = _parsing(partial(add_prefix_tree_args, scores=True))
     if _parses_first():
         from megatron.training.arguments import parse_and_validate_args
 
@@ -131,11 +117,8 @@ def build_chunks(model_provider: Callable[..., Any]) -> list[Any]:
     return chunks
 
 
-def _parsing(args_defaults: Mapping[str, Any], add_arguments: Callable[..., Any]) -> dict[str, Any]:
-    return {
-        "args_defaults": dict(args_defaults),
-        "extra_args_provider": partial(add_arguments, args_defaults=args_defaults),
-    }
+def _parsing(add_arguments: Callable[..., Any]) -> dict[str, Any]:
+    return {"args_defaults": {}, "extra_args_provider": partial(add_arguments, args_defaults={})}
 
 
 def _parses_first() -> bool:
@@ -161,9 +144,6 @@ def build_model(args: argparse.Namespace, config: Any, exchange: Callable[[Any],
     ``GPTModel``, as in ``pretrain_gpt.py``. All arguments that describe a model reach the checkout's own builder;
     ``exchange`` maps the layer, block or stack spec that they select to the one to build; ``stage`` has
     ``pre_process``, ``post_process``, ``vp_stage`` and ``pg_collection``, as Megatron gives them to a model provider.
-
-    Raises:
-        ArgumentError: the checkout has no builder.
     """
     if importlib.util.find_spec("megatron.training.models") is not None:
         make = _gpt_config if hybrid_pattern(args) is None else _hybrid_config
@@ -254,21 +234,13 @@ def _selected_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
     """Return the pattern of a ``HybridModel``'s layers, None for a GPT."""
+    pattern: str | None = getattr(args, "hybrid_layer_pattern", None)
     # Megatron's validation renames an argument of the older name.
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
-        found: str | None = getattr(args, name, None)
-        if found is not None:
-            return found
-    return None
+    return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
 
 
 def check_layers(args: argparse.Namespace) -> None:
-    """Reject a pattern that cannot be trained; the arguments may be validated by Megatron-LM or not yet.
-
-    Raises:
-        NotImplementedError: a layer cannot follow a tree; see :func:`check_pattern`.
-        ValueError: this Megatron-Core has no ``HybridModel``, or other arguments do not fit the pattern.
-    """
+    """Reject a pattern that cannot be trained; the arguments may be validated by Megatron-LM or not yet."""
     pattern = hybrid_pattern(args)
     if pattern is None:
         return

@@ -26,7 +26,7 @@ from mcore_prefix_tree.arguments.refusals import ArgumentError
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.fingerprint import CHECKSUMS, are_new_data, difference
 from mcore_prefix_tree.mcore.checkpoints.checkpoint import RELEASE
-from mcore_prefix_tree.mcore.checkpoints.unpickling import read_metadata
+from mcore_prefix_tree.mcore.checkpoints.integrity import read_metadata
 from mcore_prefix_tree.mcore.ranks import everyone, on_main_rank
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY
 
@@ -43,10 +43,7 @@ def consumed_before(args: argparse.Namespace, order: SampleOrder) -> int:
     """Return the number consumed before an order's first sample; all ranks together, after the checkpoint is loaded.
 
     Records the samples in ``args``, for the checkpoints of this job; ``consumed_train_samples`` are the checkpoint's.
-
-    Raises:
-        ArgumentError: the checkpoint was trained on other samples, and ``--prefix-tree-new-data`` is not set; or the
-            job resumes before the first of its samples.
+    Raises ArgumentError if they were others, without ``--prefix-tree-new-data``, or if the job resumes before them.
     """
     now = {
         "seed": args.seed,
@@ -120,10 +117,8 @@ def find_checkpoint(args: argparse.Namespace, load_arg: str = "load") -> Path | 
 def head_starts_new(args: argparse.Namespace) -> Path | None:
     """Return the checkpoint of a language model that the weights below a new scalar head are loaded from.
 
-    Return None if no checkpoint is loaded, or one that has a scalar head; all ranks together.
-
-    Raises:
-        ArgumentError: the checkpoint has no scalar head, and more than its weights is loaded.
+    Return None if no checkpoint is loaded, or one that has a scalar head; all ranks together. Raises ArgumentError if
+    more than the weights of a language model is loaded.
     """
     # As load_checkpoint: without a checkpoint in --load, only the weights of the other.
     load_arg = "load" if checkpoint_exists(args.load) else "pretrained_checkpoint"

@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,19 @@ from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.mcore import compat
 from mcore_prefix_tree.mcore.engine.score_files import ScoreReport, make_readouts, write_scores
 from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_in_provider
-from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model_provider
 from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import (
     make_job_from_args,
     make_objective_from_args,
     vocab_size_without_padding,
 )
-from mcore_prefix_tree.mcore.megatron_lm.loop_forward_step import tree_forward_step
 from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import build_chunks, run_pretrain, start
-from mcore_prefix_tree.mcore.megatron_lm.providers import ReadingProgress, TreeDatasetsProvider, make_source_from_args
+from mcore_prefix_tree.mcore.megatron_lm.providers import (
+    ReadingProgress,
+    TreeDatasetsProvider,
+    make_source_from_args,
+    tree_forward_step,
+    tree_model_provider,
+)
 from mcore_prefix_tree.mcore.megatron_lm.resume import find_checkpoint
 from mcore_prefix_tree.settings.score_section import REFERENCE
 from mcore_prefix_tree.utils.errors import naming_memory, spell
@@ -42,14 +45,9 @@ from mcore_prefix_tree.utils.errors import naming_memory, spell
 _REFERENCE_ARGUMENT = "prefix_tree_score_reference"
 
 
-def run_score(*, args_defaults: Mapping[str, Any]) -> None:
-    """Score the data of the command line and write the scores; all ranks together.
-
-    Raises:
-        ArgumentError: a checkpoint does not fit the model.
-        SampleError, ScoreError, OSError: see :func:`write_scores`.
-    """
-    args = start(args_defaults=args_defaults)
+def run_score() -> None:
+    """Score the data of the command line and write the scores, see :func:`write_scores`; all ranks together."""
+    args = start()
     config_in_provider(args)
     # Only the weights: there is no optimizer, and no training continues.
     args.finetune = args.no_load_optim = args.no_load_rng = True
@@ -145,15 +143,11 @@ def say_which_megatron_core(root: Path) -> None:
 
 
 def run(root: Path) -> None:
-    """Train with the ``pretrain`` of the checkout at ``root``, which checks the job; or print a dry run, or score.
-
-    Raises:
-        SystemExit: status 2, with one sentence, for a job that cannot run; 0 after a dry run.
-    """
+    """Train with the ``pretrain`` of the checkout at ``root``, print a dry run, or score; exit with 2 for a bad job."""
     say_which_megatron_core(root)
     with naming_memory(lambda: "the job does not fit; lower --prefix-tree-max-tokens or the size of the model"):
         if any(word.partition("=")[0] == "--prefix-tree-score" for word in sys.argv[1:]):
-            run_score(args_defaults={})
+            run_score()
             return
         data = TreeDatasetsProvider()
-        run_pretrain(data, tree_model_provider, tree_forward_step, args_defaults={}, steps=data)
+        run_pretrain(data, tree_model_provider, tree_forward_step, steps=data)

@@ -55,15 +55,11 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepMicroBatch:
-    """A micro-batch and the step it belongs to.
+    """A micro-batch, by its index in a dealt step, which waits on the host; Megatron's iterator may repeat the step.
 
-    Attributes:
-        step: dealt step, on the host. Megatron's iterator keeps it until the step ends, to repeat it if necessary.
-        index: index of the micro-batch in the step.
-        readout: readout that the last pipeline stage is asked for.
-        figures: figures of its step that the log line, TensorBoard and W&B show with the loss: a numerator and
-            denominator each. Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides,
-            and averages over ``--log-interval``.
+    ``figures`` are those of its step that the log line, TensorBoard and W&B show with the loss: a numerator and
+    denominator each. Megatron sums both over the micro-batches and the data-parallel ranks of a step, divides, and
+    averages over ``--log-interval``.
     """
 
     step: DealtStep
@@ -72,26 +68,24 @@ class StepMicroBatch:
     figures: Mapping[str, tuple[float, float]]
 
     def take(self, model: Any) -> MicroBatch:
-        """Return the micro-batch on the device; see :meth:`DealtStep.take`."""
         return self.step.take(self.index, model)
 
 
 def check_fits(samples: Sequence[Sample], size: StepSize, folding: Folding, objective: Objective) -> int:
     """Return the fewest micro-batches per rank that a step's samples need; much cheaper than planning them.
 
-    Raises:
-        ArgumentError: they need more than the step has; the message names the arguments and the largest
-            ``--micro-batch-size`` that fits.
+    Raises ArgumentError if it has fewer; the message names the largest ``--micro-batch-size`` that fits.
     """
     needed = folding.fewest_micro_batches(samples, together=objective.together(samples))
     if needed <= size.micro_batches:
         return needed
+    per_rank, rest = divmod(len(samples), size.dp_size)
     fitting = [
         count
         for count in range(1, size.micro_batch_size)
-        if len(samples) % (count * size.dp_size) == 0
-        and len(samples) // (count * size.dp_size) >= needed
-        and (len(samples) // (count * size.dp_size)) % folding.micro_batch_multiple == 0
+        if not (rest or per_rank % count)
+        and per_rank // count >= needed
+        and per_rank // count % folding.micro_batch_multiple == 0
     ]
     way_out = f"use --micro-batch-size {fitting[-1]}, or raise" if fitting else "raise"
     raise ArgumentError(
@@ -164,10 +158,17 @@ class StepDealer:
         self._figures: dict[str, tuple[float, float]] = {}
         self._before: tuple[float, int, int] | None = None  # the training step before: its start and its tokens
 
-    def micro_batch(self, consumed: int, size: StepSize, index: int) -> StepMicroBatch:
-        """Return this rank's micro-batch ``index`` of the step after ``consumed`` samples; see :func:`check_fits`."""
-        step = self.step_after(consumed, size)
-        return StepMicroBatch(step=step, index=index, readout=self._job.readout, figures=self._figures)
+    def iterate(self, *, consumed: int, size: Callable[[], StepSize]) -> Iterator[StepMicroBatch]:
+        """Yield this rank's micro-batches, step after step, for Megatron's ``--dataloader-type external``.
+
+        ``size`` is called at the first micro-batch of each step.
+        """
+        while True:
+            now = size()
+            for index in range(now.micro_batches):
+                step = self.step_after(consumed, now)
+                yield StepMicroBatch(step=step, index=index, readout=self._job.readout, figures=self._figures)
+            consumed += now.samples
 
     def step_after(self, consumed: int, size: StepSize) -> DealtStep:
         """Return the step after ``consumed`` samples; see :func:`check_fits`."""
@@ -197,29 +198,6 @@ class StepDealer:
         check_fits(samples, size, self._job.folding, self._job.objective)
         trains = self._clock is not None
         return fold_step(samples, self._job, micro_batches=size.micro_batches, trains=trains)
-
-
-class StepIterator(Iterator[StepMicroBatch]):
-    """Endless iterator for Megatron's ``--dataloader-type external``: this rank's micro-batches, step after step.
-
-    The model chunks of the rank share ``dealer``; ``size`` is called at the first micro-batch of each step.
-    """
-
-    def __init__(self, dealer: StepDealer, *, consumed: int, size: Callable[[], StepSize]) -> None:
-        self._dealer = dealer
-        self._consumed = consumed
-        self._next_size = size
-        self._size = StepSize(micro_batches=0, micro_batch_size=0, dp_size=0)
-        self._index = 0
-
-    def __next__(self) -> StepMicroBatch:
-        """Return the next micro-batch of the step, or the first of the next step."""
-        if self._index == self._size.micro_batches:
-            self._consumed += self._size.samples
-            self._size, self._index = self._next_size(), 0
-        micro_batch = self._dealer.micro_batch(self._consumed, self._size, self._index)
-        self._index += 1
-        return micro_batch
 
 
 # Some 15 seconds' worth of samples in memory, on one core.
@@ -260,11 +238,7 @@ def check_steps(
 
 @contextmanager
 def megatrons_calculator(args: argparse.Namespace) -> Iterator[None]:
-    """Set up the calculator of a job from its validated arguments, before Megatron-LM does so itself.
-
-    Raises:
-        AssertionError, ValueError: Megatron's, for sizes that do not divide each other.
-    """
+    """Set up the calculator of a job from its validated arguments, before Megatron-LM does so and refuses sizes."""
     names = inspect.signature(calculator.init_num_microbatches_calculator).parameters
     calculator.init_num_microbatches_calculator(**{name: getattr(args, name) for name in names})
     try:
@@ -283,12 +257,7 @@ def current_size(args: argparse.Namespace) -> StepSize:
 
 
 def size_at(args: argparse.Namespace, consumed: int) -> StepSize:
-    """Move the calculator to so many consumed samples, and return the size of the step that begins there.
-
-    Raises:
-        AssertionError: Megatron's, for a size that ranks and micro-batches do not divide.
-        ArgumentError: the step has no micro-batch, or too few for an interleaved pipeline.
-    """
+    """Move the calculator to so many consumed samples, and return that step's size; refuse one that does not divide."""
     calculator.update_num_microbatches(consumed, consistency_check=True)
     size = current_size(args)
     if size.micro_batches < 1:

@@ -11,7 +11,7 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -44,21 +44,20 @@ from mcore_prefix_tree.mcore.models.bridge_weights import (
     unread_weights,
 )
 from mcore_prefix_tree.mcore.models.config_fields import (
+    SAME_NAMES,
     check_experts,
+    check_hybrid,
     check_latent_layers,
     check_not_decided,
     check_transformer_engine,
     defaults_of_run,
-    local_layers,
-    settings_of_run,
-    typed_settings,
-)
-from mcore_prefix_tree.mcore.models.model_layers import (
-    check_hybrid,
     engine_layers,
     has_pattern,
     latent_layers,
+    local_layers,
+    settings_of_run,
     stack_of_folder,
+    typed_settings,
 )
 from mcore_prefix_tree.mcore.ranks import everyone
 from mcore_prefix_tree.mcore.seam.core_attention import window_settings
@@ -72,29 +71,18 @@ _NEEDS = "model.hf needs Megatron-Bridge 0.6 with Python 3.12, megatron-core 0.1
 # Settings of providers that a recipe turns off, unless model.transformer sets them: kernels of other packages, losses
 # beside the objective's, updates that balance experts, and multi-token prediction, which a recipe asks for.
 OFF: dict[str, Any] = {
-    "apply_rope_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "cross_entropy_loss_fusion": False,
-    "dsa_indexer_loss_coeff": 0.0,
-    "gradient_accumulation_fusion": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "persist_layer_norm": False,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
-    "moe_router_bias_update_rate": 0.0,
-    "mtp_num_layers": None,
-    "mtp_hybrid_override_pattern": None,
-    "moe_shared_expert_overlap": False,
+    **dict.fromkeys(("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"), False),
+    **dict.fromkeys(("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "persist_layer_norm"), False),
+    **dict.fromkeys(("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap"), False),
+    **dict.fromkeys(("dsa_indexer_loss_coeff", "moe_aux_loss_coeff", "moe_router_bias_update_rate"), 0.0),
+    **dict.fromkeys(("moe_z_loss_coeff", "mtp_num_layers", "mtp_hybrid_override_pattern"), None),
 }
 # Keys of a recipe's model by the names that providers have for them.
 _NAMES = {"swiglu": "gated_linear_unit"} | {
     name: name
     for name in (
-        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
-        *("vocab_size", "position_embedding_type", "rotary_base", "rotary_percent", "rope_scaling"),
-        *("rope_scaling_factor", "normalization", "add_bias_linear", "qk_layernorm", "hybrid_layer_pattern"),
+        *(*SAME_NAMES, "vocab_size", "hybrid_layer_pattern", "position_embedding_type"),
+        *("rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor"),
     )
 }
 # Names of a provider's further fields that describe its model.
@@ -190,11 +178,8 @@ def _cannot_build(path: str, error: Exception) -> RecipeError:
 def make_provider(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool, only_stock: bool = False) -> Any:
     """Return the provider of a recipe's folder, with our layers: a ``TransformerConfig``.
 
-    ``only_stock`` rejects architectures that Megatron-Bridge builds from other layers than Megatron-Core's.
-
-    Raises:
-        RecipeError: Megatron-Bridge cannot be imported, does not know the architecture or has its own layers for it;
-            or the parallel layout does not fit.
+    ``only_stock`` rejects architectures that Megatron-Bridge builds from other layers than Megatron-Core's. Raises
+    RecipeError if Megatron-Bridge cannot build the model, or not in this parallel layout.
     """
     assert model.hf is not None
     bridge = load_bridge(model.hf)
@@ -325,10 +310,7 @@ def described(model: ModelConfig, provider: Any) -> ModelConfig:
 
 
 def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
-    """Return one chunk of a provider's model, with new weights.
-
-    ``ends`` are ``pre_process``, ``post_process`` and ``vp_stage``; ``scalar_head`` unties the output layer.
-    """
+    """Return one chunk of a provider's model, with new weights; ``scalar_head`` unties the output layer."""
     if scalar_head:
         provider.share_embeddings_and_output_weights = False
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -338,12 +320,9 @@ def provided(provider: Any, *, scalar_head: bool, **ends: Any) -> Any:
 
 
 def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill a model with the weights of its folder; all ranks together.
+    """Fill a model with the weights of its folder; all ranks together. A scalar head that the folder lacks stays new.
 
-    A scalar head stays as it is, and starts anew, if the folder has none.
-
-    Raises:
-        RecipeError: the folder lacks a weight of the model, or has one that the model does not read.
+    Raises RecipeError if the folder lacks a weight of the model, or has one that the model does not read.
     """
     with without_scalar_head(chunks) as (models, head):
         _load(path, models, replaced=set() if head is None else {LM_HEAD})
@@ -356,9 +335,7 @@ def load_folder(path: str, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 @contextmanager
-def without_scalar_head(
-    chunks: Sequence[torch.nn.Module],
-) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
+def without_scalar_head(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], ScalarHead | None]]:
     """Take a scalar head away while Megatron-Bridge, which knows none, converts the rest; yield models and head."""
     models: list[Any] = unwrap_model(list(chunks))
     with_head = [one for one in models if isinstance(getattr(one, "output_layer", None), ScalarHead)]
@@ -376,7 +353,8 @@ def _load(path: str, models: list[Any], *, replaced: set[str]) -> None:
     bridge, folder = load_bridge(path), HuggingFaceFolder.read(path)
     check_shapes(folder, bridge.hf_pretrained.config)
     bridge.hf_pretrained.state.source = source = KeepsFailure(folder, bridge.hf_pretrained.state.source)
-    read = replaced.union(*map(_sources, bridge.get_conversion_tasks(models)))
+    sources = [task.mapping.hf_param for task in bridge.get_conversion_tasks(models) if task is not None]
+    read = replaced.union(*([one] if isinstance(one, str) else one.values() for one in sources))
     has_depths = bool(models[0].config.mtp_num_layers)
     read = {folder.names.get(name, name) for name in read} | unread_weights(folder, has_depths)
     if has_depths:
@@ -419,14 +397,6 @@ def _folder_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str,
     for name, parameter in chain.from_iterable(one.named_parameters() for one in models):
         if ADAPTER not in name and name not in unused:
             yield name, parameter
-
-
-def _sources(task: Any) -> Iterable[str]:
-    """Return the names of the folder's weights that a conversion reads."""
-    if task is None:
-        return ()
-    names = task.mapping.hf_param
-    return (names,) if isinstance(names, str) else names.values()
 
 
 def _and_others(names: Sequence[str]) -> str:

@@ -68,11 +68,8 @@ def compared_config(config: Any, folder: HuggingFaceFolder) -> Any:
 def settings_of_folder(path: str, config: Mapping[str, Any], provider: Any, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the fields of a provider that its folder decides and Megatron-Bridge left unset.
 
-    ``config`` is transformers' configuration of the folder, with its defaults.
-
-    Raises:
-        RecipeError: the configuration has a setting that the provider's layers would pass over; the message names it.
-            Or the layout's ranks cannot share the layers.
+    ``config`` is transformers' configuration of the folder, with its defaults. Raises RecipeError for a setting that
+    the provider's layers would pass over, and for layers that the layout's ranks cannot share.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

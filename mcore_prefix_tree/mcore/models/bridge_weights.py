@@ -16,12 +16,7 @@ from mcore_prefix_tree.settings import RecipeError
 from mcore_prefix_tree.settings.hf_folder import LM_HEAD, SCORE, HuggingFaceFolder
 
 # Types by the names that safetensors gives them.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DEPTHS = re.compile(r"(model\.)?mtp(_layers)?\.")
@@ -32,13 +27,10 @@ _BUFFER = "rotary_emb.inv_freq"
 
 
 def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
-    """Check the shapes of a folder's weights against transformers' model of its configuration.
+    """Check the shapes of a folder's weights against transformers' model of its configuration; raise RecipeError.
 
-    Every rank checks all weights. While they load, only the first of tensor-parallel ranks would notice.
-
-    Raises:
-        RecipeError: a weight has another shape; the message names it. Weights that transformers keeps under other
-            names, for example those of experts, are not checked.
+    Every rank checks all weights. While they load, only the first of tensor-parallel ranks would notice. Weights that
+    transformers keeps under other names, for example those of experts, are not checked.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -59,11 +51,7 @@ def check_shapes(folder: HuggingFaceFolder, config: Any) -> None:
 
 
 class KeepsFailure:
-    """Source of weights for Megatron-Bridge that gives NaN for a weight it cannot read.
-
-    Attributes:
-        failure: first file of this rank that cannot be read, and the reason; None if all can.
-    """
+    """Source of weights for Megatron-Bridge that gives NaN for one it cannot read; ``failure`` says which, and why."""
 
     def __init__(self, folder: HuggingFaceFolder, source: Any) -> None:
         self._folder, self._source = folder, source
@@ -94,15 +82,12 @@ class TextWeights:
         self._names, self._source = folder.names, source
 
     def get_all_keys(self) -> list[str]:
-        """Return the names that a model of text alone has for the weights."""
         return sorted(self._names)
 
     def has_glob(self, pattern: str) -> bool:
-        """Return whether a name fits a pattern."""
         return any(fnmatch(name, pattern) for name in self._names)
 
     def load_tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return weights by name."""
         found = self._source.load_tensors([self._names[name] for name in names])
         return {name: found[self._names[name]] for name in names}
 

@@ -15,17 +15,20 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mcore_prefix_tree.cpu.specs import cpu_spec
 from mcore_prefix_tree.mcore.models.bridge import make_provider, provided
 from mcore_prefix_tree.mcore.models.config_fields import (
+    SAME_NAMES,
     check_experts,
+    check_hybrid,
     check_latent_layers,
     check_not_decided,
     check_transformer_engine,
     defaults_of_run,
+    engine_stack,
     local_layers,
+    local_stack,
     settings_of_run,
     typed_settings,
 )
 from mcore_prefix_tree.mcore.models.lora import with_lora
-from mcore_prefix_tree.mcore.models.model_layers import check_hybrid, engine_stack, local_stack
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.mcore.seam.multi_token import with_multi_token
 from mcore_prefix_tree.mcore.seam.output_layer import with_edge_head
@@ -36,21 +39,12 @@ from mcore_prefix_tree.plan import LatentAttention, ModelWork
 from mcore_prefix_tree.settings import ModelConfig, ParallelConfig, RecipeError
 from mcore_prefix_tree.utils.memory import available_bytes
 
-# Keys of a recipe's model that megatron-core's configurations have under the same names.
-_SAME_NAMES = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
-    *("normalization", "add_bias_linear", "qk_layernorm"),
-)
-
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: bool) -> TransformerConfig:
     """Return the ``TransformerConfig`` of a model; with ``multi_latent_attention`` in it, an ``MLATransformerConfig``.
 
-    For a Hugging Face folder it is Megatron-Bridge's provider, which builds the model too.
-
-    Raises:
-        RecipeError: ``model.transformer`` has a key that the class lacks or that the run sets itself, or a value
-            of a wrong type; or megatron-core refuses the combination.
+    For a Hugging Face folder it is Megatron-Bridge's provider, which builds the model too. Raises RecipeError for a key
+    or value of ``model.transformer`` that the class lacks or the run sets, or if megatron-core refuses the combination.
     """
     if model.hf is not None:
         return make_provider(model, parallel, on_gpu=on_gpu)
@@ -60,7 +54,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, *, on_gpu: 
     if latent is not None:
         check_latent_layers(model, parallel, on_gpu=on_gpu)
     fixed = settings_of_run(model, parallel, on_gpu=on_gpu) | {
-        **{name: getattr(model, name) for name in _SAME_NAMES},
+        **{name: getattr(model, name) for name in SAME_NAMES},
         "gated_linear_unit": model.swiglu,
         "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
     }
@@ -97,17 +91,9 @@ def build_chunks(
 
     Each is a ``GPTModel`` or ``HybridModel``, inside ``Float16Module`` in half precision.
 
-    Args:
-        config: configuration of the model; its parallel degrees are those of ``parallel_state``.
-        padded_vocab_size: number of rows of the embedding; None means no padding.
-        fused_head: whether the output layer can score a chunk of logits at a time.
-        groups: process groups of the model's ranks, if they are not those of ``parallel_state``. With one pipeline
-            stage in ``config`` a rank has all layers.
-
-    Raises:
-        NotImplementedError: see :func:`check_model`.
-        RecipeError: the recipe wants TransformerEngine and it is not installed, the weights do not fit into memory, or
-            megatron-core refuses sizes of a layer.
+    ``groups`` are those of the model's ranks, if they are not those of ``parallel_state``; with one pipeline stage in
+    ``config`` a rank has all layers. Raises as :func:`check_model`, or RecipeError if TransformerEngine or memory is
+    missing, or megatron-core refuses sizes of a layer.
     """
     _check_fits(model, config, device, scalar_head=scalar_head)
     vpp = config.virtual_pipeline_model_parallel_size
@@ -196,23 +182,11 @@ def _model_class(model: ModelConfig, config: TransformerConfig, vp_stage: int | 
     if model.hybrid_layer_pattern is not None:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+        stack = local_stack(config) if config.use_cpu_initialization else engine_stack(config)
         return HybridModel, {
-            "hybrid_stack_spec": with_prefix_tree(
-                (local_stack if config.use_cpu_initialization else engine_stack)(config)
-            ),
+            "hybrid_stack_spec": with_prefix_tree(stack),
             "hybrid_layer_pattern": model.hybrid_layer_pattern,
         }
-    block, depths = _specs(model, config, vp_stage)
-    return GPTModel, {
-        "transformer_layer_spec": block,
-        "mtp_block_spec": depths,
-        "rope_scaling": model.rope_scaling,
-        "rope_scaling_factor": model.rope_scaling_factor,
-    }
-
-
-def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> tuple[Any, Any]:
-    """Return the specs of a stage's block and of its depths of multi-token prediction, None without any."""
     use_te = model.transformer_impl != "local"
     if use_te:
         check_transformer_engine()
@@ -226,4 +200,9 @@ def _specs(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) 
         depths = get_gpt_mtp_block_spec(config, block, use_transformer_engine=use_te, vp_stage=vp_stage)
     if depths is not None and config.use_cpu_initialization and not use_te:
         depths = cpu_spec(depths, config, vp_stage)
-    return block, depths
+    return GPTModel, {
+        "transformer_layer_spec": block,
+        "mtp_block_spec": depths,
+        "rope_scaling": model.rope_scaling,
+        "rope_scaling_factor": model.rope_scaling_factor,
+    }

@@ -6,8 +6,9 @@ adapters, as in PEFT. This file limits them to the chosen layers, and reads them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,10 +92,7 @@ def _lora_class() -> Any:
         def shapes(self, columns: int) -> dict[str, tuple[int, int]]:
             return dict.fromkeys(("gate", "up"), (1, columns // 2))
 
-    of_kind = {
-        canonical_lora.LoRALinearSplitQKV: SplitQKV,
-        canonical_lora.LoRALinearSplitFC1UpGate: SplitGateUp,
-    }
+    of_kind = {canonical_lora.LoRALinearSplitQKV: SplitQKV, canonical_lora.LoRALinearSplitFC1UpGate: SplitGateUp}
 
     class PeftLora(canonical_lora.CanonicalLoRA):  # type: ignore[misc]
         """Adapters that are PEFT's, tensor by tensor."""
@@ -136,23 +134,15 @@ def load_frozen(model: ModelConfig, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _load_adapter(path: str, hf: str, chunks: Sequence[torch.nn.Module]) -> None:
+    """Fill this rank's parts of an adapter, which has PEFT's names."""
     from safetensors import safe_open
 
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    with safe_open(AdapterFolder.read(path).path / WEIGHTS, "pt") as opened, torch.no_grad():
-        for name, weight in _matrices(hf, chunks):
-            whole = opened.get_tensor(PREFIX + name)
-            weight.copy_(whole.chunk(size, dim=weight.partition_dim)[rank])  # type: ignore[attr-defined]
-
-
-def _matrices(hf: str, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parts of an adapter, by PEFT's names."""
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     tasks = load_bridge(hf)._model_bridge.build_adapter_conversion_tasks(unwrap_model(list(chunks)))
-    for of_layer in tasks.values():
-        for task in of_layer:
-            for one in (task.linear_in_task, task.linear_out_task):
-                if one.param_weight is not None:
-                    yield one.mapping.hf_param, one.param_weight
+    matrices = [one for task in chain(*tasks.values()) for one in (task.linear_in_task, task.linear_out_task)]
+    with safe_open(AdapterFolder.read(path).path / WEIGHTS, "pt") as opened, torch.no_grad():
+        for one in matrices:
+            weight = one.param_weight
+            if weight is not None:
+                named = opened.get_tensor(PREFIX + one.mapping.hf_param)
+                weight.copy_(named.chunk(size, dim=weight.partition_dim)[rank])

@@ -18,10 +18,11 @@ import torch
 from megatron.training import get_args, get_tokenizer, print_rank_0
 
 from mcore_prefix_tree.arguments.flags import readable_arguments
-from mcore_prefix_tree.mcore.engine.backend import resolve_backend
-from mcore_prefix_tree.mcore.megatron_lm.build_model import tree_model
-from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import device_of_this_rank
-from mcore_prefix_tree.mcore.megatron_lm.rl.rl_checks import checked_config
+from mcore_prefix_tree.arguments.refusals import check_rl_arguments
+from mcore_prefix_tree.mcore.megatron_lm.argument_checks import config_for_folding
+from mcore_prefix_tree.mcore.megatron_lm.job_from_arguments import resolve_backend_from_args
+from mcore_prefix_tree.mcore.megatron_lm.pretrain_forms import check_layers
+from mcore_prefix_tree.mcore.megatron_lm.providers import tree_model
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs, loss_of_logits
 from mcore_prefix_tree.mcore.packed.packed_rows import FoldedRows, PackedRows, RowsPackedSeqParams
 from mcore_prefix_tree.mcore.seam.all_tokens import padding_multiple
@@ -35,38 +36,30 @@ Int64Array = npt.NDArray[np.int64]
 
 @readable_arguments()
 def rl_model_provider(*ends: bool, config: Any = None, **stage: Any) -> Any:
-    """Return the model of the arguments, as :func:`~mcore_prefix_tree.mcore.megatron_lm.build_model.tree_model`."""
+    """Return the model of the arguments, as :func:`~mcore_prefix_tree.mcore.megatron_lm.providers.tree_model`."""
     args = get_args()
-    checked = checked_config(args)
-    args.prefix_tree_attention_backend = _resolved(args, checked)
+    check_rl_arguments(args)
+    check_layers(args)
+    # The size of the loop's micro-batches without folding. So a step always fits, and needs no more memory.
+    args.prefix_tree_max_tokens = args.micro_batch_size * args.seq_length
+    checked = config_for_folding(args)
+    backend = resolve_backend_from_args(args, checked, partial(_typical_group, args), say=print_rank_0)
+    args.prefix_tree_attention_backend, deterministic = backend, args.prefix_tree_deterministic_attention
     model = tree_model(args, config or checked, *ends, **stage)
-    folding = _LogprobFolding(
-        args.prefix_tree_attention_backend, deterministic=args.prefix_tree_deterministic_attention
-    )
-    model.register_forward_pre_hook(folding.before, with_kwargs=True)
-    model.register_forward_hook(folding.after, with_kwargs=True)
+    fold_call = partial(_fold_call, backend=backend, deterministic=deterministic)
+    model.register_forward_pre_hook(fold_call, with_kwargs=True)
+    model.register_forward_hook(_finish_call, with_kwargs=True)
     return model
 
 
-def _resolved(args: argparse.Namespace, config: Any) -> str:
-    """Return the attention back-end; ``auto`` looks at a made-up group whose prompt is half of each trajectory."""
+def _typical_group(args: argparse.Namespace) -> list[Sample]:
+    """Return a made-up group whose prompt is half of each trajectory, for a back-end to be chosen by."""
     # There are no rollouts yet, and stages of a pipeline cannot agree on anything inside a step.
-
-    def group() -> list[Sample]:
-        half = max(1, args.seq_length // 2)
-        return [
-            Sample(tokens=[0] * half + [member + 1] * half, source="a typical trajectory")
-            for member in range(args.grpo_group_size)
-        ]
-
-    return resolve_backend(
-        args.prefix_tree_attention_backend,
-        config,
-        group,
-        device=device_of_this_rank(),
-        deterministic=args.prefix_tree_deterministic_attention,
-        say=print_rank_0,
-    )
+    half = max(1, args.seq_length // 2)
+    return [
+        Sample(tokens=[0] * half + [member + 1] * half, source="a typical trajectory")
+        for member in range(args.grpo_group_size)
+    ]
 
 
 class LabelLogprobs:
@@ -74,14 +67,10 @@ class LabelLogprobs:
 
     ``get_logprobs`` gathers the labels' logits and takes off the logarithm of their normaliser. For normalised
     logits that is 0, so nothing of size V is needed. Any other operation on them raises an error.
-
-    Args:
-        logprobs: log-probabilities of the labels, ``[..., s]``.
-        labels: label of each position, int64 ``[..., s]``.
     """
 
     def __init__(self, logprobs: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take ``logprobs`` and ``labels``, ``[..., s]`` each."""
+        """Take the log-probabilities of labels, and the labels, int64; ``[..., s]`` each."""
         self._logprobs, self._labels = logprobs, labels
 
     @property
@@ -129,69 +118,56 @@ def _unknown(what: str) -> NotImplementedError:
     )
 
 
-class _LogprobFolding:
-    """Torch's forward hooks of a model: they fold a call of ``get_logprobs`` and do not touch any other call."""
+def _fold_call(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, backend: str, deterministic: bool
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    """Exchange the arguments of a call of ``get_logprobs`` for those of its folded rows, and of no other call."""
+    call = dict(zip(list(inspect.signature(type(model).forward).parameters)[1:], args, strict=False)) | kwargs
+    params: Any = call.get("packed_seq_params")
+    folded_already = isinstance(params, TreePackedSeqParams)
+    if folded_already or call.get("inference_context") is not None or getattr(params, "qkv_format", "") != "thd":
+        return None
+    ids = call["input_ids"]
+    rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
+    check_positions(model, int(rows.length.max(initial=1)))
+    check_draws(model)
+    folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
+    arguments = folded.make_call(backend, deterministic_attention=deterministic)
+    arguments["attention_mask"] = None
+    if model.post_process:
+        labels = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
+        asked, arguments["packed_seq_params"].finish = _asked(model, folded, labels)
+        arguments |= asked
+    return (), arguments
 
-    def __init__(self, backend: str, *, deterministic: bool) -> None:
-        self._backend, self._deterministic = backend, deterministic
 
-    def before(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]] | None:
-        """Exchange the arguments of a call for those of its folded rows."""
-        call = dict(zip(list(inspect.signature(type(model).forward).parameters)[1:], args, strict=False)) | kwargs
-        params: Any = call.get("packed_seq_params")
-        folded_already = isinstance(params, TreePackedSeqParams)
-        if folded_already or call.get("inference_context") is not None or getattr(params, "qkv_format", "") != "thd":
-            return None
-        ids = call["input_ids"]
-        rows = read_rows(ids, params.cu_seqlens_q, pad=get_tokenizer().pad)
-        check_positions(model, int(rows.length.max(initial=1)))
-        check_draws(model)
-        folded = rows.fold(pad_to_multiple_of=padding_multiple(model))
-        arguments = folded.make_call(self._backend, deterministic_attention=self._deterministic)
-        arguments["attention_mask"] = None
-        if model.post_process:
-            labels = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
-            asked, arguments["packed_seq_params"].finish = _asked(model, folded, labels)
-            arguments |= asked
-        return (), arguments
-
-    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        params = kwargs.get("packed_seq_params")
-        return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
+def _finish_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    params = kwargs.get("packed_seq_params")
+    return params.finish(output) if isinstance(params, RowsPackedSeqParams) else None
 
 
 def _asked(
     model: Any, rows: FoldedRows, labels: torch.Tensor
 ) -> tuple[dict[str, Any], Callable[[torch.Tensor], LabelLogprobs]]:
     """Return the last stage's arguments for labels int64 ``[b, s]``, and the function that converts its answer."""
-    flat = labels.reshape(1, -1)
-    if get_args().prefix_tree_fused_head:
-        asked = request_arguments(RowLogprobs(labels=flat).request(rows))
-        return asked, partial(_answer, labels=labels, dtype=model.config.params_dtype)
+    flat, is_fused = labels.reshape(1, -1), get_args().prefix_tree_fused_head
 
-    def of_logits(logits: torch.Tensor) -> LabelLogprobs:
-        """Return the answer from logits ``[1, P, V / tp]``."""
-        logprobs = -loss_of_logits(logits, flat, rows, model)
-        return _answer(logprobs, labels=labels, dtype=model.config.params_dtype)
+    def answer(output: torch.Tensor) -> LabelLogprobs:
+        """Return the answer from log-probabilities ``[1, T]`` of the fused head, or logits ``[1, P, V / tp]``."""
+        logprobs = output if is_fused else -loss_of_logits(output, flat, rows, model)
+        # In the dtype that the stock model has its logits in: the loop compares them with those of training.
+        return LabelLogprobs(logprobs.reshape(labels.shape).to(model.config.params_dtype), labels)
 
-    return {"runtime_gather_output": False}, of_logits
-
-
-def _answer(logprobs: torch.Tensor, *, labels: torch.Tensor, dtype: torch.dtype) -> LabelLogprobs:
-    """Return the answer for log-probabilities ``[1, T]`` of labels int64 ``[b, s]``."""
-    # In the dtype that the stock model has its logits in: the loop compares them with those of training.
-    return LabelLogprobs(logprobs.reshape(labels.shape).to(dtype), labels)
+    request = (
+        request_arguments(RowLogprobs(labels=flat).request(rows)) if is_fused else {"runtime_gather_output": False}
+    )
+    return request, answer
 
 
 def read_rows(ids: torch.Tensor, borders: torch.Tensor, *, pad: int) -> PackedRows:
     """Read the rows of a call on the host; padding at the end of a row is cut to one token, which no loss reads.
 
-    Args:
-        ids: token ids, int64 ``[b, s]``.
-        borders: positions at which the sequences of one row begin, and s; int32.
-        pad: id of the padding token.
+    ``ids`` are int64 ``[b, s]``; ``borders``, int32, are the positions at which the sequences of one row begin, and s.
     """
     host = ids.cpu().numpy().astype(np.int64)
     starts, lengths = [], []

@@ -13,6 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,29 +32,11 @@ from mcore_prefix_tree.sample import Sample
 _LOSS = ["loss_mask", "kl_term", "ratios", "entropy_term", "truncated_from_above", "truncated_from_below"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """Functions of the checkout.
+@cache
+def load_loss_func() -> Callable[..., tuple[Any, Any, dict[str, Any]]]:
+    """Return ``loss_func`` of the checkout's script: from a mask, terms and the loss to the logged values.
 
-    Attributes:
-        grpo_loss: ``calculate_grpo_loss``, from log-probabilities ``[b, s]`` to the loss and its terms ``[b, s]``.
-        report: ``loss_func``, from a mask, these terms and the loss to the logged values.
-        packed_bin: ``load_packed_data_by_index``, the tensors of a bin of ``--rl-use-sequence-packing``.
-        state: ``get_rl_runtime_state``, whose result counts sequences and keeps bins.
-    """
-
-    grpo_loss: Callable[..., tuple[Any, ...]]
-    report: Callable[..., tuple[Any, Any, dict[str, Any]]]
-    packed_bin: Callable[..., tuple[Any, ...]]
-    state: Callable[[], Any]
-
-
-def load_script() -> Script:
-    """Import the script of the checkout that is on the path.
-
-    Raises:
-        ArgumentError: the checkout has no such script, or one with another interface, or a package is missing.
-        MegatronCoreError: another name that the package relies on is missing; see :func:`compat.check`.
+    Raises ArgumentError without a script that folding can train.
     """
     file = checkout() / "train_rl.py"
     if not file.is_file():
@@ -75,13 +58,8 @@ def load_script() -> Script:
             f"loss_func of {file} takes {', '.join(parameters)}, not the {', '.join(_LOSS)} and output_tensor of "
             "core_v0.19.0; check out core_v0.19.0"
         )
-    rl = importlib.import_module("megatron.rl.rl_utils")
-    return Script(
-        grpo_loss=rl.calculate_grpo_loss,
-        report=script.loss_func,
-        packed_bin=rl.load_packed_data_by_index,
-        state=rl.get_rl_runtime_state,
-    )
+    loss_func: Callable[..., tuple[Any, Any, dict[str, Any]]] = script.loss_func
+    return loss_func
 
 
 # In the order of train_rl.py's own unpacking of a batch.
@@ -93,11 +71,8 @@ _MASK, _ADVANTAGE = "loss_mask", "advantage"
 class Trajectory:
     """One trajectory without its padding; cut behind its last scored token, since nothing reads later ones.
 
-    Attributes:
-        tokens: int64 ``[n]``, n >= 1.
-        loss_mask: float32 ``[n]``, 0 for the first token.
-        advantage: advantage of all its tokens.
-        columns: values of its scored tokens, ``[k]`` each.
+    ``tokens`` are ``[n]``, n >= 1; ``loss_mask`` is ``[n]``, 0 for the first; ``columns`` hold values of scored tokens,
+    ``[k]`` each.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -108,12 +83,9 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoopMicroBatch:
-    """One of Megatron-LM's micro-batches.
+    """One of Megatron-LM's micro-batches, with its numbers of scored ``tokens``, at least 1, and of sequences.
 
-    Attributes:
-        tokens: number of scored tokens, as its loss counts them: at least 1.
-        sequences: number of sequences, as Megatron-LM counts them.
-        dtypes: dtype of each tensor that the columns were taken from.
+    ``dtypes`` are those of the tensors that the columns were taken from.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -122,17 +94,17 @@ class LoopMicroBatch:
     dtypes: Mapping[str, torch.dtype]
 
 
-def read_micro_batch(batch: Any, script: Script, *, packed: bool, corrects: bool) -> LoopMicroBatch:
+def read_micro_batch(batch: Any, *, packed: bool, corrects: bool) -> LoopMicroBatch:
     """Read a micro-batch that Megatron-LM's data iterator returned: tensors of padded rows, or the number of a bin.
 
     ``packed`` and ``corrects`` are ``--rl-use-sequence-packing`` and ``--rl-inference-logprobs-is-correction``.
     """
     if packed:
-        context = script.state().packing_context
-        (_, advantages, old, mask, _, reference, inference, starts, lengths, _, _) = values = script.packed_bin(
-            batch[0].item(), context, corrects
-        )
-        tokens = values[0]
+        from megatron.rl.rl_utils import get_rl_runtime_state, load_packed_data_by_index
+
+        bins = get_rl_runtime_state().packing_context
+        values = load_packed_data_by_index(batch[0].item(), bins, corrects)
+        tokens, advantages, old, mask, _, reference, inference, starts, lengths, _, _ = values
         # Of the first token of a bin there is no mask, and nothing scores it.
         mask = torch.nn.functional.pad(mask, (1, 0))
         spans = [(0, start, length) for start, length in zip(starts, lengths, strict=False)]
@@ -200,7 +172,6 @@ class ScriptObjective(Objective):
     the loop keeps each kind of log-probabilities, and computes with them.
     """
 
-    script: Script
     args: argparse.Namespace
     dtypes: Mapping[str, torch.dtype]
 
@@ -224,10 +195,12 @@ class ScriptObjective(Objective):
 
     def loss(self, scores: torch.Tensor, entropy: torch.Tensor | None, rows: Rows) -> ScriptLoss:
         """Return the loss of scores ``[K]``."""
+        from megatron.rl.rl_utils import calculate_grpo_loss
+
         args, columns = self.args, rows.columns
         of_loop = self.dtypes[OLD]
         given = {name: columns[name].to(dtype)[:, None] for name, dtype in self.dtypes.items()}
-        losses, *terms = self.script.grpo_loss(
+        losses, *terms = calculate_grpo_loss(
             # Rounded as the loop's own are: without a step between, the ratio of both is 1.
             current_logprobs=scores[rows.token].to(of_loop)[:, None],
             old_logprobs=given[OLD],
