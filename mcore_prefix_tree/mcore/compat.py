@@ -34,8 +34,6 @@ _EXPERTS = "megatron.core.transformer.moe"
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 _STATE = "megatron.core.parallel_state"
-_GRAPHS = "megatron.core.transformer.cuda_graphs"
-_CALCULATOR = "megatron.core.num_microbatches_calculator"
 _SAVING = "megatron.core.dist_checkpointing.strategies.torch"
 _HYBRID = "megatron.core.models.hybrid"
 _SSM = "megatron.core.ssm"
@@ -197,16 +195,6 @@ HYBRID = (
 
 # Only where TransformerEngine is installed.
 TRANSFORMER_ENGINE = (
-    # layer_graphs, which also replaces a layer's cuda_graphs and _should_call_te_cudagraph.
-    Uses(f"{_GRAPHS}:TECudaGraphHelper", "model config seq_length micro_batch_size optimizers"),
-    Uses(f"{_GRAPHS}:TECudaGraphHelper.create_cudagraphs"),
-    Uses("megatron.core.transformer.module:GraphableMegatronModule", attributes="cuda_graphs"),
-    Uses(
-        f"{_CALCULATOR}:init_num_microbatches_calculator",
-        keywords="rank global_batch_size micro_batch_size data_parallel_size",
-    ),
-    Uses(f"{_CALCULATOR}:unset_num_microbatches_calculator"),
-    Uses(f"{_STATE}:get_data_parallel_world_size"),
     Uses(f"{_TE}DotProductAttention", "config layer_number"),
     Uses(f"{_TE}DotProductAttention.forward", "query key value attention_mask", "attention_bias packed_seq_params"),
     Uses(f"{_TE}Norm", "config hidden_size eps"),
@@ -214,16 +202,7 @@ TRANSFORMER_ENGINE = (
 )
 
 ENGINE = (
-    # layer_graphs, which also replaces a layer's cuda_graphs and _should_call_te_cudagraph.
-    Uses(f"{_GRAPHS}:TECudaGraphHelper", "model config seq_length micro_batch_size optimizers"),
-    Uses(f"{_GRAPHS}:TECudaGraphHelper.create_cudagraphs"),
-    Uses("megatron.core.transformer.module:GraphableMegatronModule", attributes="cuda_graphs"),
-    Uses(
-        f"{_CALCULATOR}:init_num_microbatches_calculator",
-        keywords="rank global_batch_size micro_batch_size data_parallel_size",
-    ),
-    Uses(f"{_CALCULATOR}:unset_num_microbatches_calculator"),
-    Uses(f"{_STATE}:get_data_parallel_world_size"),
+    *layer_names.GRAPHS,
     # Generators of Megatron's, which a comparison restores.
     Uses("megatron.core.tensor_parallel:get_cuda_rng_tracker"),
     Uses("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states"),

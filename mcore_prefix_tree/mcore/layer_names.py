@@ -9,6 +9,21 @@ from mcore_prefix_tree.mcore.probe import Uses
 _DELTA_NET = "megatron.core.ssm.gated_delta_net"
 _SPARSE = "megatron.core.transformer.experimental_attention_variant"
 
+# engine/layer_graphs.py, whose layers also replace cuda_graphs and _should_call_te_cudagraph.
+_GRAPHS = "megatron.core.transformer.cuda_graphs"
+_CALCULATOR = "megatron.core.num_microbatches_calculator"
+GRAPHS = (
+    Uses(f"{_GRAPHS}:TECudaGraphHelper", "model config seq_length micro_batch_size optimizers"),
+    Uses(f"{_GRAPHS}:TECudaGraphHelper.create_cudagraphs"),
+    Uses("megatron.core.transformer.module:GraphableMegatronModule", attributes="cuda_graphs"),
+    Uses(
+        f"{_CALCULATOR}:init_num_microbatches_calculator",
+        keywords="rank global_batch_size micro_batch_size data_parallel_size",
+    ),
+    Uses(f"{_CALCULATOR}:unset_num_microbatches_calculator"),
+    Uses("megatron.core.parallel_state:get_data_parallel_world_size"),
+)
+
 # Only where has_delta_net(): TreeDeltaNetMixin, which stands before GatedDeltaNet of megatron-core 0.19 and later.
 DELTA_NET = (
     Uses(
