@@ -177,11 +177,6 @@ class MistralChatTokenizer:
                 f"field '{field}' has thinking apart from its content, which the chat format of tokenizer "
                 f"'{self.name}' does not write; write it into content, as the model did"
             )
-        if message.role == "tool" and message.tool_call_id is None:
-            raise ChatError(
-                f"field '{field}' answers a call that is text, and the chat format of tokenizer '{self.name}' pairs "
-                "each tool result with a call; give the call as tool_calls"
-            )
 
     def _told(self, tool: Tool, field: str) -> MistralTool:
         """Return a tool in mistral-common's form of OpenAI's shape; keys that it would drop are rejected."""
@@ -217,7 +212,7 @@ class MistralChatTokenizer:
         renamed: dict[str, str] = {}
         calls_seen = 0
         converted: list[Any] = []
-        for message in messages:
+        for index, message in enumerate(messages):
             calls = []
             for call in message.tool_calls:
                 calls_seen += 1
@@ -232,7 +227,11 @@ class MistralChatTokenizer:
                 content = _STAND_IN if _is_empty(message) else message.content or None
                 converted.append(mistral.AssistantMessage(content=content, tool_calls=calls or None))
             else:
-                assert message.tool_call_id is not None
-                call_id = renamed[message.tool_call_id]
+                call_id = renamed.get(message.tool_call_id or "")
+                if call_id is None:
+                    raise ChatError(
+                        f"field 'messages[{index}]' answers a call that is text, and the chat format of tokenizer "
+                        f"'{self.name}' pairs each tool result with a call; give the call as tool_calls"
+                    )
                 converted.append(mistral.ToolMessage(content=message.content, tool_call_id=call_id, name=message.name))
         return converted

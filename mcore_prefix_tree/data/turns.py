@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -154,7 +154,7 @@ def read_weight(message: Mapping[str, Any], role: str, field: str) -> float:
 
 
 def _weight(value: object, name: str, field: str) -> float:
-    if not isinstance(value, (bool, int, float)) or not (math.isfinite(value) and value >= 0):
+    if not isinstance(value, (bool, int, float)) or not 0 <= value <= sys.float_info.max:
         raise ChatError(f"field '{field}.{name}' must be true, false or a number of at least 0, not {_shown(value)}")
     if SWITCHES[name]:
         return float(value)
@@ -164,7 +164,10 @@ def _weight(value: object, name: str, field: str) -> float:
 
 
 def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int) else json_kind(value)
+    if not isinstance(value, (int, float)):
+        return json_kind(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) < 20 else f"one of {len(text)} digits"
 
 
 def read_thinking(message: Mapping[str, Any], role: str, field: str) -> str:

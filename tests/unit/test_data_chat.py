@@ -142,6 +142,10 @@ BAD = {
         [assistant(content="hi", weight=-1)],
         "field 'messages[0].weight' must be true, false or a number of at least 0, not -1",
     ),
+    "a weight that no number of the model's is": (
+        [assistant(content="hi", weight=10**400)],
+        "field 'messages[0].weight' must be true, false or a number of at least 0, not one of 401 digits",
+    ),
     "half masked": (
         [assistant(content="hi", masked=0.5)],
         "field 'messages[0].masked' must be true, false, 0 or 1, not 0.5",

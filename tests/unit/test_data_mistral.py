@@ -374,6 +374,10 @@ UNWRITTEN = {
         [user("a"), said("f()"), {"role": "tool", "content": "1"}, said("b")],
         "'messages[2]' answers a call that is text",
     ),
+    "an answer to text, with an id": (
+        [user("a"), said("f()"), {"role": "tool", "content": "1", "tool_call_id": "x"}, said("b")],
+        "'messages[2]' answers a call that is text",
+    ),
     "an empty message in a turn": ([user("a"), said("b"), said("")], "'messages[2]' is an empty assistant message"),
     "half a turn": ([user("a"), said("b", loss=0), said("c")], "are one turn in this chat format, but only a part of"),
 }
