@@ -40,7 +40,7 @@ def record_is_valid(row: Any) -> bool:
     if not isinstance(row, dict):
         return False
     row = {name: value for name, value in row.items() if value is not None}
-    if "tokens" not in row or "messages" in row:
+    if "tokens" not in row or "messages" in row or any(map(_names_logprobs, row, row.values())):
         return False
     tokens = row["tokens"]
     if not (isinstance(tokens, list) and tokens and all(is_count(one, 0, INT32_MAX) for one in tokens)):
@@ -55,6 +55,11 @@ def record_is_valid(row: Any) -> bool:
         and row.get("temperature", 1) >= 1e-3
         and _signals_are_valid(row, scored)
     )
+
+
+def _names_logprobs(name: str, value: Any) -> bool:
+    """Whether a field that is not ours has log-probabilities by its name; a reader may not leave it out."""
+    return name not in PER_TOKEN and isinstance(value, list) and "logprobs" in name.lower()
 
 
 def _is_weight(value: Any) -> bool:
@@ -266,7 +271,7 @@ RECIPE: dict[str, Callable[[Any], bool]] = {
     "model.transformer_impl": one_of("local"),
     "model.transformer": lambda value: value == {},
     "batch": never,
-    "batch.max_tokens": never,
+    "batch.max_tokens": integer(1),  # a longer sample is cut
     "batch.global_batch_size": integer(1),
     "batch.share": one_of("all", "prompt"),
     "batch.min_shared_tokens": integer(0),
@@ -312,7 +317,7 @@ RECIPE: dict[str, Callable[[Any], bool]] = {
     "validation.eval_interval": integer(1),
     "log": lambda value: value == {},
     "log.metrics": optional(never),
-    "log.tensorboard": optional(text),
+    "log.tensorboard": optional(lambda value: isinstance(value, str)),
     "verify": lambda value: value == {},
     "verify.enabled": flag,
     "verify.tolerance": optional(positive),
