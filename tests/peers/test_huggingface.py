@@ -292,7 +292,7 @@ def damage(source: Path, weight: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "layout"),
     [
-        pytest.param("damaged", PP2, id="damaged-pp2"),
+        pytest.param("damaged", PP2, id="damaged-pp2", marks=pytest.mark.ci),
         pytest.param("damaged", TP2_SP, id="damaged-tp2-sp", marks=pytest.mark.ci),
         pytest.param("another shape", TP2_SP, id="shape-tp2-sp", marks=pytest.mark.ci),
     ],

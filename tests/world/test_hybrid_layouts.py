@@ -31,7 +31,9 @@ TP2_SP, PP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2)
         # Stages of other lengths, of which one begins with an MLP; the embedding's weight is the head's.
         pytest.param(2, PP2, replace(DENSE, pattern="*-*|-", share_embeddings=True), id="pp2-tied"),
         pytest.param(2, Layout(tp=2), replace(DENSE, config=RECOMPUTE), id="tp2-recompute", marks=pytest.mark.ci),
-        pytest.param(2, PP2, replace(DENSE, pattern="*-|*-", config=RECOMPUTE), id="pp2-recompute"),
+        pytest.param(
+            2, PP2, replace(DENSE, pattern="*-|*-", config=RECOMPUTE), id="pp2-recompute", marks=pytest.mark.ci
+        ),
         pytest.param(2, PP2, replace(DENSE, way="logits"), id="pp2-cut-evenly-logits", marks=pytest.mark.ci),
         pytest.param(2, Layout(pp=2, vpp=2), replace(DENSE, pattern="*|-|*|-"), id="pp2-vpp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(), DENSE, id="dp2", marks=pytest.mark.ci),
@@ -67,7 +69,7 @@ TP2 = Layout(tp=2)
     ("size", "layout", "job"),
     [
         # Upstream's own gradient of a norm over heads has one rank's heads without sequence parallelism.
-        pytest.param(2, TP2, STATES, id="tp2"),
+        pytest.param(2, TP2, STATES, id="tp2", marks=pytest.mark.ci),
         pytest.param(2, TP2_SP, STATES, id="tp2-sp"),
         pytest.param(2, PP2, replace(STATES, pattern="G-G|*"), id="pp2"),
         pytest.param(2, Layout(pp=2, vpp=2), replace(STATES, pattern="G|-|G|*"), id="pp2-vpp2", marks=pytest.mark.ci),
@@ -81,7 +83,9 @@ TP2 = Layout(tp=2)
         pytest.param(
             2, TP2_SP, replace(STATES, pattern=None, config=DELTA_NET + VARIANT), id="gpt-tp2-sp", marks=pytest.mark.ci
         ),
-        pytest.param(2, PP2, replace(STATES, pattern=None, config=DELTA_NET + VARIANT), id="gpt-pp2"),
+        pytest.param(
+            2, PP2, replace(STATES, pattern=None, config=DELTA_NET + VARIANT), id="gpt-pp2", marks=pytest.mark.ci
+        ),
     ],
 )
 def test_states_in_every_layout(size: int, layout: Layout, job: Job) -> None:
@@ -94,7 +98,7 @@ SPACES = replace(STATES, pattern="M-M*", config=MAMBA)
 @pytest.mark.parametrize(
     ("size", "layout", "job"),
     [
-        pytest.param(2, TP2, SPACES, id="tp2"),
+        pytest.param(2, TP2, SPACES, id="tp2", marks=pytest.mark.ci),
         pytest.param(2, TP2_SP, replace(SPACES, config=MAMBA + RECOMPUTE), id="tp2-sp-recompute"),
         pytest.param(2, TP2_SP, SPACES, id="tp2-sp", marks=pytest.mark.ci),
         pytest.param(2, PP2, replace(SPACES, pattern="M-M|*"), id="pp2", marks=pytest.mark.ci),
@@ -109,7 +113,7 @@ def test_state_spaces_in_every_layout(size: int, layout: Layout, job: Job) -> No
     check(folded(size, layout, job), oracle(job), FP32_INSIDE if job.pattern == "ME*E" else FP64)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 24], ids=["at once", "in parts"])
+@pytest.mark.parametrize("max_tokens", [pytest.param(None, marks=pytest.mark.ci), 24], ids=["at once", "in parts"])
 def test_state_spaces_fold_inside_the_model(max_tokens: int | None) -> None:
     job = InsideJob(pattern=SPACES.pattern, config=SPACES.config, double=True, check_first=True, max_tokens=max_tokens)
     check(inside(2, TP2_SP, job), oracle(SPACES), FP64)
@@ -124,7 +128,7 @@ GPT = replace(CHOOSES, pattern=None, config=LATENT + SPARSE + shallow(PP2))
     ("size", "layout", "job"),
     [
         pytest.param(2, TP2_SP, GPT, id="gpt-tp2-sp"),
-        pytest.param(2, PP2, replace(GPT, config=GPT.config + RECOMPUTE), id="gpt-pp2-recompute"),
+        pytest.param(2, PP2, replace(GPT, config=GPT.config + RECOMPUTE), id="gpt-pp2-recompute", marks=pytest.mark.ci),
         pytest.param(
             2, TP2_SP, replace(CHOOSES, config=LATENT + SPARSE + RECOMPUTE), id="tp2-sp", marks=pytest.mark.ci
         ),
@@ -150,14 +154,18 @@ def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads
 
 
 @pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
-@pytest.mark.parametrize("max_tokens", [None, 24], ids=["at once", "in parts"])
+@pytest.mark.parametrize("max_tokens", [pytest.param(None, marks=pytest.mark.ci), 24], ids=["at once", "in parts"])
 def test_states_fold_inside_the_model(max_tokens: int | None) -> None:
     job = InsideJob(pattern=STATES.pattern, config=STATES.config, double=True, check_first=True, max_tokens=max_tokens)
     check(inside(2, TP2_SP, job), oracle(STATES), FP64)
 
 
 @pytest.mark.skipif(not HAS_SPARSE_ATTENTION, reason="sparse attention follows a tree since megatron-core 0.19")
-@pytest.mark.parametrize(("model", "max_tokens"), [(CHOOSES, None), (GPT, 24)], ids=["hybrid", "gpt in parts"])
+@pytest.mark.parametrize(
+    ("model", "max_tokens"),
+    [pytest.param(CHOOSES, None, marks=pytest.mark.ci), (GPT, 24)],
+    ids=["hybrid", "gpt in parts"],
+)
 def test_sparse_attention_folds_inside_the_model(model: Job, max_tokens: int | None) -> None:
     job = InsideJob(pattern=model.pattern, config=model.config, double=True, max_tokens=max_tokens)
     check(inside(2, TP2_SP, job), oracle(model), FP64)

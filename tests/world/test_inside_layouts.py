@@ -29,7 +29,7 @@ def test_every_layout(size: int, layout: Layout, reads: str) -> None:
     check(inside(size, layout, InsideJob(reads=reads)), unfolded_oracle(layout), FP64)
 
 
-@in_layouts("tp2-sp", "pp2-vpp2", "dp2", ci=["single", "tp2", "pp2", "tp2-pp2"])
+@in_layouts("tp2-sp", "pp2-vpp2", ci=["single", "dp2", "tp2", "pp2", "tp2-pp2"])
 def test_parts(size: int, layout: Layout) -> None:
     check(inside(size, layout, InsideJob(max_tokens=24)), unfolded_oracle(layout), FP64)
 
@@ -85,7 +85,7 @@ def test_output_processors(size: int, layout: Layout, reads: str) -> None:
         pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(config=LATENT), id="latent-tp2-sp"),
         pytest.param(2, Layout(pp=2), InsideJob(config=LATENT), id="latent-pp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(config=MOE), id="moe-tp2-sp"),
-        pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2"),
+        pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2", marks=pytest.mark.ci),
         pytest.param(2, Layout(tp=2), InsideJob(config=RECOMPUTE), id="recompute-tp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2", marks=pytest.mark.ci),
     ],
@@ -103,7 +103,7 @@ def test_other_models(size: int, layout: Layout, job: InsideJob) -> None:
         pytest.param(2, Layout(tp=2), InsideJob(reads="logits"), id="tp2", marks=pytest.mark.slow),
         pytest.param(2, Layout(tp=2, sequence_parallel=True), InsideJob(), id="tp2-sp"),
         pytest.param(2, Layout(pp=2), InsideJob(config=RECOMPUTE), id="recompute-pp2", marks=pytest.mark.slow),
-        pytest.param(2, Layout(pp=2, vpp=2), InsideJob(), id="pp2-vpp2"),
+        pytest.param(2, Layout(pp=2, vpp=2), InsideJob(), id="pp2-vpp2", marks=pytest.mark.ci),
         pytest.param(2, Layout(ep=2), InsideJob(config=MOE), id="moe-ep2", marks=pytest.mark.ci),
     ],
 )
@@ -112,7 +112,7 @@ def test_checking_the_first_micro_batch_changes_nothing(size: int, layout: Layou
     check(inside(size, layout, replace(job, check_first=True)), unfolded_oracle(layout, job.config), limit)
 
 
-@in_layouts("tp2-sp", "pp2-vpp2")
+@in_layouts("tp2-sp", ci=["pp2-vpp2"])
 def test_forward_only(size: int, layout: Layout) -> None:
     """As trainers compute the log-probabilities of old and reference policies."""
     loss, gradients = inside(size, layout, InsideJob(forward_only=True))
@@ -128,7 +128,7 @@ def test_stages_that_cannot_send_other_sizes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("reads", ["logits", "logprobs"])
-@in_layouts("tp2-sp", "pp2-vpp2")
+@in_layouts("tp2-sp", ci=["pp2-vpp2"])
 def test_rows_that_share_nothing(size: int, layout: Layout, reads: str) -> None:
     """They go through the stock model."""
     job = InsideJob(reads=reads, packed_attention=True)

@@ -201,11 +201,11 @@ CUT = {
     "sampling masks of pairs": replace(DPO, masked=True, fused_head=False),
     "sampling masks of values": replace(CRITIC, masked=True),
 }
-CUT_QUICK = {"dp2": {"dpo"}, "tp2-sp": {"kto"}, "pp2": {"gspo", "sampling masks"}}
+CUT_QUICK = {"dp2": {"dpo"}, "tp2-sp": {"kto"}, "pp2": {"gspo"}}
 CUT_IN_CI = {
     "dp2": {"reward_model", "sampling masks of values", "a divergence from a model"},
     "tp2-sp": {"sampling masks of pairs", "an entropy and a divergence of sequences"},
-    "pp2": set(),
+    "pp2": {"sampling masks"},
     "pp2-vpp2": {"dpo", "a divergence from a model"},
     "tp2-pp2": set(),
     "single": set(),
