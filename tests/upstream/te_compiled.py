@@ -17,8 +17,9 @@ import importlib.machinery
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -408,6 +409,41 @@ def on_a_gpu() -> Iterator[None]:
             *((torch.cuda.nvtx, name, lambda *_: None) for name in ("range_push", "range_pop")),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+# Settings of a recipe that trains such layers.
+RECIPE = (
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=96",
+    "model.kv_channels=16",
+    "model.dtype=bfloat16",
+    "model.transformer_impl=transformer_engine",
+    "model.transformer.attention_backend=unfused",
+    "model.transformer.init_method_std=0.3",  # attention is sharp: a wrong position shows
+)
+
+
+@contextmanager
+def in_sessions(*more: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Give the sessions of recipes this GPU, torch's optimizer, and ``more`` contexts."""
+    import megatron.core.optimizer
+
+    from mcore_prefix_tree.mcore.loop import session
+
+    emulation = session.cpu_emulation
+
+    @contextmanager
+    def with_gpu(**settings: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in (partial(emulation, **settings), on_a_gpu, *more):
+                stack.enter_context(context())
+            yield
+
+    with (
+        mock.patch.object(session, "cpu_emulation", with_gpu),
+        mock.patch.object(megatron.core.optimizer, "Adam", torch.optim.AdamW),
+    ):
         yield
 
 

@@ -4,52 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import te_compiled  # isort: skip  before Megatron-Core
-import megatron.core.optimizer
 import numpy as np
 import pytest
-import torch
 from harness.commands import write_rows
 from harness.train_jobs import built, resolved, rows, train, world_of_one, write_job
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.mcore.engine import folding
-from mcore_prefix_tree.mcore.loop import session
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
 from mcore_prefix_tree.settings import Recipe, load_recipe
 from mcore_prefix_tree.settings.score_section import ScoreConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
-MODEL = (
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=96",
-    "model.kv_channels=16",
-    "model.dtype=bfloat16",
-    "model.transformer_impl=transformer_engine",
-    "model.transformer.attention_backend=unfused",
-    "model.transformer.init_method_std=0.3",  # attention is sharp: a wrong position shows
-    "model.transformer.fp8=hybrid",
-)
+MODEL = (*te_compiled.RECIPE, "model.transformer.fp8=hybrid")
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions have TransformerEngine's GPU, too, and torch's optimizer."""
-    emulation = session.cpu_emulation
-
-    @contextmanager
-    def with_transformer_engine(**settings: Any) -> Iterator[None]:
-        with emulation(**settings), te_compiled.on_a_gpu():
-            yield
-
-    monkeypatch.setattr(session, "cpu_emulation", with_transformer_engine)
-    monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
+def on_a_gpu() -> Iterator[None]:
+    with te_compiled.in_sessions():
+        yield
 
 
 def recipe_in(folder: Path, recipe: str, *changes: str) -> Recipe:

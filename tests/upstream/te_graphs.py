@@ -13,6 +13,7 @@ from unittest import mock
 
 from te_recorded import RecordedGraph, recorded_graphs  # isort: skip  before Megatron-Core
 import pytest
+import te_compiled
 import te_recorded
 from harness import forks
 from harness.commands import write_rows
@@ -23,17 +24,7 @@ from mcore_prefix_tree.mcore.seam import validation
 from mcore_prefix_tree.settings import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-MODEL = (
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=96",
-    "model.kv_channels=16",
-    "model.dtype=bfloat16",
-    "model.transformer_impl=transformer_engine",
-    "model.transformer.attention_backend=unfused",
-    "model.transformer.init_method_std=0.3",
-    "verify.enabled=false",
-    "train_iters=3",
-)
+MODEL = (*te_compiled.RECIPE, "verify.enabled=false", "train_iters=3")
 JOB = Path(te_recorded.__file__)
 # Ranks are forked from a process that has it, too.
 forks.PRELOADED.insert(0, "te_compiled")

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import te_compiled  # isort: skip  before Megatron-Core
-import megatron.core.optimizer
 import torch
 import transformer_engine.pytorch.graph as engine
 from torch._C._distributed_c10d import Work
@@ -23,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mcore_prefix_tree.cli.main import app
-from mcore_prefix_tree.mcore.loop import session
 
 
 class Recorder(TorchDispatchMode):
@@ -90,33 +88,27 @@ def capture(graph: RecordedGraph, **_: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _recording() -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.cuda, "CUDAGraph", RecordedGraph),
+            (torch.cuda, "graph", capture),
+            (Work, "wait", wait_unrecorded),
+            (torch.cuda, "set_rng_state", lambda *_: None),
+            (engine, "_graph_pool_handle", lambda: None),
+            # On a GPU it frees memory that another capture may take; here nothing is shared.
+            (engine, "make_weak_ref", lambda tensors: tensors),
+            (engine, "graph_safe_rng_available", lambda: False),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+@contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Give the sessions of recipes TransformerEngine's GPU, its capture of graphs, and torch's optimizer."""
-    emulation = session.cpu_emulation
-
-    @contextmanager
-    def with_graphs(**settings: Any) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(emulation(**settings))
-            stack.enter_context(te_compiled.on_a_gpu())
-            for owner, name, replacement in (
-                (torch.cuda, "CUDAGraph", RecordedGraph),
-                (torch.cuda, "graph", capture),
-                (Work, "wait", wait_unrecorded),
-                (torch.cuda, "set_rng_state", lambda *_: None),
-                (engine, "_graph_pool_handle", lambda: None),
-                # On a GPU it frees memory that another capture may take; here nothing is shared.
-                (engine, "make_weak_ref", lambda tensors: tensors),
-                (engine, "graph_safe_rng_available", lambda: False),
-            ):
-                stack.enter_context(mock.patch.object(owner, name, replacement))
-            yield
-
+    """Give the sessions of recipes TransformerEngine's GPU, and graphs that are recorded."""
     RecordedGraph.replays.clear()
-    with (
-        mock.patch.object(session, "cpu_emulation", with_graphs),
-        mock.patch.object(megatron.core.optimizer, "Adam", torch.optim.AdamW),
-    ):
+    with te_compiled.in_sessions(_recording):
         yield
 
 
