@@ -227,11 +227,12 @@ class MistralChatTokenizer:
                 content = _STAND_IN if _is_empty(message) else message.content or None
                 converted.append(mistral.AssistantMessage(content=content, tool_calls=calls or None))
             else:
-                call_id = renamed.get(message.tool_call_id or "")
-                if call_id is None:
+                answered = message.tool_call_id
+                if answered is None or answered not in renamed:
                     raise ChatError(
                         f"field 'messages[{index}]' answers a call that is text, and the chat format of tokenizer "
                         f"'{self.name}' pairs each tool result with a call; give the call as tool_calls"
                     )
+                call_id = renamed[answered]
                 converted.append(mistral.ToolMessage(content=message.content, tool_call_id=call_id, name=message.name))
         return converted

@@ -370,7 +370,7 @@ class Recipe(Section):
 
     def _check_graphs(self) -> None:
         graphs = self.model.transformer.get("cuda_graph_impl", "none")
-        if graphs != "none" and self.batch.length_buckets is None:
+        if graphs != "none" and not self.batch.length_buckets:
             raise ValueError(
                 f"model.transformer.cuda_graph_impl={graphs} captures graphs for each length of micro-batches; set "
                 "batch.length_buckets"

@@ -135,6 +135,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "set batch.length_buckets",
         ),
         (
+            "model.transformer.cuda_graph_impl=transformer_engine batch.length_buckets=[]",
+            "captures graphs for each length of micro-batches; set batch.length_buckets",
+        ),
+        (
             "model.transformer.cuda_graph_impl=local batch.length_buckets=[64]",
             "cuda_graph_impl='local' with cuda_graph_modules=[]: a graph replays the tree of its capture",
         ),

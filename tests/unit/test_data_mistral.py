@@ -374,6 +374,17 @@ UNWRITTEN = {
         [user("a"), said("f()"), {"role": "tool", "content": "1"}, said("b")],
         "'messages[2]' answers a call that is text",
     ),
+    "an answer to text, after a call with an empty id": (
+        [
+            user("a"),
+            {"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "1", "tool_call_id": ""},
+            said("f()"),
+            {"role": "tool", "content": "1"},
+            said("b"),
+        ],
+        "'messages[4]' answers a call that is text",
+    ),
     "an answer to text, with an id": (
         [user("a"), said("f()"), {"role": "tool", "content": "1", "tool_call_id": "x"}, said("b")],
         "'messages[2]' answers a call that is text",

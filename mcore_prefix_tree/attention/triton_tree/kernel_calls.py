@@ -273,8 +273,8 @@ def query_grads(
 def kv_heads_at_once(kv_heads: int) -> int:
     """Return the number of key/value heads whose blocks run side by side, a divisor of all.
 
-    Eight leave the heads of a grouped model together. Of 128 heads without groups at once, each program of an H100
-    would read keys that no other reads, which takes more than its memory gives.
+    Up to eight keep the heads of a grouped model together. With all of 128 ungrouped heads at once, no two programs
+    that run together read the same keys, and an H100's memory would limit them.
     """
     return max(divisor for divisor in range(1, _KV_HEADS_AT_ONCE + 1) if kv_heads % divisor == 0)
 
