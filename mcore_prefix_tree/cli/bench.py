@@ -55,7 +55,7 @@ def step(
     # Standard output is for the result.
     with closing(ConsoleReporter(Console(stderr=True))) as reporter:
         work = partial(compare_first, repeats=repeats, progress=partial(reporter.comparing, "bench"))
-        comparison, is_main = run_once(loaded, work, is_trained=True)
+        comparison, is_main = run_once(loaded, work, is_trained=True, reporter=reporter)
     if not is_main:
         return
     print_comparison(Console(), comparison)

@@ -63,6 +63,7 @@ def inspect(
             "skipped": samples.skipped.count,
             "skipped_by_kind": samples.skipped.kinds,
             "excluded": samples.skipped.excluded,
+            "not_read": samples.skipped.unread,
             "longest_sample": longest,
             "tokenizer": samples.tokenizer.name if samples.tokenizer.loaded else None,
             "largest_trees": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from mcore_prefix_tree.cli.boundary import quiet_upstream
 from mcore_prefix_tree.cli.options import SEEDS, accept_count, accept_path, local_data
-from mcore_prefix_tree.utils.choices import OnError, Order, OverBudget, Share
+from mcore_prefix_tree.utils.choices import DataFormat, OnError, Order, OverBudget, Share
 from mcore_prefix_tree.utils.errors import naming, naming_memory, spell
 from mcore_prefix_tree.utils.inputs import parse_json
 
@@ -54,6 +55,14 @@ class TokenizerOnDemand:
     def vocab_size(self) -> int:
         return self.load().vocab_size
 
+    @property
+    def end(self) -> str:
+        return str(getattr(self.load(), "end", ""))
+
+    def reads(self, key: str) -> bool:
+        reads = getattr(self.load(), "reads", None)
+        return reads is not None and bool(reads(key))
+
     def decode(self, tokens: Sequence[int]) -> str:
         return self.load().decode(tokens)
 
@@ -83,6 +92,7 @@ def parse_json_object(given: str | None, option: str = "--chat-template-kwargs")
 _SPELLINGS = {
     "data.tokenizer": "--tokenizer",
     "data.chat_template_kwargs": "--chat-template-kwargs",
+    "data.format": "--format",
     "data.fields": "--fields",
     "data.expand_turns": "--expand-turns",
     "data.expand_turns=false": "no --expand-turns",
@@ -129,6 +139,9 @@ class SampleOptions:
             help="Variables of a Hugging Face tokenizer's chat template, for example '{\"enable_thinking\": false}'. "
             "strftime_now, a date (for example 2026-11-20), sets the template's clock.",
         ),
+    ] = None
+    format: Annotated[
+        DataFormat | None, typer.Option(help="Trainer or engine whose names of fields the files have.")
     ] = None
     fields: Annotated[
         str | None,
@@ -178,6 +191,7 @@ class SampleOptions:
             "tokenizer": self.tokenizer,
             "chat_template_kwargs": parse_json_object(self.chat_template_kwargs),
             "expand_turns": self.expand_turns or None,
+            "format": self.format,
             "fields": parse_json_object(self.fields, "--fields"),
             "on_error": self.on_error,
             "order": self.order,
@@ -259,6 +273,9 @@ class SampleOptions:
         ``limits`` are the largest numbers of tokens of a sample, by the name of the setting. Raises SampleError for bad
         data, ValueError for an unknown tokenizer, or an ``order`` or ``seed`` without the size of a step.
         """
+        from rich.console import Console
+
+        from mcore_prefix_tree.cli.console import ConsoleReporter
         from mcore_prefix_tree.data import DEFAULT_TOKENIZER, FieldNames, LineOptions, Skipped, iter_sample_groups
 
         for name in ("order", "seed"):
@@ -275,11 +292,16 @@ class SampleOptions:
                 tokenizer=tokenizer,
                 expand_turns=data.expand_turns,
                 limits=limits or {},
-                names=FieldNames(given=data.fields),
+                names=FieldNames(given=data.fields, format=data.format),
             )
-            lines = list(iter_sample_groups(data.path, options, on_error=data.on_error, skipped=skipped))
-        if skipped:
-            typer.echo(spell(str(skipped), self.spellings), err=True)
+            with closing(ConsoleReporter(Console(stderr=True))) as reporter:
+                lines = list(
+                    iter_sample_groups(
+                        data.path, options, on_error=data.on_error, skipped=skipped, progress=reporter.reading
+                    )
+                )
+        for told in filter(None, (str(skipped), skipped.not_read)):
+            typer.echo(spell(told, self.spellings), err=True)
         return Samples(lines=lines, tokenizer=tokenizer, skipped=skipped, options=self)
 
 

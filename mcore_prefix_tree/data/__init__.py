@@ -5,13 +5,12 @@ from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.data.messages import parse_messages
+from mcore_prefix_tree.data.messages import parse_messages, parse_tools
 from mcore_prefix_tree.data.read import iter_sample_groups, read_samples
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.data.tokenizers import DEFAULT_TOKENIZER, check_tokenizer_named, load_tokenizer
-from mcore_prefix_tree.data.tools import parse_tools
 
 __all__ = [
     "DEFAULT_TOKENIZER",

@@ -83,7 +83,9 @@ class ChatMessage:
         name: name of the function that answered, for a ``tool`` message, if the data names it.
         thinking: thinking that an assistant message keeps apart from its content.
         weight: weight of an assistant message's tokens in the loss; tokens with weight 0 are unscored.
-        is_cut: whether the model was stopped at a limit, so that it did not write the token that ends the turn.
+        is_cut: whether the model was stopped at a limit or by a text, so that it did not write the token that ends the
+            turn.
+        stopped_by: text that stopped the model; a turn that ends with this very token was not cut.
         others: the record's other keys, for chat templates that read them.
     """
 
@@ -95,6 +97,7 @@ class ChatMessage:
     thinking: str = ""
     weight: float = 1.0
     is_cut: bool = False
+    stopped_by: str = ""
     others: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -115,7 +118,11 @@ class EncodedTurn:
 
 
 class ChatTokenizer(Protocol):
-    """A tokenizer together with its chat format."""
+    """A tokenizer together with its chat format.
+
+    It may also have ``end``, the text of the end-of-sequence token, and ``reads(key)``, whether the chat format may
+    write a key of messages that ``parse_messages`` does not read.
+    """
 
     @property
     def name(self) -> str:

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.data.template_bound import BoundedEnvironment
 
 # Calls of a template whose answer differs the next time.
 _CLOCK = "strftime_now"
@@ -38,7 +36,7 @@ _TEMPLATE_FAULTS = (
 
 
 class ChatTemplates:
-    """Renders conversations as ``apply_chat_template`` of a tokenizer does, within a budget of memory and time.
+    """Renders conversations as ``apply_chat_template`` of a tokenizer does, in transformers' sandbox.
 
     Rejects templates with a clock, unless ``given`` sets the date, or a random draw: ranks and days would differ.
     """
@@ -58,8 +56,6 @@ class ChatTemplates:
         self._variables = variables
         # Keys of messages that no template names need not be given to one.
         self.words = frozenset(word for one in templates.values() for word in re.findall(r"\w+", one))
-        self._environment = BoundedEnvironment(_compile_jinja_template("").environment)
-        self._compile = cache(self._environment.from_string)
 
     def render(
         self,
@@ -71,7 +67,7 @@ class ChatTemplates:
     ) -> str:
         """Return a conversation's text with further template variables ``switches``; raise ChatError if unsuitable."""
         try:
-            template = self._compile(self._tokenizer.get_chat_template(None, tools))
+            template = _compile_jinja_template(self._tokenizer.get_chat_template(None, tools))
             # The variables that apply_chat_template gives a template.
             variables = {
                 **self._tokenizer.special_tokens_map,
@@ -82,7 +78,7 @@ class ChatTemplates:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            return self._environment.render(template, variables)
+            return str(template.render(variables))
         except _TEMPLATE_FAULTS as error:
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise ChatError(

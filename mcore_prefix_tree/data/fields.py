@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from mcore_prefix_tree.data.foreign_names import is_telling
 from mcore_prefix_tree.data.formats import FIELDS, KNOWN
+from mcore_prefix_tree.data.keys import FORMATS_BY_NAME, is_known
+from mcore_prefix_tree.data.messages import KEYS_OF_MESSAGES
 from mcore_prefix_tree.sample import SampleError
-from mcore_prefix_tree.utils.launchers import is_first_rank
+from mcore_prefix_tree.utils.choices import DataFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class FieldNames:
 
     Attributes:
         given: the file's name of each field, by our name; None for a field with another use in the file.
+        format: trainer or engine whose names the file has, unless ``given`` says otherwise.
         keeps_others: whether samples carry the unread fields, see ``Sample.carried``; excluded records are then kept
             too.
         may_lack: whether all records may lack a name of ``given``.
@@ -28,32 +30,62 @@ class FieldNames:
     """
 
     given: Mapping[str, str | None] = field(default_factory=dict)
+    format: DataFormat | None = None
     keeps_others: bool = False
     may_lack: bool = False
 
     def __post_init__(self) -> None:
         check_names(self.given)
 
-    def ours(self, name: str) -> str | None:
-        """Return our name of a field of the file, or of one that only seems to be ours, for an error; or None."""
-        if self.given:
-            for mine, theirs in self.given.items():
-                if name == theirs:
-                    return mine
-        return name if (name in KNOWN or is_telling(name)) and name not in self.given else None
+    @property
+    def renamed(self) -> dict[str, str | None]:
+        """Our names by the file's, of the format and then of ``given``."""
+        table = dict(FORMATS_BY_NAME[self.format]) if self.format is not None else {}
+        return table | {theirs: mine for mine, theirs in self.given.items() if theirs is not None}
 
-    def of_file(self, names: Iterable[str]) -> dict[str, str]:
-        """Return our names of those of a file's fields that are read."""
-        return {name: mine for name in names if (mine := self.ours(name)) is not None}
+    def of_file(self, names: Iterable[str], source: str) -> dict[str, str]:
+        """Return our names of those of a file's fields that are read or known; raise SampleError for one given twice.
+
+        A field that only seems to be ours keeps its name, for an error.
+        """
+        renamed, found = self.renamed, {}
+        for name in names:
+            mine = renamed.get(name, name)
+            if mine is None or (name == mine and (name in self.given or not (name in KNOWN or is_known(name)))):
+                continue
+            found[name] = mine
+        if len(set(found.values())) < len(found):
+            twice = next(name for name in found if list(found.values()).count(found[name]) > 1)
+            others = [f"'{name}'" for name, mine in found.items() if mine == found[twice]]
+            raise SampleError(
+                f"{source}: fields {' and '.join(others)} are both read as '{found[twice]}'; name one in data.fields"
+            )
+        return found
+
+    def of_message(self, message: Any) -> Any:
+        """Return a message with our names of its keys."""
+        renamed = self.renamed
+        if not renamed or not isinstance(message, dict) or not renamed.keys() & message.keys():
+            return message
+        return {renamed.get(name) or name: value for name, value in message.items()}
 
     def theirs(self, name: str) -> str:
         """Return the file's name of a field of ours."""
-        return self.given.get(name) or name
+        return self.given.get(name) or next(
+            (theirs for theirs, mine in (self.renamed.items() if self.format else ()) if mine == name), name
+        )
+
+    def files_of(self, read: Collection[str]) -> set[str]:
+        """Return the file's names of fields of ours."""
+        renamed = self.renamed
+        return {name for name in read if name not in self.given} | {
+            theirs for theirs, mine in renamed.items() if mine in read
+        }
 
     def check_seen(self, seen: Collection[str], paths: Sequence[str]) -> None:
         """Raise SampleError, naming ``paths``, if a given name is not among the names that any record has."""
         for mine, theirs in self.given.items():
-            if theirs is not None and theirs not in seen and not self.may_lack:
+            if theirs is not None and theirs not in seen and not self.may_lack and mine in FIELDS:
                 raise SampleError(
                     f"{', '.join(paths)}: no record has the field '{theirs}', which data.fields reads as '{mine}'; "
                     "correct the name, or remove it"
@@ -64,7 +96,7 @@ def check_names(given: Mapping[str, str | None]) -> None:
     """Raise ValueError if a name is not one of our fields, or two fields have the same name in the file."""
     by_theirs: dict[str, str] = {}
     for mine, theirs in given.items():
-        if mine not in FIELDS and (theirs is not None or mine not in KNOWN):
+        if mine not in (*FIELDS, *KEYS_OF_MESSAGES) and (theirs is not None or not (mine in KNOWN or is_known(mine))):
             meant = difflib.get_close_matches(mine, FIELDS, n=1)
             way_out = f"is '{meant[0]}' meant?" if meant else f"the fields are {', '.join(FIELDS)}"
             raise ValueError(f"'{mine}' is not a field that samples have; {way_out}")
@@ -79,20 +111,3 @@ def check_names(given: Mapping[str, str | None]) -> None:
 
 # Those of a file that calls all fields as we do.
 OUR_NAMES = FieldNames()
-
-
-logger = logging.getLogger(__name__)
-
-_CLOSE = 0.85
-_seen: set[str] = set()
-
-
-def warn_unknown_fields(names: Iterable[str], known: Collection[str], source: str) -> None:
-    """Warn once per process, on the first rank only, of each name that is not among the ``known`` fields."""
-    for name in names:
-        if name in known or name in _seen:
-            continue
-        _seen.add(name)
-        meant = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
-        if meant and is_first_rank():
-            logger.warning("%s: field '%s' is not read; is '%s' meant?", source, name, meant[0])

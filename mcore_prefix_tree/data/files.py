@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -102,6 +102,8 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
+# Bytes after which progress is reported.
+PROGRESS_BYTES = 1 << 20
 # Everything else is JSON Lines.
 _GIVE = "give the name of a file, or a list of names; samples that are in memory need no reading: Sample(tokens=[...])"
 TABLES = (".parquet", ".arrow", ".feather")
@@ -158,6 +160,21 @@ def read_records(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Record]:
     from mcore_prefix_tree.data.tables import read_rows
 
     return read_rows(path, names)
+
+
+def reporting(
+    paths: Sequence[str], path: str, records: Iterator[Record], progress: Callable[[int, int], None] | None
+) -> Iterator[Record]:
+    """Yield the records of one of some files, and report the bytes that are read."""
+    sizes = [os.path.getsize(one) if os.path.isfile(one) else 0 for one in paths]
+    before, total, told, at = sum(sizes[: paths.index(path)]), sum(sizes), 0, 0
+    of_file = sizes[paths.index(path)]
+    for record in records:
+        yield record
+        told += record.size
+        if progress is not None and total and told >= at + PROGRESS_BYTES:
+            at = told
+            progress(before + min(told, of_file), total)
 
 
 def index_files(paths: Sequence[str], names: FieldNames = OUR_NAMES) -> list[RecordIndex]:

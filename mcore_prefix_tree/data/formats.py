@@ -1,18 +1,25 @@
-"""Formats of records, each with one mark: the field that decides it. Register new formats in :data:`FORMATS`."""
+"""Records by format: each model has the keys that are read of it, and makes its examples.
+
+One key decides the format of a record, its mark: :data:`FORMATS`. The keys of all formats are :class:`Record`'s. Known
+keys of other names are in :mod:`mcore_prefix_tree.data.keys`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from mcore_prefix_tree.data.foreign_names import mapping_beside, shown, suggest_fields
+from pydantic import BaseModel, ConfigDict, ValidationError, WrapValidator, create_model
+
 from mcore_prefix_tree.data.json_fields import ChatError, check_once, shorten_json
-from mcore_prefix_tree.data.stopping import STOP_ALIASES, STOP_KEYS, STOP_LISTS, was_cut, were_cut
+from mcore_prefix_tree.data.keys import mapping_beside, shown, suggest_fields
+from mcore_prefix_tree.data.stopping import STOP_NAMES, read_cut, read_cuts
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
-from mcore_prefix_tree.data.turns import SWITCHES, check_record
-from mcore_prefix_tree.sample import SampleError
+from mcore_prefix_tree.sample import MIN_TEMPERATURE, SampleError
 from mcore_prefix_tree.signals import Signals
 
 SIGNALS = tuple(one.name for one in fields(Signals))
@@ -34,18 +41,18 @@ class TokenIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Unchecked messages with names for errors; the first ``prompt`` ones are unscored; cut unless ``ended``."""
+    """Unchecked messages with names for errors; the first ``prompt`` ones are unscored; ``cut`` as in read_cut."""
 
     messages: list[Any]
     names: list[str]
     tools: Any = None
     prompt: int = 0
-    ended: bool = True
+    cut: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text and its continuation, without a chat format; cut unless ``ended``.
+    """A text and its continuation, without a chat format; ``cut`` as :func:`read_cut` returns it.
 
     ``prompt`` is not scored; ``completion``, and a ``rival`` to compare it with, are scored from the same token on.
     """
@@ -53,7 +60,7 @@ class Text:
     prompt: str
     completion: str
     rival: str | None = None
-    ended: bool = True
+    cut: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,38 +75,253 @@ class Example:
 Row = Mapping[str, Any]
 
 
-# Of all formats but tokens.
-_UNSUPPORTED = {
-    "images": "only text can be trained on",
-    "chat_template_kwargs": "set data.chat_template_kwargs, for all records",
-}
+def _checked(says: str, is_valid: Any) -> WrapValidator:
+    def check(value: Any, _: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError(says.format(shorten_json(value)))
+        return value
+
+    return WrapValidator(check)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
-    """A shape of records: other fields than its mark, refused ones with the way out, and the maker of its examples."""
-
-    others: tuple[str, ...]
-    examples: Callable[[Row, str], list[Example]]
-    refused: Mapping[str, str] = field(default_factory=lambda: _UNSUPPORTED)
+def _is_key(value: Any) -> bool:
+    return isinstance(value, (str, int, float, type(None))) and not (
+        isinstance(value, float) and not math.isfinite(value)
+    )
 
 
-def _tokens(row: Row, source: str) -> list[Example]:
-    found = read_token_row(row)
-    return [Example(content=TokenIds(ids=found.ids, loss_mask=found.loss_mask), signals=found.signals)]
+def _is_temperature(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value is None or (is_number and MIN_TEMPERATURE <= value <= sys.float_info.max)
 
 
-def _messages(row: Row, source: str) -> list[Example]:
-    return [Example(content=replace(_conversation(row["messages"], "messages", row), ended=not was_cut(row)))]
+_MergeKey = Annotated[Any, _checked("must be a string, a finite number, a boolean or null", _is_key)]
+_Temperature = Annotated[Any, _checked(f"is {{}}; it must be a number of at least {MIN_TEMPERATURE}", _is_temperature)]
 
 
-def _sharegpt(row: Row, source: str) -> list[Example]:
-    whole = _conversation(row["conversations"], "conversations", row)
-    messages = [_from_sharegpt(entry, name) for entry, name in zip(whole.messages, whole.names, strict=True)]
-    names, system = whole.names, row.get("system")
-    if system:
-        messages, names = [{"role": "system", "content": system}, *messages], ["system", *names]
-    return [Example(content=replace(whole, messages=messages, names=names, ended=not was_cut(row)))]
+class _Common(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+    # Keys that are refused, with the way out.
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    merge_key: _MergeKey = None
+    temperature: _Temperature = None
+    exclude: Any = None
+
+    def examples(self, source: str) -> list[Example]:
+        """Return the examples of the record; raise ChatError for a malformed one."""
+        raise NotImplementedError
+
+
+_OPTIONAL: Any = (Any, None)
+# Keys of all formats, with those of Signals.
+Record: Any = create_model("Record", __base__=_Common, **dict.fromkeys(SIGNALS, _OPTIONAL))
+
+
+class _TokenRecord(Record):  # type: ignore[misc]
+    def examples(self, source: str) -> list[Example]:
+        found = read_token_row({name: one for name, one in self if one is not None})
+        return [Example(content=TokenIds(ids=found.ids, loss_mask=found.loss_mask), signals=found.signals)]
+
+
+TokenRecord: Any = create_model(
+    "TokenRecord",
+    __base__=_TokenRecord,
+    **dict.fromkeys((*TOKEN_MARKS, "loss_mask", *TOKEN_FIELDS), _OPTIONAL),
+)
+
+
+class _ChatRecord(Record):  # type: ignore[misc]
+    """Keys of conversations and texts; a reason for the end of a generation is one value, or a list for several."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
+        **dict.fromkeys(("documents",), "write them into a message"),
+        **dict.fromkeys(("chat_template_kwargs", "template_kwargs"), "set data.chat_template_kwargs, for all records"),
+    }
+
+    tools: Any = None
+    finish_reason: Any = None
+    stop_reason: Any = None
+
+    @property
+    def reasons(self) -> dict[str, Any]:
+        """The reasons for the end of a generation."""
+        return {name: one for name, one in self if name.startswith(("finish", "stop")) and one is not None}
+
+    def conversation(self, value: Any, name: str) -> Conversation:
+        if not isinstance(value, list) or not value:
+            raise ChatError(f"field '{name}' must be a list of at least one chat message")
+        names = [f"{name}[{place}]" for place in range(len(value))]
+        return Conversation(messages=value, names=names, tools=self.tools)
+
+    def continued(
+        self, prompt: Any, completion: Any, name: str, *, rival: Any = None, cut: str | None = None
+    ) -> Conversation | Text:
+        if prompt is None:
+            raise ChatError("field 'prompt' is missing")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if self.tools:
+                raise ChatError("field 'tools' goes with messages, but the prompt is text")
+            if len(prompt.split()) > 1 and completion.startswith(prompt):
+                raise ChatError(f"field '{name}' begins with the text of 'prompt', which would be twice; remove it")
+            return Text(prompt=prompt, completion=completion, rival=rival, cut=cut)
+        if isinstance(prompt, str) or not isinstance(completion, (str, list)):
+            wanted = "text" if isinstance(prompt, str) else "text or a list of messages"
+            raise ChatError(f"field '{name}' must be {wanted}, as the prompt is")
+        before = self.conversation(prompt, "prompt")
+        if isinstance(completion, str):
+            said, names = [{"role": "assistant", "content": completion}], [name]
+        else:
+            names = [f"{name}[{place}]" for place in range(len(completion))]
+            again = _repeated(before.messages, completion)
+            said, names = completion[again:], names[again:]
+            first = next((place for place, one in enumerate(said) if _is_assistant(one)), len(said))
+            if any(_said(one) in map(_said, before.messages) for one in said[:first] if _said(one)[0] == "user"):
+                raise ChatError(f"field '{name}' has a question of 'prompt' again; give it in one of them")
+        if not any(_is_assistant(message) for message in said):
+            raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
+        if before.messages and _is_assistant(before.messages[-1]) and _is_assistant(said[0]):
+            raise ChatError(
+                f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two"
+            )
+        return replace(
+            before, messages=[*before.messages, *said], names=[*before.names, *names], prompt=len(prompt), cut=cut
+        )
+
+
+class _WholeRecord(_ChatRecord):
+    """A conversation, with the system message that may be beside it."""
+
+    system: Any = None
+
+    def whole(self, conversation: Conversation) -> Conversation:
+        messages, names = conversation.messages, conversation.names
+        if self.system:
+            first = messages[0] if isinstance(messages[0], dict) else {}
+            if first.get("role") != "system":
+                messages, names = [{"role": "system", "content": self.system}, *messages], ["system", *names]
+            elif first.get("content") != self.system:
+                raise ChatError(f"fields 'system' and '{names[0]}' are different system messages; give one of them")
+        return replace(conversation, messages=messages, names=names, cut=read_cut(self.reasons, of_harness=True))
+
+
+class MessagesRecord(_WholeRecord):
+    """A conversation; with the last answer that was rejected, a pair, as ms-swift has it."""
+
+    messages: Any
+    rejected_response: Any = None
+    rejected_messages: Any = None
+
+    def examples(self, source: str) -> list[Example]:
+        whole = self.whole(self.conversation(self.messages, "messages"))
+        rejected = self.rejected_messages
+        if self.rejected_response is not None:
+            if not isinstance(self.rejected_response, str) or not _is_assistant(whole.messages[-1]):
+                raise ChatError("field 'rejected_response' must be text in place of the last message, an assistant's")
+            rejected = [*whole.messages[:-1], {"role": "assistant", "content": self.rejected_response}]
+        if rejected is None:
+            return [Example(content=whole)]
+        given = {name: one for name, one in self if name in PairRecord.model_fields and name != "chosen"}
+        pair = PairRecord(**given, chosen=whole.messages, rejected=rejected)
+        return pair.examples(source)
+
+
+class ShareGptRecord(_WholeRecord):
+    """A conversation in ShareGPT's shape."""
+
+    conversations: Any
+
+    def examples(self, source: str) -> list[Example]:
+        given = self.conversation(self.conversations, "conversations")
+        messages = [_from_sharegpt(entry, name) for entry, name in zip(given.messages, given.names, strict=True)]
+        return [Example(content=self.whole(replace(given, messages=messages)))]
+
+
+class CompletionRecord(_ChatRecord):
+    """An answer to a prompt."""
+
+    prompt: Any = None
+    completion: Any
+
+    def examples(self, source: str) -> list[Example]:
+        content = self.continued(self.prompt, self.completion, "completion", cut=read_cut(self.reasons))
+        return [Example(content=content)]
+
+
+class AnswersRecord(_ChatRecord):
+    """Several answers to a prompt: a group."""
+
+    refused: ClassVar[Mapping[str, str]] = {**_ChatRecord.refused, "labels": "it scores the steps of one answer"}
+
+    prompt: Any = None
+    completions: Any = None
+    responses: Any = None
+    rewards: Any = None
+    finish_reasons: Any = None
+    stop_reasons: Any = None
+
+    def examples(self, source: str) -> list[Example]:
+        name = "responses" if self.completions is None else "completions"
+        many, rewards = getattr(self, name), self.rewards
+        if not isinstance(many, list) or not many:
+            raise ChatError(f"field '{name}' must be a list of at least one completion")
+        if rewards is not None and self.reward is not None:
+            raise ChatError("fields 'reward' and 'rewards' are both given; give one of them")
+        if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
+            raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
+        group = source if self.group is None else self.group
+        cuts = read_cuts(self.reasons, len(many), name)
+        return [
+            Example(
+                content=self.continued(self.prompt, one, f"{name}[{place}]", cut=cuts[place]),
+                signals={"group": group} | ({} if rewards is None else {"reward": rewards[place]}),
+                part=f"completion {place}",
+            )
+            for place, one in enumerate(many)
+        ]
+
+
+class PairRecord(_ChatRecord):
+    """A chosen and a rejected answer to a prompt; without it, to the common beginning of both."""
+
+    prompt: Any = None
+    chosen: Any = None
+    rejected: Any
+    finish_reasons: Any = None
+    stop_reasons: Any = None
+
+    def examples(self, source: str) -> list[Example]:
+        if self.chosen is None:
+            raise ChatError("field 'rejected' needs field 'chosen', which is missing")
+        prompt, chosen, rejected = self.prompt, self.chosen, self.rejected
+        if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
+            raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
+        if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
+            shared = _shared(chosen, rejected)
+            said = [message.get("content") for message in chosen[:shared] if isinstance(message, dict)]
+            if isinstance(chosen, list) and isinstance(prompt, str) and prompt not in said:
+                raise ChatError(
+                    "field 'prompt' is text that 'chosen' and 'rejected', which are messages, do not begin with; give "
+                    "it as messages too"
+                )
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+            if not (chosen and rejected) or (isinstance(prompt, list) and not prompt):
+                raise ChatError(
+                    "fields 'chosen' and 'rejected' do not begin alike and then differ, so that no prompt can be told "
+                    "apart; give 'prompt'"
+                )
+        pair = source if self.pair is None else self.pair
+        sides = ("chosen", chosen, rejected), ("rejected", rejected, chosen)
+        cuts = read_cuts(self.reasons, 2, "chosen and rejected")
+        return [
+            Example(
+                content=self.continued(prompt, one, name, rival=rival, cut=cut),
+                signals={"pair": pair, "chosen": name == "chosen"},
+                part=name,
+            )
+            for (name, one, rival), cut in zip(sides, cuts, strict=True)
+        ]
 
 
 def _from_sharegpt(entry: Any, name: str) -> Any:
@@ -122,66 +344,6 @@ def _from_sharegpt(entry: Any, name: str) -> Any:
     return rest | {"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}
 
 
-def _completion(row: Row, source: str) -> list[Example]:
-    return [Example(content=_continued(_read_prompt(row), row["completion"], "completion", row, cut=was_cut(row)))]
-
-
-def _completions(name: str) -> Callable[[Row, str], list[Example]]:
-    def examples(row: Row, source: str) -> list[Example]:
-        many, rewards = row[name], row.get("rewards")
-        if not isinstance(many, list) or not many:
-            raise ChatError(f"field '{name}' must be a list of at least one completion")
-        if rewards is not None and "reward" in row:
-            raise ChatError("fields 'reward' and 'rewards' are both given; give one of them")
-        if rewards is not None and (not isinstance(rewards, list) or len(rewards) != len(many)):
-            raise ChatError(f"field 'rewards' must be a list of {len(many)} numbers, one for each of '{name}'")
-        prompt, group = _read_prompt(row), row.get("group", source)
-        cut = were_cut(row, len(many), name)
-        return [
-            Example(
-                content=_continued(prompt, one, f"{name}[{place}]", row, cut=cut[place]),
-                signals={"group": group} | ({} if rewards is None else {"reward": rewards[place]}),
-                part=f"completion {place}",
-            )
-            for place, one in enumerate(many)
-        ]
-
-    return examples
-
-
-def _preference(row: Row, source: str) -> list[Example]:
-    if "chosen" not in row:
-        raise ChatError("field 'rejected' needs field 'chosen', which is missing")
-    chosen, rejected = row["chosen"], row["rejected"]
-    if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
-        raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
-    prompt = row.get("prompt")
-    if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
-        shared = _shared(chosen, rejected)
-        said = [message.get("content") for message in chosen[:shared] if isinstance(message, dict)]
-        if isinstance(chosen, list) and isinstance(prompt, str) and prompt not in said:
-            raise ChatError(
-                "field 'prompt' is text that 'chosen' and 'rejected', which are messages, do not begin with; give it "
-                "as messages too"
-            )
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if not (chosen and rejected) or (isinstance(prompt, list) and not prompt):
-            raise ChatError(
-                "fields 'chosen' and 'rejected' do not begin alike and then differ, so that no prompt can be told "
-                "apart; give 'prompt'"
-            )
-    pair = row.get("pair", source)
-    sides = ("chosen", chosen, rejected), ("rejected", rejected, chosen)
-    return [
-        Example(
-            content=_continued(prompt, one, name, row, rival=rival, cut=cut),
-            signals={"pair": pair, "chosen": name == "chosen"},
-            part=name,
-        )
-        for (name, one, rival), cut in zip(sides, were_cut(row, 2, "chosen and rejected"), strict=True)
-    ]
-
-
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the number of messages, or characters, that two completions begin with: TRL's implicit prompt."""
     pairs = enumerate(zip(one, other, strict=False))
@@ -189,99 +351,80 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     return shared - 1 if shared and one[shared - 1] == " " else shared
 
 
-def _read_prompt(row: Row) -> Any:
-    if "prompt" not in row:
-        raise ChatError("field 'prompt' is missing")
-    return row["prompt"]
-
-
-def _continued(
-    prompt: Any, completion: Any, name: str, row: Row, rival: Any = None, *, cut: bool = False
-) -> Conversation | Text:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if row.get("tools"):
-            raise ChatError("field 'tools' goes with messages, but the prompt is text")
-        return Text(prompt=prompt, completion=completion, rival=rival, ended=not cut)
-    if isinstance(prompt, str) or not isinstance(completion, (str, list)):
-        wanted = "text" if isinstance(prompt, str) else "text or a list of messages"
-        raise ChatError(f"field '{name}' must be {wanted}, as the prompt is")
-    before = _conversation(prompt, "prompt", row)
-    if isinstance(completion, str):
-        completion, names = [{"role": "assistant", "content": completion}], [name]
-    else:
-        names = [f"{name}[{place}]" for place in range(len(completion))]
-    if not any(_is_assistant(message) for message in completion):
-        raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
-    if before.messages and _is_assistant(before.messages[-1]) and _is_assistant(completion[0]):
-        raise ChatError(f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two")
-    return Conversation(
-        messages=[*before.messages, *completion],
-        names=[*before.names, *names],
-        tools=before.tools,
-        prompt=len(before.messages),
-        ended=not cut,
+def _repeated(prompt: Sequence[Any], completion: Sequence[Any]) -> int:
+    """Return how many messages at the end of a prompt a completion begins with: a question that both have."""
+    before, after = [_said(one) for one in prompt], [_said(one) for one in completion]
+    return next(
+        (
+            most
+            for most in range(min(len(before), len(after)), 0, -1)
+            if before[-most:] == after[:most] and not _is_assistant(completion[most - 1])
+        ),
+        0,
     )
+
+
+def _said(message: Any) -> tuple[Any, Any]:
+    """Return role and text of a message, whose content may be a list of parts."""
+    if not isinstance(message, dict):
+        return None, message
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text")) if isinstance(part, dict) else str(part) for part in content)
+    return message.get("role"), content
 
 
 def _is_assistant(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _conversation(value: Any, name: str, row: Row) -> Conversation:
-    if not isinstance(value, list) or not value:
-        raise ChatError(f"field '{name}' must be a list of at least one chat message")
-    names = [f"{name}[{place}]" for place in range(len(value))]
-    return Conversation(messages=value, names=names, tools=row.get("tools"))
-
-
-_STOP = (*STOP_KEYS, *STOP_ALIASES)
-_STOPS = (*_STOP, *STOP_LISTS)
-_ROLLOUTS = ("prompt", "rewards", "tools", *_STOPS)
+FORMATS: Mapping[str, Any] = {
+    "tokens": TokenRecord,
+    "messages": MessagesRecord,
+    "conversations": ShareGptRecord,
+    "completion": CompletionRecord,
+    "completions": AnswersRecord,
+    "responses": AnswersRecord,
+    "rejected": PairRecord,
+    "response_tokens": TokenRecord,
+}
 # Formats of records that are a group.
 _LISTS = ("completions", "responses")
-_STEPS = _UNSUPPORTED | {"labels": "it scores the steps of one answer"}
-FORMATS: Mapping[str, Format] = {
-    "tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
-    "messages": Format(others=("tools", *_STOP), examples=_messages),
-    "conversations": Format(others=("system", "tools", *_STOP), examples=_sharegpt),
-    "completion": Format(others=("prompt", "tools", *_STOP), examples=_completion),
-    "completions": Format(others=_ROLLOUTS, examples=_completions("completions"), refused=_STEPS),
-    "responses": Format(others=_ROLLOUTS, examples=_completions("responses"), refused=_STEPS),
-    "rejected": Format(others=("prompt", "chosen", "tools", *_STOPS), examples=_preference),
-    "response_tokens": Format(others=("loss_mask", *TOKEN_FIELDS), examples=_tokens, refused={}),
-}
-# Fields of all formats, in addition to the signals.
-COMMON = ("merge_key", "temperature", "exclude")
 # All that is read of a record, by its mark.
-READ = {mark: frozenset((mark, *one.others, *COMMON, *SIGNALS)) for mark, one in FORMATS.items()}
-_OF_TOKENS = {"tokens", "response_tokens", "loss_mask", *TOKEN_FIELDS, *COMMON, *SIGNALS}
+READ = {mark: frozenset(model.model_fields) - (FORMATS.keys() - {mark}) for mark, model in FORMATS.items()}
 # All fields that samples have, under any mark, without other names of them; those that few records have come last.
+_LAST = frozenset((*TOKEN_FIELDS, "finish_reason", "stop_reason", "finish_reasons", "stop_reasons"))
 FIELDS = tuple(
-    name
-    for name in sorted(
-        dict.fromkeys([*(name for mark, one in FORMATS.items() for name in (mark, *one.others)), *COMMON, *SIGNALS]),
-        key=(*TOKEN_FIELDS, *_STOPS).__contains__,
+    sorted(
+        dict.fromkeys(
+            ["tokens", "loss_mask", *FORMATS, *(name for model in FORMATS.values() for name in model.model_fields)]
+        ),
+        key=lambda name: (name in _LAST, name in SIGNALS),
     )
-    if name not in STOP_ALIASES
 )
-_REFUSED = tuple(name for one in FORMATS.values() for name in one.refused)
 # All that are looked at, and those of them that tables give as JSON Lines would.
-KNOWN = frozenset((*FIELDS, *STOP_ALIASES, *_REFUSED, *SWITCHES))
-JSON_FIELDS = KNOWN - _OF_TOKENS | {"chosen", "exclude"}
+KNOWN = frozenset((*FIELDS, *STOP_NAMES, *(name for model in FORMATS.values() for name in model.refused)))
+JSON_FIELDS = KNOWN - {*TokenRecord.model_fields} | {"chosen", "exclude"}
 
 
-def make_examples(row: Row, source: str, mark: str) -> list[Example]:
-    """Return the examples of a record of a mark's format; raises SampleError for a malformed one."""
+def make_examples(row: Row, source: str, mark: str) -> tuple[Any, list[Example]]:
+    """Return a record of a mark's format and its examples; raises SampleError for a malformed one."""
+    model = FORMATS[mark]
     try:
-        if mark not in TOKEN_MARKS and "loss_mask" in row:
-            raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
-        for name, why in FORMATS[mark].refused.items():
+        for name, why in model.refused.items():
             value = row.get(name)
             if value is not None and (len(value) if hasattr(value, "__len__") else value):
                 raise ChatError(f"field '{name}' is not supported with '{mark}': {why}")
         if mark not in TOKEN_MARKS:
-            check_record(row, row[mark] if isinstance(row[mark], list) else [])
-        return FORMATS[mark].examples(row, source)
+            if "loss_mask" in row:
+                raise ChatError(f"field 'loss_mask' goes with 'tokens'; with '{mark}' it follows from the answers")
+            read_cut({name: row[name] for name in STOP_NAMES if name in row})
+        try:
+            record = model.model_validate(row)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ChatError(f"field '{first['loc'][0]}' {first['msg'].removeprefix('Value error, ')}") from None
+        return record, record.examples(source)
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
 

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, DummySpace, EncodedTurn, Spelling, Tool, Vocabulary, continuation
@@ -22,6 +25,9 @@ from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.sample import INT32_MAX
 from mcore_prefix_tree.utils.inputs import check_folder_files, is_utf8, read_regular
+
+Ids = npt.NDArray[np.int32]
+Triple = tuple[str, ...]
 
 
 class HuggingFaceChatTokenizer:
@@ -45,6 +51,9 @@ class HuggingFaceChatTokenizer:
         self._raw_ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
         raw = sorted(self._raw_ids, key=len, reverse=True)
         self._separator = re.compile(f"({'|'.join(map(re.escape, raw))})") if raw else None
+        self._fast = _fast_backend(self._tokenizer)
+        # Neighbouring added tokens between which this tokenizer is known to encode text by itself.
+        self._known_borders: set[tuple[str, str]] = set()
 
     @cached_property
     def _ends(self) -> TurnEnds:
@@ -57,6 +66,15 @@ class HuggingFaceChatTokenizer:
             decode=self._text,
         )
 
+    @property
+    def end(self) -> str:
+        """Text of the end-of-sequence token; empty without one."""
+        return self._tokenizer.eos_token or ""
+
+    def reads(self, key: str) -> bool:
+        """Return whether the chat template may write a key of messages."""
+        return key in self._templates.words
+
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``ChatTokenizer.decode``."""
         return str(self._tokenizer.decode(list(tokens)))
@@ -64,49 +82,50 @@ class HuggingFaceChatTokenizer:
     def encode_turns(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[EncodedTurn]:
         """See ``ChatTokenizer.encode_turns``."""
         texts = self._texts.of(messages, tools)
-        encoded = self._encode([text.prompt for text in texts] + [text.answered for text in texts])
-        given = encoded[: len(texts)]
+        encoded = self._encode([one for text in texts for one in (text.prompt, text.answered)])
+        given, whole = encoded[::2], encoded[1::2]
         turns = []
-        for number, text in enumerate(texts):
-            index, whole = text.index, encoded[len(texts) + number]
-            if whole[: len(given[number])] != given[number] and text.answered.startswith(text.prompt):
+        for text, asked, tokens, later in zip(texts, given, whole, [*given[1:], None], strict=True):
+            if not _begins(tokens, asked) and text.answered.startswith(text.prompt):
                 # The tokenizer joins the prompt's last characters with the answer's first, as in two line breaks. The
                 # model was given the one and wrote the other.
-                behind = self._written_behind(given[number], text.answered[len(text.prompt) :], whole)
+                behind = self._written_behind(asked.tolist(), text.answered[len(text.prompt) :], tokens.tolist())
                 if behind is None:
                     raise ChatError(
-                        f"field 'messages[{index}]' begins with characters that tokenizer '{self._folder}' joins with "
-                        "its generation prompt, and cannot write apart from it; change how the chat template ends its "
-                        "prompt, for example without a space, or use another tokenizer"
+                        f"field 'messages[{text.index}]' begins with characters that tokenizer '{self._folder}' joins "
+                        "with its generation prompt, and cannot write apart from it; change how the chat template ends "
+                        "its prompt, for example without a space, or use another tokenizer"
                     )
-                whole = given[number] + behind
-            if whole[: len(given[number])] != given[number]:
-                raise ChatError(self._discontinued(messages, index))
-            turns.append(self._turn(messages, index, whole, len(given[number]), given[number + 1 : number + 2]))
+                tokens = np.append(asked, np.array(behind, dtype=np.int32))
+            if not _begins(tokens, asked):
+                raise ChatError(self._discontinued(messages, text.index))
+            turns.append(self._turn(messages, text.index, tokens, len(asked), later))
         return turns
 
     def _turn(
-        self, messages: Sequence[ChatMessage], index: int, tokens: list[int], start: int, later: list[list[int]]
+        self, messages: Sequence[ChatMessage], index: int, tokens: Ids, start: int, later: Ids | None
     ) -> EncodedTurn:
         """Return a turn up to the token that stopped the model; ``later`` holds the next turn's prompt, if any."""
-        is_cut = messages[index].is_cut
+        message = messages[index]
+
+        def is_cut(ending: Ids | list[int]) -> bool:
+            return message.is_cut and not (message.stopped_by and self._text(ending) == message.stopped_by)
+
         stop = self._ends.stop(tokens, start)
         if stop is not None:
             text_end, at = stop
-            tokens, end = tokens[: at + 1], text_end if is_cut else at + 1
+            tokens, end = tokens[: at + 1], text_end if is_cut(tokens[at : at + 1]) else at + 1
         else:
-            end = self._ends.text_end(tokens, start) if is_cut else len(tokens)
-            if index + 1 < len(messages):
-                role = messages[index + 1].role
-            else:
-                role = "tool" if messages[index].tool_calls else "user"
-            following = later[0][end : end + 1] if later and later[0][:end] == tokens else []
-            opener = None if is_cut else self._ends.opener(role, following)
-            if opener is not None:
-                tokens, end = [*tokens, opener], end + 1
-            elif not is_cut and index + 1 == len(messages):
+            end = self._ends.text_end(tokens, start) if is_cut([]) else len(tokens)
+            after = "tool" if message.tool_calls else "user"
+            role = messages[index + 1].role if index + 1 < len(messages) else after
+            following = later[end : end + 1].tolist() if later is not None and _begins(later, tokens) else []
+            opener = self._ends.opener(role, following)
+            if opener is not None and not is_cut([opener]):
+                tokens, end = np.append(tokens, np.int32(opener)), len(tokens) + 1
+            elif not message.is_cut and index + 1 == len(messages):
                 self._ends.warn_unended()
-        return EncodedTurn(tokens=np.array(tokens, dtype=np.int32), start=start, end=end)
+        return EncodedTurn(tokens=tokens, start=start, end=end)
 
     def _discontinued(self, messages: Sequence[ChatMessage], index: int) -> str:
         """Return the message for a turn that does not begin with its generation prompt."""
@@ -177,23 +196,28 @@ class HuggingFaceChatTokenizer:
             return "first"
         return "always" if has_space(self._tokenizer.convert_ids_to_tokens(special) + "0", 1) else "first"
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str]) -> list[Ids]:
         """Return the token ids of each text. The last text is the longest rendering of the conversation."""
         # The texts of one conversation repeat each other, so each part between added tokens is encoded once, together
         # with the two added tokens (or the border of the text) next to it: a token may absorb whitespace of its
         # neighbours or not be recognised next to a letter, and some encodings put a space before a text.
         if self._separator is None:
-            return self._token_ids(texts)
-        split = [["", *self._separator.split(text), ""] for text in texts]
-        triples = [[tuple(parts[at : at + 3]) for at in range(0, len(parts) - 2, 2)] for parts in split]
-        ids_of = self._ids_of_triples(list(dict.fromkeys(chain.from_iterable(triples))))
+            return [np.array(ids, dtype=np.int32) for ids in self._token_ids(texts)]
+        whole = _Parts.of(texts[-1], self._separator)
+        parts = [whole]
+        for text in texts[:-1]:
+            parts.append(_Parts.of(text, self._separator, whole, parts[-1]))
+        ids_of = self._ids_of_triples(list(dict.fromkeys(chain.from_iterable(one.own for one in parts))))
         if ids_of is not None:
-            encoded = [[i for triple in of_text for i in ids_of[triple]] for of_text in triples]
-            if encoded[-1] == self._token_ids(texts[-1:])[0]:
-                return encoded
-        return self._token_ids(texts)  # this tokenizer does not split texts at added tokens
+            encoded = [one.join(ids_of) for one in parts]
+            borders = {(before, after) for before, _, after in whole.own} - self._known_borders
+            if not borders or encoded[0].tolist() == self._token_ids(texts[-1:])[0]:
+                self._known_borders |= borders
+                return [*encoded[1:], encoded[0]]
+        # This tokenizer does not split texts at added tokens.
+        return [np.array(ids, dtype=np.int32) for ids in self._token_ids(texts)]
 
-    def _ids_of_triples(self, triples: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]] | None:
+    def _ids_of_triples(self, triples: list[Triple]) -> dict[Triple, Ids] | None:
         """Return the ids of the text in each triple and of the token behind it; None if an added token is not one."""
         ids_of = {}
         for triple, ids in zip(triples, self._token_ids(["".join(triple) for triple in triples]), strict=True):
@@ -202,7 +226,7 @@ class HuggingFaceChatTokenizer:
             last = [self._raw_ids[after]] if after else []
             if ids[: len(first)] != first or ids[max(len(ids) - len(last), len(first)) :] != last:
                 return None
-            ids_of[triple] = ids[len(first) :]
+            ids_of[triple] = np.array(ids[len(first) :], dtype=np.int32)
         return ids_of
 
     def _written_behind(self, prompt: list[int], text: str, joined: list[int]) -> list[int] | None:
@@ -221,12 +245,93 @@ class HuggingFaceChatTokenizer:
                 return written
         return None
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    def _text(self, ids: Sequence[int] | Ids) -> str:
+        return str(self._tokenizer.decode([int(one) for one in ids], clean_up_tokenization_spaces=False))
 
     def _token_ids(self, texts: list[str]) -> list[list[int]]:
+        if self._fast is not None:
+            self._fast.encode_special_tokens = False
+            return [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _fast_backend(tokenizer: Any) -> Any:
+    """Return what encodes text for a tokenizer, without the offsets that nobody reads here; None without one."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "encode_batch_fast"):
+        return None
+    texts = [_TEXT, *tokenizer.added_tokens_encoder]
+    right = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    backend.no_padding()
+    backend.no_truncation()
+    same = [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False)] == right
+    return backend if same else None
+
+
+def _begins(ids: Ids, start: Ids) -> bool:
+    return np.array_equal(ids[: len(start)], start)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Parts:
+    """A text in triples: an added token, the text behind it, and the added token behind that.
+
+    The first ``kept`` triples are those of another text, ``base``. ``ends`` has the end of each in the text. ``ids``
+    has the token ids, and ``counts`` those before each triple, once :meth:`join` is called.
+    """
+
+    text: str
+    triples: list[Triple]
+    ends: list[int]
+    base: _Parts | None = None
+    kept: int = 0
+    ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @classmethod
+    def of(cls, text: str, separator: re.Pattern[str], *bases: _Parts) -> _Parts:
+        """Cut a text behind the triples that it shares with one of others, at least one token behind them."""
+        shared = [(bisect_right(one.ends, _common(one.text, text)) - 1, one) for one in bases]
+        kept, base = max(shared, key=lambda pair: pair[0], default=(0, None))
+        if base is None or kept <= 0:
+            kept, base, ends, start, before = 0, None, [], 0, ""
+        else:
+            ends, start, before = base.ends[:kept], base.ends[kept - 1], base.triples[kept - 1][2]
+        parts = [before, *separator.split(text[start:]), ""]
+        own = [tuple(parts[at : at + 3]) for at in range(0, len(parts) - 2, 2)]
+        for _, inner, after in own:
+            start += len(inner) + len(after)
+            ends.append(start)
+        return cls(text=text, triples=[*(base.triples[:kept] if base else ()), *own], ends=ends, base=base, kept=kept)
+
+    @property
+    def own(self) -> list[Triple]:
+        """The triples that are not those of ``base``."""
+        return self.triples[self.kept :]
+
+    def join(self, ids_of: Mapping[Triple, Ids]) -> Ids:
+        """Return the token ids of the text; ``base`` has its own."""
+        base, own = self.base, [ids_of[one] for one in self.own]
+        shared = base.ids[: int(base.counts[self.kept])] if base is not None else self.ids
+        known = base.counts[: self.kept] if base is not None else self.counts
+        self.ids = np.concatenate([shared, *own])
+        self.counts = np.concatenate([known, np.cumsum([len(shared), *map(len, own)])])
+        return self.ids
+
+
+def _common(one: str, other: str) -> int:
+    """Return the number of characters that two texts begin with."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _loaded(folder: str) -> Any:

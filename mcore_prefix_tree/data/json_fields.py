@@ -80,17 +80,6 @@ def read_text_value(value: object, field: str, expected: str = "a string") -> st
     return value
 
 
-def check_escapes(arguments: str, field: str) -> None:
-    """Reject escapes that stop being text when a chat format decodes the JSON."""
-    if "\\u" not in arguments:
-        return
-    try:
-        decoded = json.loads(arguments)
-    except ValueError:
-        return  # it stays text
-    format_json(decoded, field)
-
-
 def format_json(value: object, field: str) -> str:
     """Return the JSON text of a value."""
     try:

@@ -18,8 +18,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.fields import FieldNames, warn_unknown_fields
-from mcore_prefix_tree.data.formats import FIELDS
+from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.json_fields import ChatError, Doubled
 from mcore_prefix_tree.data.packed_arrays import FILE_KEYS, array_of_file
 from mcore_prefix_tree.sample import SampleError
@@ -78,8 +77,13 @@ class Line:
     raw: bytes
     is_first: bool = False
 
-    def fields(self, names: FieldNames) -> dict[str, Any] | None:
-        """Return the line's object by our names without null fields, or None for a blank line."""
+    @property
+    def size(self) -> int:
+        """Its bytes in the file; of a packed file, unpacked ones."""
+        return len(self.raw)
+
+    def fields(self, names: FieldNames) -> tuple[dict[str, Any], list[str]] | None:
+        """Return the line's object by our names without null fields, and other names; or None for a blank line."""
         text = self._text()
         if not text or text.isspace():
             return None
@@ -91,9 +95,9 @@ class Line:
             raise SampleError(f"{self.source}: each line must be one JSON object with 'tokens' or 'messages'")
         if isinstance(row, Doubled):
             raise SampleError(f"{self.source}: has the field '{row.twice}' twice; drop one of them")
-        known = names.of_file(row)
-        warn_unknown_fields((name for name in row if name not in known), FIELDS, self.source)
-        found = {known[name]: value for name, value in row.items() if name in known and value is not None}
+        row = {name: value for name, value in row.items() if value is not None}
+        known = names.of_file(row, self.source)
+        found = {known[name]: value for name, value in row.items() if name in known}
         routes = found.get("routed_experts")
         if isinstance(routes, dict) and routes.keys() == FILE_KEYS:
             file = self.source.rpartition(":")[0]
@@ -103,7 +107,7 @@ class Line:
                 )
             except ChatError as error:
                 raise SampleError(f"{self.source}: {error}") from None
-        return found
+        return found, [name for name in row if name not in known]
 
     def others(self, read: Collection[str]) -> dict[str, Any]:
         """Return the JSON text of each other field; see :class:`mcore_prefix_tree.data.records.Record`."""

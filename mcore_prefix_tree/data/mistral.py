@@ -23,9 +23,9 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, EncodedTurn, Tool, Vocabulary, continuation
 from mcore_prefix_tree.data.json_fields import ChatError, check_json_depth
+from mcore_prefix_tree.data.messages import check_said
 from mcore_prefix_tree.data.stopping import with_end
 from mcore_prefix_tree.data.tokenizers import FILES
-from mcore_prefix_tree.data.turns import check_said
 
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # mistral-common takes no answer without text; the tokens of this one are removed again.
@@ -64,6 +64,15 @@ class MistralChatTokenizer:
             before_turn.append(SpecialTokens.end_system)
         self._before_turn = [int(text_tokenizer.get_special_token(token.value)) for token in before_turn]
 
+    @property
+    def end(self) -> str:
+        """Text of the end-of-sequence token."""
+        return str(self._text_tokenizer.id_to_piece(self._end_of_turn))
+
+    def reads(self, key: str) -> bool:
+        """Return whether the chat format may write a key of messages."""
+        return False
+
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``ChatTokenizer.decode``."""
         text: str = self._text_tokenizer.decode(list(tokens), special_token_policy=SpecialTokenPolicy.KEEP)
@@ -87,15 +96,17 @@ class MistralChatTokenizer:
             ]
         assert len(turns) == len(turn_ends)
         return [
-            replace(turn, end=len(turn.tokens) - 1) if messages[end - 1].is_cut else turn
+            replace(turn, end=len(turn.tokens) - 1)
+            if messages[end - 1].is_cut and messages[end - 1].stopped_by != self.end
+            else turn
             for turn, end in zip(turns, turn_ends, strict=True)
         ]
 
     def encode_completion(self, prompt: str, completion: str, *, ended: bool = True) -> EncodedTurn:
         """See ``ChatTokenizer.encode_completion``; no other part of the text becomes a control token."""
         encode, piece = self._text_tokenizer.encode, self._text_tokenizer.id_to_piece
-        begin, end = str(piece(self._text_tokenizer.bos_id)), str(piece(self._end_of_turn))
-        written = with_end(completion, end, ended=False)
+        begin = str(piece(self._text_tokenizer.bos_id))
+        written = with_end(completion, self.end, ended=False)
         whole = (prompt + written).removeprefix(begin)
         before = encode(prompt.removeprefix(begin), bos=True, eos=False)
         return continuation(before, encode(whole, bos=True, eos=ended), ended=ended)

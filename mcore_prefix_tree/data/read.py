@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from mcore_prefix_tree.data.chat import ChatTokenizer
 from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
-from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, resolve_paths
+from mcore_prefix_tree.data.files import PathLike, no_samples, read_records, reporting, resolve_paths
 from mcore_prefix_tree.data.records import LineOptions, samples_of_record
 from mcore_prefix_tree.data.skipped import Skipped, check_on_error
 from mcore_prefix_tree.sample import Sample
@@ -45,6 +45,7 @@ def iter_sample_groups(
     *,
     on_error: OnError = "raise",
     skipped: Skipped | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[list[Sample]]:
     """Yield the samples of one record after another; shuffle these lists, because the turns of a line share its prefix.
 
@@ -68,6 +69,7 @@ def iter_sample_groups(
         on_error: ``"raise"`` ends at the first bad record. ``"skip"`` skips bad data only: a record that cannot be read
             or encoded, or a single turn of one that is too long.
         skipped: counter of skipped samples; without it, a warning at the end reports them.
+        progress: function that is called with the bytes read and the bytes in all, now and then.
 
     Yields:
         lists of at least one sample; ``source`` is ``path:line`` (from 1) or ``path row number`` (from 0), and ``...
@@ -86,7 +88,7 @@ def iter_sample_groups(
     seen: set[str] = set()
     empty = True
     for path in resolved:
-        for record in read_records(path, options.names):
+        for record in reporting(resolved, path, read_records(path, options.names), progress):
             samples = samples_of_record(record, options, left_out if on_error == "skip" else None, seen, left_out)
             if samples:
                 yield samples

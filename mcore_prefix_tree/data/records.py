@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -13,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.chat import ChatMessage, ChatTokenizer, EncodedTurn
-from mcore_prefix_tree.data.fields import FieldNames, warn_unknown_fields
-from mcore_prefix_tree.data.foreign_names import fault_of_unread
+from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.data.formats import (
     READ,
     SIGNALS,
@@ -27,12 +24,17 @@ from mcore_prefix_tree.data.formats import (
     read_excluded,
 )
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.data.messages import parse_messages
-from mcore_prefix_tree.data.signal_fields import signals_of_conversation, signals_of_tokens, signals_of_turns
+from mcore_prefix_tree.data.keys import fault_of_unread
+from mcore_prefix_tree.data.messages import parse_messages, parse_tools, unread_keys
+from mcore_prefix_tree.data.signal_fields import (
+    signals_of_conversation,
+    signals_of_tokens,
+    signals_of_turns,
+    warn_placeholder,
+)
 from mcore_prefix_tree.data.skipped import Kind, Skipped
 from mcore_prefix_tree.data.token_rows import TOKEN_MARKS
-from mcore_prefix_tree.data.tools import parse_tools
-from mcore_prefix_tree.sample import INT32_MAX, MIN_TEMPERATURE, Sample, SampleError, Tempered
+from mcore_prefix_tree.sample import INT32_MAX, Sample, SampleError, Tempered
 from mcore_prefix_tree.signals import Signals
 
 
@@ -75,8 +77,15 @@ class Record(Protocol):
     def source(self) -> str:
         """Its file and place in it, for messages."""
 
-    def fields(self, names: FieldNames) -> Mapping[str, Any] | None:
-        """Return the content by our names, or None for a blank line; a list of numbers may be an array."""
+    @property
+    def size(self) -> int:
+        """Its bytes in the file, about."""
+
+    def fields(self, names: FieldNames) -> tuple[Mapping[str, Any], list[str]] | None:
+        """Return the content by our names, and the names of other fields; None for a blank line.
+
+        A list of numbers may be an array.
+        """
 
     def others(self, read: Collection[str]) -> dict[str, Any]:
         """Return the file's other fields than those that are read, as they are, for a writer to write."""
@@ -95,9 +104,11 @@ def samples_of_record(
     """
     kind: Kind = "unreadable"
     try:
-        row = record.fields(options.names)
+        found = record.fields(options.names)
         kind = "malformed"
-        samples = [] if row is None else _parse(row, record, options, set() if seen is None else seen, left_out)
+        samples = []
+        if found is not None:
+            samples = _parse(*found, record, options, set() if seen is None else seen, left_out)
     except SampleError as error:
         if skipped is None:
             raise
@@ -121,20 +132,33 @@ def samples_of_record(
 
 
 def _parse(
-    row: Mapping[str, Any], record: Record, options: LineOptions, seen: set[str], left_out: Skipped | None
+    row: Mapping[str, Any],
+    rest: list[str],
+    record: Record,
+    options: LineOptions,
+    seen: set[str],
+    left_out: Skipped | None,
 ) -> list[Sample]:
+    left_out = Skipped() if left_out is None else left_out
     source, names = record.source, options.names
     seen.update(theirs for mine, theirs in names.given.items() if theirs is not None and mine in row)
-    left_out = Skipped() if left_out is None else left_out
     if is_excluded(row, source) and not names.keeps_others:
         left_out.excluded += 1
         return []  # nothing else of it is looked into: it may be a rollout that has crashed
-    mark = _find_format(row, source, options)
-    examples = make_examples(row, source, mark)
-    merge_key = _tempered(row.get("temperature"), _merge_key(row.get("merge_key"), source), source)
-    warn_unknown_fields((name for name in row if name not in READ[mark]), READ[mark], source)
-    carried = record.others({names.theirs(name) for name in READ[mark]}) if names.keeps_others else {}
+    mark = find_mark(row, source, names.given)
+    of_tokens, read = mark in TOKEN_MARKS, READ[mark]
+    fault = fault_of_unread(row, read, names.given, of_tokens=of_tokens)
+    if fault is None and not of_tokens and options.tokenizer is None:
+        fault = f"field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'"
+    if fault is not None:
+        raise SampleError(f"{source}: {fault}")
+    parsed, examples = make_examples(row, source, mark)
+    merge_key = parsed.merge_key
+    if parsed.temperature not in (None, 1):  # 1 is the same as none
+        merge_key = Tempered(temperature=float(parsed.temperature), key=merge_key)
+    carried = record.others(names.files_of(read)) if names.keeps_others else {}
     common = {name: row[name] for name in SIGNALS if name in row}
+    unread = {*rest, *(name for name in row if name not in read)}
     samples = []
     for example, excluded in zip(examples, read_excluded(row, source, mark, len(examples)), strict=True):
         if excluded and not names.keeps_others:
@@ -142,21 +166,10 @@ def _parse(
             continue
         part = " ".join(filter(None, (source, example.part)))
         own = {**carried, names.theirs("exclude"): True} if excluded else carried
-        made = _samples(example.content, common | dict(example.signals), merge_key, part, options)
+        made = _samples(example.content, common | dict(example.signals), merge_key, part, options, unread)
         samples += [sample.carrying(own) for sample in made] if own else made
+    left_out.note(unread)
     return samples
-
-
-def _find_format(row: Mapping[str, Any], source: str, options: LineOptions) -> str:
-    """Return the mark of a record's format; raise SampleError if the record cannot be read with these options."""
-    mark, fault = find_mark(row, source, options.names.given), None
-    if mark in TOKEN_MARKS:
-        fault = fault_of_unread(row, READ[mark], options.names.given)
-    elif options.tokenizer is None:
-        fault = f"field '{mark}' needs a tokenizer; set data.tokenizer, or give 'tokens'"
-    if fault is not None:
-        raise SampleError(f"{source}: {fault}")
-    return mark
 
 
 def _samples(
@@ -165,35 +178,15 @@ def _samples(
     merge_key: Hashable,
     source: str,
     options: LineOptions,
+    unread: set[str],
 ) -> list[Sample]:
     if isinstance(content, TokenIds):
         return [_token_sample(content, signals, merge_key, source)]
     assert options.tokenizer is not None
     try:
-        return _encoded_samples(content, signals, merge_key, source, options, options.tokenizer)
+        return _encoded_samples(content, signals, merge_key, source, options, options.tokenizer, unread)
     except ChatError as error:
         raise SampleError(f"{source}: {error}") from error
-
-
-def _merge_key(value: object, source: str) -> Hashable:
-    if not isinstance(value, (str, int, float, type(None))) or (isinstance(value, float) and not math.isfinite(value)):
-        raise SampleError(f"{source}: field 'merge_key' must be a string, a finite number, a boolean or null")
-    return value
-
-
-def _tempered(value: object, key: Hashable, source: str) -> Hashable:
-    """Return the merge key of a record with a temperature; 1 is the same as none."""
-    if value is None:
-        return key
-    if (
-        not isinstance(value, (int, float))
-        or isinstance(value, bool)
-        or not MIN_TEMPERATURE <= value <= sys.float_info.max
-    ):
-        raise SampleError(
-            f"{source}: field 'temperature' is {_short(value)}; it must be a number of at least {MIN_TEMPERATURE}"
-        )
-    return key if value == 1 else Tempered(temperature=float(value), key=key)
 
 
 def _token_sample(content: TokenIds, signals: Mapping[str, Any], merge_key: Hashable, source: str) -> Sample:
@@ -203,9 +196,11 @@ def _token_sample(content: TokenIds, signals: Mapping[str, Any], merge_key: Hash
         _check_integers(tokens, source)
     if not isinstance(mask, (list, np.ndarray, type(None))):
         raise SampleError(f"{source}: field 'loss_mask' must be a flat list of numbers")
-    return Sample(
+    sample = Sample(
         tokens=tokens, loss_mask=mask, merge_key=merge_key, source=source, signals=signals_of_tokens(signals, source)
     )
+    warn_placeholder(sample)
+    return sample
 
 
 def _check_integers(tokens: object, source: str) -> None:
@@ -240,16 +235,19 @@ def _encoded_samples(
     source: str,
     options: LineOptions,
     tokenizer: ChatTokenizer,
+    unread: set[str],
 ) -> list[Sample]:
     tokenizers = tokenizer, *options.renderings
     if isinstance(content, Text):
         encoded = [[_text_part(one, content)] for one in tokenizers]
     else:
-        messages = parse_messages(content.messages, content.names)
-        if not content.ended:
-            last = max(index for index, message in enumerate(messages) if message.role == "assistant")
-            messages[last] = replace(messages[last], is_cut=True)
         tools = parse_tools(content.tools)
+        renamed = [options.names.of_message(message) for message in content.messages]
+        messages = parse_messages(renamed, content.names, tools)
+        if content.cut is not None:
+            last = max(index for index, message in enumerate(messages) if message.role == "assistant")
+            messages[last] = replace(messages[last], is_cut=True, stopped_by=content.cut)
+        unread |= unread_keys(renamed, getattr(tokenizer, "reads", lambda key: False))
         encoded = [
             _parts(one, one.encode_turns(messages, tools), messages, content.prompt, options.expand_turns, source)
             for one in tokenizers
@@ -285,7 +283,8 @@ Part = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 def _text_part(tokenizer: ChatTokenizer, text: Text) -> Part:
     """Return tokens and loss mask of a text and its continuation."""
-    whole = tokenizer.encode_completion(text.prompt, text.completion, ended=text.ended)
+    ended = text.cut is None or (text.cut != "" and text.cut == getattr(tokenizer, "end", ""))
+    whole = tokenizer.encode_completion(text.prompt, text.completion, ended=ended)
     start = whole.start
     if text.rival is not None:
         start = min(start, tokenizer.encode_completion(text.prompt, text.rival).start)

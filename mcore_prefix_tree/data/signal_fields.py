@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -10,8 +11,13 @@ from typing import Any
 import numpy as np
 
 from mcore_prefix_tree.data.json_fields import ChatError
-from mcore_prefix_tree.data.packed_arrays import KEYS, unpack_array
+from mcore_prefix_tree.data.packed_arrays import KEYS
+from mcore_prefix_tree.data.token_rows import unpack_routes, with_offsets
+from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.signals import PER_TOKEN, SampleError, SamplingMask, Signals, Teacher, check_turn
+from mcore_prefix_tree.utils.launchers import is_first_rank
+
+logger = logging.getLogger(__name__)
 
 _NAMES = tuple(field.name for field in fields(Signals))
 _IDS = ("group", "rollout", "pair")
@@ -46,6 +52,11 @@ def _teacher(value: Any, source: str) -> Teacher:
 
 
 def _sampling_mask(value: Any, source: str) -> SamplingMask:
+    try:
+        if isinstance(value, dict) and set(value) == {"token_ids", "counts"}:
+            value = with_offsets(value, "sampling_mask")
+    except ChatError as error:
+        raise SampleError(f"{source}: {error}") from None
     if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
         return SamplingMask(**value)
     if isinstance(value, (list, np.ndarray)):
@@ -60,17 +71,34 @@ def _sampling_mask(value: Any, source: str) -> SamplingMask:
 
 
 def _routed_experts(value: Any, source: str) -> Any:
-    if isinstance(value, dict) and set(value) == KEYS:
-        try:
-            return unpack_array(value, "routed_experts")
-        except ChatError as error:
-            raise SampleError(f"{source}: {error}") from None
+    try:
+        value = unpack_routes(value if isinstance(value, dict) else {"ids": value}, "routed_experts")
+    except ChatError as error:
+        raise SampleError(f"{source}: {error}") from None
     if not isinstance(value, (list, np.ndarray)):
         raise SampleError(
             f"{source}: field 'routed_experts' must be lists [tokens, layers, top-k], or an object with "
-            f"{', '.join(repr(key) for key in sorted(KEYS))}"
+            f"{', '.join(map(repr, sorted(KEYS)))}"
         )
     return value
+
+
+def warn_placeholder(sample: Sample) -> None:
+    """Warn of a route that engines write for a token without one: the first experts in every layer, mid-sample."""
+    routes = sample.signals.routes
+    if routes is None or routes.ids[0].size < 4:  # too few to tell
+        return
+    given = routes.ids[:-1]
+    is_placeholder = (given == np.arange(given.shape[2])).all(axis=(1, 2))
+    real = np.flatnonzero(~is_placeholder & (given[:, 0, 0] >= 0))
+    found = np.flatnonzero(is_placeholder[: real[-1]]) if len(real) else real
+    if len(found) and is_first_rank():
+        logger.warning(
+            "%s: field 'routed_experts' sends the token at index %d to the first experts of every layer, as engines "
+            "write for a token without a route; give null there if it is one",
+            sample.source,
+            found[0],
+        )
 
 
 def signals_of_conversation(row: Mapping[str, Any], source: str) -> Signals | None:

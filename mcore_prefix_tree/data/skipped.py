@@ -1,16 +1,20 @@
-"""Counts of skipped samples: bad ones, and those that their records exclude."""
+"""Counts of what is not read: bad samples, those that their records exclude, and fields."""
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from mcore_prefix_tree.data.formats import FIELDS
 from mcore_prefix_tree.utils.choices import OnError
 
 Kind = Literal["unreadable", "malformed", "too long", "outside the vocabulary"]
 
 _NAMED = 10
+_FIELDS = 40
 
 
 @dataclass
@@ -24,12 +28,16 @@ class Skipped:
             give no samples.
         first: reasons of the first few; each names file, line and field.
         excluded: number of records, or completions of a record, whose field ``exclude`` is true.
+        records: number of records that were read.
+        unread: number of them that have each field which is not read.
     """
 
     count: int = 0
     kinds: Counter[Kind] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
     excluded: int = 0
+    records: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
         """Return whether anything was skipped."""
@@ -45,6 +53,24 @@ class Skipped:
         self.kinds += other.kinds
         self.first = (self.first + other.first)[:_NAMED]
         self.excluded += other.excluded
+        self.records += other.records
+        self.unread += other.unread
+
+    def note(self, unread: Iterable[str]) -> None:
+        """Count a record that was read, and its fields that were not."""
+        self.records += 1
+        self.unread.update(unread)
+
+    @property
+    def not_read(self) -> str:
+        """A line about the fields that are not read, with the name that may be meant; "" without any."""
+        told: list[str] = []
+        for name, count in sorted(self.unread.items(), key=lambda one: (-one[1], one[0])):
+            meant = [] if name in FIELDS else difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
+            many = f"{count} of {self.records} records" if not told else str(count)
+            told.append(f"{name} ({many}{f'; is {meant[0]} meant?' if meant else ''})")
+        more = len(told) - _FIELDS
+        return f"not read: {', '.join(told[:_FIELDS])}{f' and {more} more' if more > 0 else ''}" if told else ""
 
     def __str__(self) -> str:
         """One line."""

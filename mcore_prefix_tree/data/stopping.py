@@ -1,4 +1,4 @@
-"""The end of a generation: a token that the model wrote, or a limit that cut it."""
+"""The end of a generation: a token that the model wrote, or a limit or a text that cut it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from mcore_prefix_tree.utils.launchers import is_first_rank
 
 logger = logging.getLogger(__name__)
 
-# Keys of a message or of a record with one completion.
-STOP_KEYS = ("finish_reason", "stop_reason", "truncated")
-# The same by the names that Gemini, Bedrock, Ollama, llama.cpp and OpenAI's other interfaces give them.
-STOP_ALIASES = (
-    "finishReason", "stopReason", "done_reason", "stop_type", "finish_details", "incomplete_details", "is_truncated",
-)  # fmt: skip
-# Fields of a record with several completions, which are a list with an entry for each.
+# Keys of a message or of a record with one completion; and of one with several, as lists.
+STOP_KEYS = ("finish_reason", "stop_reason")
 STOP_LISTS = ("finish_reasons", "stop_reasons")
-_FLAGS = ("truncated", "is_truncated")
-_REASONS = ("finish_reason", "stop_reason", "finishReason", "stopReason", "done_reason")
-# Keys of a message under which services keep reasons.
-_METADATA = ("generation_info", "meta_info", "metadata", "response_metadata")
+# Other names of them, which are refused.
+STOP_NAMES = (
+    "truncated", "is_truncated", "finishReason", "stopReason", "done_reason", "stop_type", "finish_details",
+    "incomplete_details", "finish_type", "end_reason", "stopping_reason", "completion_reason", "was_truncated",
+)  # fmt: skip
 
 # Reasons that engines and services give if the model did not end the text itself, as _plain writes them: OpenAI's and
 # vLLM's length and abort, Anthropic's and Gemini's max_tokens, slime's and SkyRL's statuses, ... A text that stops the
 # model is none of its tokens either.
-_CUTS = frozenset(
+CUTS = frozenset(
     {
         "abort", "aborted", "cancelled", "canceled", "content_filter", "content_filtered", "context_length",
         "context_length_exceeded", "context_window_exceeded", "error", "incomplete", "length", "length_limit", "limit",
@@ -48,46 +44,62 @@ _ENDS = frozenset(
 _unknown: set[str] = set()
 
 
-def was_cut(given: Mapping[str, Any], where: str = "") -> bool:
-    """Return whether a text was cut before the model ended it; raise ChatError if a value has another type.
+def read_cut(given: Mapping[str, Any], where: str = "", *, of_harness: bool = False) -> str | None:
+    """Return None for a text that the model ended, "" for one cut at a limit, else the text that stopped the model.
 
-    One of ``STOP_KEYS`` and ``STOP_ALIASES`` in ``given``, a message or record, is enough. A reason is text, an object
-    with a ``type`` or ``reason``, or the id of the token that stopped the model; ``truncated`` is a boolean, 0 or 1.
-    Null is the same as no key. ``where`` names a message in its record with a dot; its metadata is searched too.
+    That text may be the token that ends a turn, which only the tokenizer knows. A reason is text, an object with a
+    ``type`` or ``reason``, or the id of the token that stopped the model. ``where`` names a message in its record with
+    a dot. A ``stop_reason`` of words beside the messages of a record may be the reason ``of_harness``: no engine's.
     """
-    # Each is checked.
-    cut = [_is_cut(given[name], name, f"{where}{name}") for name in (*STOP_KEYS, *STOP_ALIASES) if name in given]
-    cut.append(_is_stopped_by_text(given.get("finish_reason"), given.get("stop_reason")))
-    for name in _METADATA if where else ():
-        inner = given[name] if isinstance(given.get(name), dict) else {}
-        found = [key for key in _REASONS if isinstance(inner.get(key), (str, dict))]  # other types are something else
-        cut += [_is_cut(inner[key], key, f"{where}{name}.{key}") for key in found]
-    if where and isinstance(given.get("status"), str):  # OpenAI's Responses, slime; a record's may be its task's
-        cut.append(_plain(given["status"]) in ("incomplete", "truncated"))
-    return any(cut)
+    check_names(given, where)
+    finish, stop = given.get("finish_reason"), given.get("stop_reason")
+    limits = [_is_limit(value, f"{where}{key}", key) for key, value in zip(STOP_KEYS, (finish, stop), strict=True)]
+    if any(limits):
+        return ""
+    if isinstance(finish, dict) and isinstance(finish.get("matched"), str):  # SGLang
+        return str(finish["matched"])
+    if not isinstance(stop, str) or _plain(stop) in CUTS | _ENDS:
+        return None
+    if finish == "stop" and not (of_harness and re.fullmatch(r"\w+([ -]\w+)*", stop)):  # vLLM
+        return stop
+    _warn_unknown(stop, f"{where}stop_reason")
+    return None
 
 
-def were_cut(given: Mapping[str, Any], count: int, name: str) -> list[bool]:
-    """Return whether each of ``count`` completions was cut; raise ChatError for a value of another length or type.
-
-    Each of ``STOP_KEYS``, ``STOP_ALIASES`` and ``STOP_LISTS`` in ``given`` is a list with an entry per completion, or
-    one value for all.
-    """
-    each: dict[str, list[Any]] = {}
-    cut = [False] * count
-    for key in (*STOP_KEYS, *STOP_ALIASES, *STOP_LISTS):
-        value, single = given.get(key), key.removesuffix("s") if key in STOP_LISTS else key
+def read_cuts(given: Mapping[str, Any], count: int, name: str) -> list[str | None]:
+    """Return :func:`read_cut` of each of ``count`` completions, from lists or values for all; raise ChatError."""
+    check_names(given, "")
+    each: list[dict[str, Any]] = [{} for _ in range(count)]
+    for key in (*STOP_KEYS, *STOP_LISTS):
+        value = given.get(key)
         if isinstance(value, list) and len(value) != count:
             raise ChatError(f"field '{key}' must be a list of {count} entries, one for each of '{name}'")
-        values = value if isinstance(value, list) else [value] * count
-        if value is not None:
-            each[single] = values
-        cut = [
-            before or _is_cut(one, single, f"{key}[{place}]" if value is values else key)
-            for place, (before, one) in enumerate(zip(cut, values, strict=True))
+        for one, own in zip(value if isinstance(value, list) else [value] * count, each, strict=True):
+            if one is not None:
+                own[key.removesuffix("s") if key in STOP_LISTS else key] = one
+    return [read_cut(own) for own in each]
+
+
+def check_names(given: Mapping[str, Any], where: str) -> None:
+    """Raise ChatError for another name of ``STOP_KEYS``, also within metadata of a message."""
+    found = [(name, given.get(name)) for name in STOP_NAMES]
+    if where:
+        found += [
+            (f"{outer}.{name}", inner[name])
+            for outer, inner in given.items()
+            if isinstance(inner, dict) and outer not in STOP_KEYS
+            for name in (*STOP_KEYS, *STOP_NAMES)
+            if name in inner and not (outer in ("metadata",) and type(inner[name]) in (int, bool))
         ]
-    reasons = (each.get(key, [None] * count) for key in ("finish_reason", "stop_reason"))
-    return [before or _is_stopped_by_text(*one) for before, one in zip(cut, zip(*reasons, strict=True), strict=True)]
+        if isinstance(given.get("status"), str) and _plain(given["status"]) in CUTS:
+            found.append(("status", given["status"]))
+    for name, value in found:
+        if value is not None and value is not False and value != 0:
+            raise ChatError(
+                f"field '{where}{name}' is not read, though it says how the generation ended; call it 'finish_reason', "
+                'with "length" for a text that was cut and "stop" for one that the model ended'
+                + ("" if where else f", or leave it unread: data.fields={{{name}: null}}")
+            )
 
 
 def with_end(completion: str, end: str, *, ended: bool) -> str:
@@ -97,34 +109,18 @@ def with_end(completion: str, end: str, *, ended: bool) -> str:
     return f"{before}{end}" if ended else before
 
 
-def _is_cut(value: object, key: str, field: str) -> bool:
-    if value is None:
-        return False
-    if key in _FLAGS:
-        if isinstance(value, (bool, int, float)) and value in (0, 1):
-            return bool(value)
-        raise ChatError(f"field '{field}' is {shorten_json(value)}; it must be true or false")
+def _is_limit(value: object, field: str, key: str) -> bool:
+    """Return whether a reason is a limit; raise ChatError for another type."""
     if isinstance(value, dict):
-        if isinstance(value.get("matched"), str):  # SGLang: a text stopped the model
-            return True
-        value = value.get("type", value.get("reason"))
-    if isinstance(value, str):
-        reason = _plain(value)
-        if reason not in _CUTS | _ENDS and key != "stop_reason":
-            _warn_unknown(value, field)
-        return reason in _CUTS
-    if isinstance(value, int) and not isinstance(value, bool):
+        value = value.get("type", value.get("reason", value))
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return False
-    raise ChatError(f'field \'{field}\' is {shorten_json(value)}; it must be text, such as "stop" or "length"')
-
-
-def _is_stopped_by_text(finish: object, stop: object) -> bool:
-    """Return whether a text stopped the model, which vLLM gives as ``stop_reason`` beside ``finish_reason``."""
-    if not isinstance(stop, str) or _plain(stop) in _CUTS | _ENDS:
-        return False
-    if finish != "stop":
-        _warn_unknown(stop, "stop_reason")
-    return finish == "stop"
+    if not isinstance(value, str):
+        raise ChatError(f'field \'{field}\' is {shorten_json(value)}; it must be text, such as "stop" or "length"')
+    reason = _plain(value)
+    if reason not in CUTS | _ENDS and key != "stop_reason":
+        _warn_unknown(value, field)
+    return reason in CUTS
 
 
 def _plain(reason: str) -> str:

@@ -6,9 +6,11 @@ index. Arrow's buffers become NumPy arrays as they are; nothing here walks token
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames, warn_unknown_fields
-from mcore_prefix_tree.data.foreign_names import shown, suggest_fields
+from mcore_prefix_tree.data.fields import OUR_NAMES, FieldNames
 from mcore_prefix_tree.data.formats import FIELDS, FORMATS, JSON_FIELDS, KNOWN, PROMPT_ALONE
 from mcore_prefix_tree.data.jsonl import Unchanged
+from mcore_prefix_tree.data.keys import is_known_in_chats, shown, suggest_fields
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.utils.inputs import check_regular, is_utf8
 
@@ -34,6 +36,7 @@ _FILE_MAGIC = b"ARROW1"
 _FAULTS = (OSError, pa.ArrowException)
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
+# By name; None for a column that is not read.
 Columns = Mapping[str, Any]
 
 
@@ -44,15 +47,22 @@ class Row:
     source: str
     columns: Columns
     at: int
+    size: int = 0
 
-    def fields(self, names: FieldNames) -> dict[str, Any]:
-        """Return the fields that are not null, by our names. Lists of numbers are arrays, with NaN for a null.
+    def fields(self, names: FieldNames) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields that are not null, by our names, and other columns' names.
+
+        Lists of numbers are arrays, with NaN for a null.
 
         Nulls within structs are dropped, since a column has every key in every row. JSON with meaningful nulls, for
         example the schema of a tool's parameters, can be a column of text.
         """
-        row = {}
-        for name, mine in names.of_file(self.columns).items():
+        row, known = {}, names.of_file(self.columns, self.source)
+        rest = [name for name in self.columns if name not in known]
+        for name, mine in known.items():
+            if self.columns[name] is None:
+                rest.append(name)
+                continue
             try:
                 scalar = self.columns[name][self.at]
                 value = _without_nulls(scalar.as_py()) if mine in JSON_FIELDS else _value_of(scalar)
@@ -60,7 +70,7 @@ class Row:
                 raise SampleError(f"{self.source}: field '{name}' cannot be read: {error}") from error
             if value is not None:
                 row[mine] = value
-        return row
+        return row, rest
 
     def others(self, read: Collection[str]) -> dict[str, Any]:
         """Return the other columns at this row, Arrow arrays of one value; see :class:`Record`."""
@@ -105,9 +115,10 @@ def read_rows(path: str, names: FieldNames = OUR_NAMES) -> Iterator[Row]:
     try:
         with closing(_open(path, names)) as table:
             for batch in table.batches():
-                columns = _to_columns(batch)
+                columns = table.columns(batch)
+                size = os.path.getsize(path) // max(table.num_rows, 1)
                 for at in range(batch.num_rows):
-                    yield Row(f"{path} row {number}", columns, at)
+                    yield Row(f"{path} row {number}", columns, at, size)
                     number += 1
     except _FAULTS as error:
         raise SampleError(f"{path}: cannot be read from row {number} on: {error}") from error
@@ -191,11 +202,7 @@ class RowIndex:
             )
         if batch is None or batch.num_rows != last - first:
             raise self._file.error()
-        return _to_columns(batch), size
-
-
-def _to_columns(batch: Any) -> Columns:
-    return dict(zip(batch.schema.names, batch.columns, strict=True))
+        return table.columns(batch), size
 
 
 def _open(path: str, names: FieldNames) -> _Parquet | _Arrow:
@@ -210,8 +217,7 @@ def _open(path: str, names: FieldNames) -> _Parquet | _Arrow:
 
 def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     """Return the columns that are read; raises SampleError if there is nothing to make samples of."""
-    known = names.of_file(schema.names)
-    warn_unknown_fields((name for name in schema.names if name not in known), FIELDS, path)
+    known = names.of_file(schema.names, path)
     if not FORMATS.keys() & set(known.values()):
         mapping = suggest_fields(schema.names, FIELDS)
         if "prompt" in known.values() and not mapping:
@@ -226,7 +232,7 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     kinds = {name: kind for name, kind in zip(schema.names, schema.types, strict=True) if name in known}
     ids = {name for name, kind in kinds.items() if isinstance(kind, _LISTS) and types.is_integer(kind.value_type)}
     if not {known[name] for name in ids} & FORMATS.keys():  # columns that only rows of token ids need may be large
-        known = {name: mine for name, mine in known.items() if mine in KNOWN}
+        known = {name: mine for name, mine in known.items() if mine in KNOWN or is_known_in_chats(name)}
     columns = [name for name in schema.names if names.keeps_others or name in known]
     for name in columns:
         if columns.count(name) > 1:
@@ -234,13 +240,29 @@ def _known(path: str, schema: Any, names: FieldNames) -> list[str]:
     return columns
 
 
-class _Parquet:
+class _Table:
+    """A table with the names of all its columns."""
+
+    all_names: list[str]
+
+    def rows_of_chunks(self) -> list[int]:
+        raise NotImplementedError
+
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(self.rows_of_chunks())
+
+    def columns(self, batch: Any) -> Columns:
+        return dict.fromkeys(self.all_names) | dict(zip(batch.schema.names, batch.columns, strict=True))
+
+
+class _Parquet(_Table):
     name, way_out = "a row group", " (row_group_size of the writer)"
 
     def __init__(self, path: str, names: FieldNames) -> None:
         # A buffered stream decodes a column as it goes, rather than from all of its bytes.
         self._file = pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True)
-        self._names = _known(path, self._file.schema_arrow, names)
+        self._names, self.all_names = _known(path, self._file.schema_arrow, names), self._file.schema_arrow.names
         self._widths = [
             _width(leaf) if field.name in self._names else 0
             for field in self._file.schema_arrow
@@ -280,7 +302,7 @@ class _Parquet:
         self._file.close()
 
 
-class _Arrow:
+class _Arrow(_Table):
     """A file, which has an index of its record batches, or a stream, which has none and is one chunk."""
 
     def __init__(self, path: str, names: FieldNames) -> None:
@@ -293,7 +315,7 @@ class _Arrow:
         )
         reader = self._reader()
         self.num_chunks = int(reader.num_record_batches) if self._is_file else 1
-        self._names = _known(path, reader.schema, names)
+        self._names, self.all_names = _known(path, reader.schema, names), reader.schema.names
 
     def _reader(self) -> Any:
         # All columns: with only some of them asked for, Arrow copies.

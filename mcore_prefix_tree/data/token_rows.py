@@ -117,6 +117,8 @@ class _Aligned:
 
     def sets(self, value: Any, name: str) -> list[Any]:
         """Return a list of ids for each token, None for those of the prompt, from such a list or ids and offsets."""
+        if isinstance(value, dict) and set(value) == {"token_ids", "counts"}:
+            value = with_offsets(value, name)
         if isinstance(value, dict) and set(value) == {"token_ids", "offsets"}:
             ids, offsets = _array(value["token_ids"]), _array(value["offsets"])
             if ids.ndim != 1 or offsets.ndim != 1 or offsets.dtype.kind not in "iu":
@@ -133,8 +135,8 @@ class _Aligned:
 
     def routes(self, value: Any, name: str) -> Any:
         """Return the experts of each token, None for those of the prompt; the last of the tokens may have none."""
-        if isinstance(value, dict) and set(value) == KEYS:
-            value = unpack_array(value, name)
+        if isinstance(value, dict):
+            value = unpack_routes(value, name)
         if isinstance(value, (list, np.ndarray)) and len(value) in (self.length - 1, (self.response or 0) - 1):
             value = [*value, None]
         return self.value(value, name)
@@ -142,6 +144,32 @@ class _Aligned:
     def teacher(self, teacher: Mapping[str, Any], kept: slice) -> dict[str, Any]:
         """Return the rows of a teacher for each token that is kept, None for those of the prompt."""
         return {name: self.value(teacher[name], f"teacher.{name}")[kept] for name in _TEACHER_ROWS}
+
+
+def with_offsets(mask: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return kept ids with the offsets that counts, one for each token, add up to."""
+    counts = _array(mask["counts"])
+    if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
+        raise ChatError(f"field '{name}.counts' must be a list of the number of ids for each token")
+    return {"token_ids": mask["token_ids"], "offsets": np.append(0, np.cumsum(counts, dtype=np.int64))}
+
+
+def unpack_routes(value: Mapping[str, Any], name: str) -> Any:
+    """Return the routes of all tokens, from those of the tokens behind ``start`` that an engine computed anew."""
+    given = {key: one for key, one in value.items() if key not in ("start", "ids")}
+    start = value.get("start", 0)
+    if type(start) is not int or start < 0:
+        raise ChatError(f"field '{name}.start' is {shorten_json(start)}; it must count the tokens without a route")
+    if set(given) == KEYS and "ids" not in value:
+        routes: Any = unpack_array(given, name)
+    elif not given and "ids" in value:
+        routes = value["ids"]
+    else:
+        raise ChatError(
+            f"field '{name}' must be lists [tokens, layers, top-k], or an object with "
+            f"{', '.join(map(repr, sorted(KEYS)))}, and 'start' if it lacks the tokens before"
+        )
+    return [None] * start + list(routes) if start else routes
 
 
 def _ids(row: Mapping[str, Any], name: str) -> Any:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.utils.inputs import read_regular
 from mcore_prefix_tree.utils.launchers import is_first_rank
@@ -39,7 +42,7 @@ class TurnEnds:
         special: frozenset[int],
         added: frozenset[int],
         encode: Callable[[Messages], list[int]],
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[Sequence[int] | npt.NDArray[np.int32]], str],
     ) -> None:
         """Read a tokenizer folder's generation config, if any, and render an answer; raise ValueError if malformed.
 
@@ -81,11 +84,11 @@ class TurnEnds:
                 return ending, known[0] if known else added[-1]
         return ending, None
 
-    def stop(self, tokens: list[int], start: int) -> tuple[int, int] | None:
+    def stop(self, tokens: npt.NDArray[np.int32], start: int) -> tuple[int, int] | None:
         """Return the end of a turn's text, from ``start`` to the end of ``tokens``, and its end token's index."""
         text_end = len(tokens) - len(self._ending)
         at = text_end + (self._at or 0)
-        if self._at is None or text_end < start or tokens[text_end:] != self._ending:
+        if self._at is None or text_end < start or tokens[text_end:].tolist() != self._ending:
             # A turn of another kind, for example a call, may end differently; and text may end with the token itself.
             text_end = at = self._tail(tokens, start, frozenset()) - 1
             if at < start or tokens[at] not in (self._stops | self._special if self._is_ended else self._stops):
@@ -94,10 +97,10 @@ class TurnEnds:
             at -= 1
         return min(text_end, at), at
 
-    def text_end(self, tokens: list[int], start: int) -> int:
+    def text_end(self, tokens: npt.NDArray[np.int32], start: int) -> int:
         """Return where the text of a turn ends that no token ends: ahead of what the template writes behind answers."""
         end = len(tokens) - len(self._ending)
-        return end if end >= start and tokens[end:] == self._ending else len(tokens)
+        return end if end >= start and tokens[end:].tolist() == self._ending else len(tokens)
 
     def opener(self, role: str, following: Sequence[int]) -> int | None:
         """Return the token that opens the message after a turn, given known ``following`` tokens; None without one."""
@@ -118,7 +121,7 @@ class TurnEnds:
             )
         self._has_warned = True
 
-    def _tail(self, tokens: Sequence[int], start: int, controls: Collection[int]) -> int:
+    def _tail(self, tokens: Sequence[int] | npt.NDArray[np.int32], start: int, controls: Collection[int]) -> int:
         """Return the index of the first of the control tokens and the whitespace that end a turn."""
         at = len(tokens)
         while at > start and (tokens[at - 1] in controls or not self._decode(tokens[at - 1 : at]).strip()):

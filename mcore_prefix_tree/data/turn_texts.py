@@ -12,8 +12,8 @@ from typing import Any
 from mcore_prefix_tree.data.chat import ChatMessage, Tool
 from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.json_fields import ChatError
+from mcore_prefix_tree.data.messages import THINKING, check_said
 from mcore_prefix_tree.data.turn_ends import CALLING, QUESTION
-from mcore_prefix_tree.data.turns import THINKING, check_said
 
 # An empty block of thinking, for example <think></think> or [THINK][/THINK], with whitespace in and around it.
 _EMPTY_THINKING = re.compile(
@@ -29,8 +29,12 @@ _LONGEST_TAG = 64
 # A message as templates read it, and a template's function from messages and switches to text.
 Turn = dict[str, Any]
 Render = Callable[..., str]
-# A text that a rendering can be searched for.
+# A text that a rendering can be searched for; and characters that mark the end of a message's text, one for each.
 _PROBE = "7q1Zx"
+_FIRST_MARK = 0xF0000
+_MARKS = re.compile("([\U000f0000-\U000ffffd])")
+# So many turns are rendered with their whole history.
+_FEW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +56,69 @@ class TurnTexts:
         # Roles that the templates write, and parts of a turn, by the parts that it has.
         self._roles_written: dict[str, bool] = {}
         self._parts_written: dict[tuple[str, tuple[frozenset[str], bool]], bool] = {}
+        # What prompts without thinking have more than others, by the last role and the block of thinking in the answer.
+        self._inserted: dict[tuple[str, str], str] = {}
 
     def of(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[TurnText]:
-        """Return the texts of every assistant turn; raises ChatError if the template does not write all of it."""
+        """Return the texts of every assistant turn; raises ChatError if the template does not write all of it.
+
+        A turn's text depends on the messages before it, so rendering each turn costs the square of their number.
+        Templates are local, though: they write a message by itself, its neighbours and the last question. So the turns
+        are taken from renderings of a few messages each, behind text of one rendering of all. The last turn, and one in
+        the middle, are compared with their own renderings; if they differ, each turn is rendered with its history.
+        """
         render = partial(self._templates.render, tools=[tool.definition for tool in tools] or None)
         converted = [self._convert(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        texts = []
-        for index, message in enumerate(messages):
-            if message.role == "assistant":
-                history, turn = converted[:index], converted[index]
-                prompt = render(history, add_generation_prompt=True) if history else self._opening(render)
-                answered = render([*history, turn])
-                self._check_written(message, f"messages[{index}]", answered, history, turn, render)
-                is_continued = answered.startswith(prompt)
-                adapt = _with_empty_thinking if is_continued else _with_or_without_thinking
-                prompt = adapt(prompt, answered, message, history, turn, render)
-                texts.append(TurnText(index=index, prompt=prompt, answered=answered))
-        return texts
+        turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+
+        def alone(index: int) -> TurnText:
+            return self._turn(messages[index], index, converted[:index], converted[index], render)
+
+        if len(turns) > _FEW:
+            texts = self._spliced(messages, converted, turns, render)
+            if texts is not None and texts[len(turns) // 2] == alone(turns[len(turns) // 2]):
+                return texts
+        return [alone(index) for index in turns]
+
+    def _turn(self, message: ChatMessage, index: int, history: list[Turn], turn: Turn, render: Render) -> TurnText:
+        prompt = render(history, add_generation_prompt=True) if history else self._opening(render)
+        answered = render([*history, turn])
+        self._check_written(message, f"messages[{index}]", answered, history, turn, render)
+        adapt = self._with_empty_thinking if answered.startswith(prompt) else _with_or_without_thinking
+        return TurnText(index=index, prompt=adapt(prompt, answered, message, history, turn, render), answered=answered)
+
+    def _spliced(
+        self, messages: Sequence[ChatMessage], converted: list[Turn], turns: list[int], render: Render
+    ) -> list[TurnText] | None:
+        """Return the texts of the turns from renderings of a few messages; None if the template's text is not local."""
+        last = turns[-1]
+        roles = [message.role for message in messages]
+        marked = [one if one["role"] == "assistant" else _marked(one, at) for at, one in enumerate(converted[:last])]
+        whole = render(converted[: last + 1])
+        found, places = _unmarked(render([*marked, converted[last]]))
+        if found != whole or _MARKS.search(whole):
+            return None
+        texts: list[TurnText] = []
+        before, asked = "", -1  # the text up to the end of the last message before a turn that is not the assistant's
+        for index in turns:
+            known, asked = asked, next((at for at in range(index - 1, -1, -1) if roles[at] != "assistant"), -1)
+            near = _near(roles, known, index)
+            text = self._turn(messages[index], index, [marked[at] for at in near], converted[index], render)
+            (prompt, given), (answered, written) = _unmarked(text.prompt), _unmarked(text.answered)
+            end = given.get(asked, -1)
+            if written.get(asked, -1) != end or answered[: max(end, 0)] != prompt[: max(end, 0)]:
+                return None
+            if len(near) == index:
+                before = prompt[: max(end, 0)]
+            elif known not in given or end < given[known] or known not in places:
+                return None
+            else:  # a new question may change the text before it, as if it were all history
+                is_new = "user" in roles[known + 1 : asked + 1]
+                before = (whole[: places[known]] if is_new else before) + prompt[given[known] : end]
+            texts.append(
+                TurnText(index=index, prompt=before + prompt[max(end, 0) :], answered=before + answered[max(end, 0) :])
+            )
+        return texts if texts[-1].answered == whole else None
 
     def _opening(self, render: Render) -> str:
         """Return the prompt of a conversation that the assistant begins."""
@@ -121,6 +171,30 @@ class TurnTexts:
                     "so that the model would not be trained on it; use a template that writes it, or remove it from "
                     "the data"
                 )
+
+    def _with_empty_thinking(
+        self, prompt: str, answered: str, message: ChatMessage, history: list[Turn], turn: Turn, render: Render
+    ) -> str:
+        """Return a turn's prompt with the empty block of thinking, if any, that the template gives the model."""
+        block = _EMPTY_THINKING.match(answered, len(_unopened(prompt)))
+        if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
+            return prompt
+        key = history[-1]["role"] if history else "", block[0]
+        if key not in self._inserted:
+            opens, opens_without = (
+                render(history, add_generation_prompt=True, **off)[len(render(history, **off)) :]
+                for off in ({}, dict.fromkeys(_THINKING_SWITCHES, False))
+            )
+            self._inserted[key] = opens_without[len(opens) :] if opens_without.startswith(opens) else ""
+        inserted = self._inserted[key]
+        if inserted.strip() and answered.startswith(prompt + inserted):
+            return prompt + inserted
+        # The block's last whitespace may be the text's own.
+        other = render([*history, turn | {"content": f"b{message.content}"}])
+        end = len(prompt)
+        while end < block.end() and answered[end] == other[end]:
+            end += 1
+        return answered[:end]
 
     def _convert(self, message: ChatMessage, field: str) -> dict[str, Any]:
         """Return a message as the chat template reads it."""
@@ -181,6 +255,42 @@ class TurnTexts:
         return self._roles_written[role]
 
 
+def _marked(turn: Turn, at: int) -> Turn:
+    """Return a message with a mark behind its text, ahead of whitespace that a template may trim."""
+    content = turn["content"]
+    end = len(content.rstrip())
+    return turn | {"content": f"{content[:end]}{chr(_FIRST_MARK + at)}{content[end:]}"}
+
+
+def _unmarked(text: str) -> tuple[str, dict[int, int]]:
+    """Return a text without marks, and the place of the last mark of each message."""
+    parts, places, length = _MARKS.split(text), {}, 0
+    for part, mark in zip(parts[::2], [*parts[1::2], ""], strict=True):
+        length += len(part)
+        if mark:
+            places[ord(mark) - _FIRST_MARK] = length
+    return "".join(parts[::2]), places
+
+
+def _near(roles: Sequence[str], asked: int, index: int) -> list[int]:
+    """Return the messages before a turn that its text depends on: system, last question, and all since ``asked``.
+
+    ``asked`` is the last message before the turn before that is not the assistant's. A tool's answer comes with the
+    calls before it.
+    """
+    head = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    start = asked
+    while start > head and roles[start] not in ("user", "assistant"):
+        start -= 1
+    while start > head and roles[start] == roles[start - 1] == "assistant":
+        start -= 1
+    question = next((at for at in range(start, -1, -1) if roles[at] == "user"), -1)
+    if start < head or question < head:
+        return list(range(index))
+    near = [*range(head), *([] if question == start else [question]), *range(start, index)]
+    return near if len(near) < index else list(range(index))
+
+
 def _with_or_without_thinking(
     prompt: str, answered: str, message: ChatMessage, history: list[Turn], turn: Turn, render: Render
 ) -> str:
@@ -191,28 +301,6 @@ def _with_or_without_thinking(
     return next((other for other in others if answered.startswith(other)), prompt)
 
 
-def _with_empty_thinking(
-    prompt: str, answered: str, message: ChatMessage, history: list[Turn], turn: Turn, render: Render
-) -> str:
-    """Return a turn's prompt with the empty block of thinking, if any, that the template gives the model."""
-    block = _EMPTY_THINKING.match(answered, len(_unopened(prompt)))
-    if block is None or message.thinking or _EMPTY_THINKING.match(message.content):
-        return prompt
-    opens, opens_without = (
-        render(history, add_generation_prompt=True, **off)[len(render(history, **off)) :]
-        for off in ({}, dict.fromkeys(_THINKING_SWITCHES, False))
-    )
-    inserted = opens_without.removeprefix(opens)
-    if inserted != opens_without and inserted.strip() and answered.startswith(prompt + inserted):
-        return prompt + inserted
-    # The block's last whitespace may be the text's own.
-    other = render([*history, turn | {"content": f"b{message.content}"}])
-    end = len(prompt)
-    while end < block.end() and answered[end] == other[end]:
-        end += 1
-    return answered[:end]
-
-
 def _unopened(prompt: str) -> str:
     """Return a prompt without the tag of thinking that it may end with."""
     opened = _OPENED_THINKING.search(prompt[-_LONGEST_TAG:])
@@ -220,9 +308,8 @@ def _unopened(prompt: str) -> str:
 
 
 def _arguments(text: str) -> Any:
-    """Return arguments as the object that templates write with ``tojson``; text that is no object stays text."""
+    """Return arguments as the value that templates write with ``tojson``."""
     try:
-        parsed = json.loads(text)
+        return json.loads(text)
     except ValueError:
         return text
-    return parsed if isinstance(parsed, dict) else text

@@ -52,7 +52,7 @@ def make_source(
             vocab_size=_vocab_size(recipe.model, None if tokenizer is None else tokenizer.vocab_size),
             limits=all_limits,
             renderings=() if objective is None else objective.renderings,
-            names=names or FieldNames(given=data.fields),
+            names=names or FieldNames(given=data.fields, format=data.format),
         )
     return Source(
         paths=[data.path] if isinstance(data.path, str) else data.path,

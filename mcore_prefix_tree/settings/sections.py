@@ -30,7 +30,7 @@ from mcore_prefix_tree.settings.section import (
     local,
 )
 from mcore_prefix_tree.trie import Sharing
-from mcore_prefix_tree.utils.choices import OnError, Order, OverBudget, Share
+from mcore_prefix_tree.utils.choices import DataFormat, OnError, Order, OverBudget, Share
 from mcore_prefix_tree.utils.errors import naming
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class DataConfig(Section):
     Attributes:
         path: a JSONL, Parquet (``.parquet``) or Arrow file (``.arrow``, ``.feather``), a glob, a saved Hugging Face
             data set, ``hf://`` name, ``-`` for JSONL on standard input, or a list of these.
+        format: trainer or engine whose names of fields the files have; ``fields`` wins over it.
         fields: the files' names of our fields, for example ``{group: task_id}``; null leaves a field of ours unread.
         tokenizer: a tokenizer that mistral-common carries, or the path of a Hugging Face tokenizer folder; for chat
             messages. None if all records have ``tokens``.
@@ -65,6 +66,7 @@ class DataConfig(Section):
     """
 
     path: Annotated[str | list[str], DataPath]
+    format: DataFormat | None = None
     fields: Fields = field(default_factory=dict)
     tokenizer: Annotated[str | None, LocalPath] = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -6,6 +6,8 @@ from typing import Literal
 
 # Handling of a sample that cannot be used.
 OnError = Literal["raise", "skip"]
+# Trainers and engines whose names of fields data may have.
+DataFormat = Literal["trl", "verl", "slime", "vllm"]
 # In which order steps take samples.
 Order = Literal["shuffled", "folded", "file"]
 # Which common prefixes samples share.

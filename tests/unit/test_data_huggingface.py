@@ -142,8 +142,8 @@ def test_scored_tokens_decode_to_the_assistants_text(tmp_path):
 
 
 @needs_transformers
-@pytest.mark.parametrize("arguments", ['{"id": 7', "[7]"], ids=["malformed", "no object"])
-def test_arguments_that_are_no_object_stay_the_text_the_model_wrote(tmp_path, arguments):
+@pytest.mark.parametrize("arguments", ["[7]", "7.5", "[]"])
+def test_arguments_that_are_no_object_are_written_as_json(tmp_path, arguments):
     folder = make_folder(tmp_path / "tokenizer", CHATML)
     rows = [
         {"role": "user", "content": "go"},
@@ -153,7 +153,7 @@ def test_arguments_that_are_no_object_stay_the_text_the_model_wrote(tmp_path, ar
     ]
     first, _ = load_tokenizer(folder).encode_turns(parse_messages(rows))
     written = official(folder).decode(first.tokens[first.start :])
-    assert written == f"<tool_call>find {json.dumps(arguments)}</tool_call><|im_end|>"
+    assert written == f"<tool_call>find {arguments}</tool_call><|im_end|>"
 
 
 @needs_transformers

@@ -343,7 +343,7 @@ MARKED = {
         [user("two"), said("four", loss=0), user("more"), said("five")],
         ["{asked} four</s>", "{asked} four</s>[INST] more[/INST][[ five</s>]]"],
     ),
-    "cut": ([user("two"), said("four", truncated=True)], ["{asked}[[ four]]</s>"]),
+    "cut": ([user("two"), said("four", finish_reason="length")], ["{asked}[[ four]]</s>"]),
     "empty": ([user("two"), said("")], ["{asked}[[</s>]]"]),
     "empty in the history": (
         [user("two"), said(""), user("more"), said("five", weight=1)],

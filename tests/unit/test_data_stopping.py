@@ -1,41 +1,17 @@
-"""How records name that a generation was cut: the spellings of engines and services."""
+"""How records say that a generation was cut, in the spellings of engines and services."""
 
 from __future__ import annotations
 
 import pytest
 
 from mcore_prefix_tree.data.chat import ChatError
-from mcore_prefix_tree.data.stopping import was_cut, were_cut
+from mcore_prefix_tree.data.stopping import STOP_NAMES, read_cut, read_cuts
 
-CUT = (
-    {"finish_reason": "length"},
-    {"finish_reason": "LENGTH"},
-    {"stop_reason": "max_tokens"},
-    {"stop_reason": "length"},
-    {"finish_reason": "MAX_TOKENS"},
-    {"finish_reason": "FinishReason.MAX_TOKENS"},
-    {"finish_reason": "FINISH_REASON_LENGTH"},
-    {"finish_reason": {"type": "length", "length": 16}},
-    {"finish_reason": "abort"},
-    {"finish_reason": "max-tokens"},
-    {"finish_reason": "MaxTokens"},
-    {"finish_reason": "max tokens"},
-    {"finish_reason": "STOP_REASON_MAX_TOKENS"},
-    {"finish_reason": "context_length_exceeded"},
-    {"finish_reason": "stop_sequence"},
-    {"finish_reason": "stop", "stop_reason": "</answer>"},
-    {"finish_reason": {"type": "stop", "matched": "</answer>"}},
-    {"finishReason": "MAX_TOKENS"},
-    {"stopReason": "max_tokens"},
-    {"done_reason": "length"},
-    {"stop_type": "limit"},
-    {"finish_details": {"type": "max_tokens"}},
-    {"incomplete_details": {"reason": "max_output_tokens"}},
-    {"is_truncated": True},
-    {"truncated": True},
-    {"truncated": 1},
-    {"finish_reason": "stop", "truncated": 1.0},
-)
+LIMITS = (
+    "length", "LENGTH", "MAX_TOKENS", "FinishReason.MAX_TOKENS", "FINISH_REASON_LENGTH", "abort", "max-tokens",
+    "MaxTokens", "max tokens", "STOP_REASON_MAX_TOKENS", "context_length_exceeded", "stop_sequence",
+    {"type": "length", "length": 16},
+)  # fmt: skip
 ENDED = (
     {},
     {"finish_reason": "stop"},
@@ -44,64 +20,67 @@ ENDED = (
     {"stop_reason": "end_turn"},
     {"finish_reason": "max_turns"},
     {"finish_reason": "stop", "stop_reason": "end_turn"},
-    {"finishReason": "STOP"},
-    {"stop_type": "eos"},
-    {"incomplete_details": None, "is_truncated": 0},
     {"finish_reason": "stop", "stop_reason": 151645},
     {"finish_reason": {"type": "stop", "matched": 151645}},
-    {"finish_reason": None, "stop_reason": None, "truncated": None},
-    {"truncated": False},
-    {"truncated": 0},
+    {"finish_reason": None, "stop_reason": None, "truncated": None, "is_truncated": 0},
 )
 
 
-@pytest.mark.parametrize("given", CUT)
-def test_cut(given):
-    assert was_cut(given)
-    assert were_cut(given, 3, "completions") == [True] * 3
+@pytest.mark.parametrize("reason", LIMITS, ids=str)
+def test_limit_cuts(reason):
+    for key in ("finish_reason", "stop_reason"):
+        assert read_cut({key: reason}) == ""
+        assert read_cuts({key: reason}, 3, "completions") == [""] * 3
 
 
 @pytest.mark.parametrize("given", ENDED)
 def test_ended(given):
-    assert not was_cut(given)
-    assert were_cut(given, 3, "completions") == [False] * 3
+    assert read_cut(given) is None
+    assert read_cuts(given, 3, "completions") == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"finish_reason": True}, "field 'finish_reason' is true; it must be text"),
-        ({"finish_reason": ["length"]}, "field 'finish_reason' is [\"length\"]; it must be text"),
-        ({"finish_reason": {"kind": "length"}}, "field 'finish_reason' is "),
-        ({"stop_reason": 1.5}, "field 'stop_reason' is 1.5; it must be text"),
-        ({"truncated": "yes"}, "field 'truncated' is \"yes\"; it must be true or false"),
-        ({"truncated": 7}, "field 'truncated' is 7; it must be true or false"),
-        ({"truncated": True, "finish_reason": 0.5}, "field 'finish_reason' is 0.5"),
-    ],
-)
-def test_values_of_other_types(given, says):
-    with pytest.raises(ChatError) as raised:
-        was_cut(given)
-    assert says in str(raised.value)
-    with pytest.raises(ChatError, match=r"^field 'messages\[2\]\."):
-        was_cut(given, "messages[2].")
+def test_text_that_stopped_the_model_is_returned():
+    for text in ("</answer>", "<|im_end|>"):
+        assert read_cut({"finish_reason": "stop", "stop_reason": text}) == text
+        assert read_cut({"finish_reason": {"type": "stop", "matched": text}}) == text
+        assert read_cut({"finish_reason": "stop", "stop_reason": text}, of_harness=True) == text
+    assert read_cut({"finish_reason": "stop", "stop_reason": "task_done"}) == "task_done"
+    assert read_cut({"finish_reason": "stop", "stop_reason": "task_done"}, of_harness=True) is None
+
+
+@pytest.mark.parametrize("name", STOP_NAMES)
+def test_other_names_are_refused(name):
+    with pytest.raises(ChatError, match=f"field '{name}' is not read.*call it 'finish_reason'.*{name}: null"):
+        read_cut({name: "length"})
+    with pytest.raises(ChatError, match=rf"field 'messages\[2\].{name}' is not read"):
+        read_cut({name: True}, "messages[2].")
+    with pytest.raises(ChatError, match=f"field '{name}' is not read"):
+        read_cuts({name: [True]}, 1, "responses")
+
+
+@pytest.mark.parametrize("given", [{"meta_info": {"finish_reason": {"type": "length"}}}, {"status": "truncated"}])
+def test_metadata_of_a_message_is_refused(given):
+    with pytest.raises(ChatError, match="is not read, though it says how the generation ended"):
+        read_cut(given, "messages[1].")
+    assert read_cut({"status": "completed", "metadata": {"finish_reason": 3}}, "messages[1].") is None
+
+
+@pytest.mark.parametrize("value", [True, ["length"], 1.5, {"kind": ["length"]}], ids=str)
+@pytest.mark.parametrize("key", ["finish_reason", "stop_reason"])
+def test_values_of_other_types(key, value):
+    for where in ("", "messages[2]."):
+        if not isinstance(value, dict):
+            with pytest.raises(ChatError) as raised:
+                read_cut({key: value}, where)
+            assert f"field '{where}{key}' is " in str(raised.value)
+            assert "it must be text" in str(raised.value)
 
 
 def test_each_completion_has_its_entry():
-    assert were_cut({"finish_reasons": ["stop", "length", None]}, 3, "responses") == [False, True, False]
-    both = {"truncated": [True, False, False], "stop_reasons": ["end_turn", "end_turn", "max_tokens"]}
-    assert were_cut(both, 3, "responses") == [True, False, True]
-    assert were_cut({"finish_reason": ["length", "stop"]}, 2, "responses") == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"finish_reasons": ["stop"]}, "field 'finish_reasons' must be a list of 2 entries, one for each of 'resp"),
-        ({"finish_reasons": ["stop", True]}, r"field 'finish_reasons\[1\]' is true"),
-        ({"truncated": [0, 2]}, r"field 'truncated\[1\]' is 2; it must be true or false"),
-    ],
-)
-def test_lists_that_do_not_fit(given, says):
-    with pytest.raises(ChatError, match=says):
-        were_cut(given, 2, "responses")
+    assert read_cuts({"finish_reasons": ["stop", "length", None]}, 3, "responses") == [None, "", None]
+    assert read_cuts({"finish_reason": ["length", "stop"]}, 2, "responses") == ["", None]
+    assert read_cuts({"finish_reason": "stop", "stop_reasons": ["</a>", None]}, 2, "responses") == ["</a>", None]
+    with pytest.raises(ChatError, match="field 'finish_reasons' must be a list of 2 entries, one for each of 'resp"):
+        read_cuts({"finish_reasons": ["stop"]}, 2, "responses")
+    with pytest.raises(ChatError, match="field 'finish_reason' is true"):
+        read_cuts({"finish_reasons": ["stop", True]}, 2, "responses")

@@ -180,7 +180,7 @@ def test_numbers_are_arrays_of_arrows_own(tmp_path, form):
     """No list of Python numbers is made on the way, and nothing is copied before the sample's own arrays."""
     row = {"tokens": [1, 2, 3], "loss_mask": [True, False, True], "old_logprobs": [0.5, None, 1.0]}
     row["teacher"] = SIGNALS["teacher"]
-    (fields,) = [row.fields(OUR_NAMES) for row in read_rows(write_table(tmp_path, [row], form))]
+    ((fields, _),) = [row.fields(OUR_NAMES) for row in read_rows(write_table(tmp_path, [row], form))]
     teacher = fields.pop("teacher")
     assert {type(value) for value in [*fields.values(), *teacher.values()]} == {np.ndarray}
     assert fields["loss_mask"].tolist() == row["loss_mask"]

@@ -99,7 +99,7 @@ def test_one_opening_and_one_end(tmp_path, tokenizers, kind, table):
         {"prompt": f"{rendered}q:", "completion": f"xy{EOS}"},
         {"prompt": "q:", "completion": ""},
         {"prompt": "q:", "completion": "xy", "finish_reason": "length"},
-        {"prompt": f"{rendered}q:", "completion": f"xy{EOS}", "truncated": True},
+        {"prompt": f"{rendered}q:", "completion": f"xy{EOS}", "finish_reason": "length"},
         {"prompt": "q:", "completion": "", "finish_reason": "length"},
         {"prompt": "q:", "completion": "xy", "finish_reason": "stop"},
     ]
@@ -147,9 +147,9 @@ def test_many_completions_have_their_reasons(tmp_path, tokenizers):
             found = [split(sample)[1] for sample in read(tmp_path, tokenizer, row, table=form)]
             assert found == [ids(wrapped, "xy", EOS), ids(wrapped, "xy"), ids(wrapped, EOS)]
     with pytest.raises(
-        SampleError, match=r"field 'truncated' must be a list of 2 entries, one for each of 'responses'"
+        SampleError, match=r"field 'finish_reason' must be a list of 2 entries, one for each of 'responses'"
     ):
-        read(tmp_path, tokenizer, {"prompt": "q:", "responses": ["a", "b"], "truncated": [True]})
+        read(tmp_path, tokenizer, {"prompt": "q:", "responses": ["a", "b"], "finish_reason": ["length"]})
     with pytest.raises(SampleError, match=r"rows.jsonl:1: field 'finish_reason' is true; it must be text"):
         read(tmp_path, tokenizer, {"prompt": "q:", "completion": "a", "finish_reason": True})
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_prefix_tree.data import FieldNames, LineOptions, StreamedGroups, read_samples
-from mcore_prefix_tree.data.foreign_names import guess_field
+from mcore_prefix_tree.data.keys import meaning
 from mcore_prefix_tree.sample import SampleError
 
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns", "advantage")
@@ -344,11 +344,12 @@ def test_names_of_other_formats_are_ignored(tmp_path):
         ("old_log_probs", "old_logprobs"), ("ref_per_token_logps", "ref_logprobs"), ("logprobs", "rollout_logprobs"),
         ("reference_policy_logprobs", "ref_logprobs"), ("sampling_per_token_logps", "rollout_logprobs"),
         ("assistant_mask", "loss_mask"), ("label_ids", "labels"), ("labels_shifted", "labels"), ("labeler", None),
+        ("OldLogProbs", "old_logprobs"), ("train-mask", "loss_mask"),
         ("blog_post", None), ("special_tokens_mask", None), ("id", None), ("log_problem", None),
     ],
 )  # fmt: skip
 def test_meanings_of_field_names(name, meant):
-    assert guess_field(name) == meant
+    assert meaning(name, of_tokens=True) == meant
 
 
 @st.composite

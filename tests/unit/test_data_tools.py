@@ -232,22 +232,21 @@ def test_no_record_that_can_just_be_read_is_too_deep_for_its_error(record, tmp_p
         assert len(read_samples(path, tokenizer=CharacterTokenizer(), on_error="skip")) == 1
 
 
-TEXT = [
-    "\x1b[1m" * 99,
-    "Found: " + "[" * 99,
-    "[1] " + "{" * 99,
-    '{"a": "' + "[" * 99 + '"}',
-    '["' + "[" * 99,
-    "[]" * 99,
-]
+@pytest.mark.parametrize("text", ["{x: 1", "Found: " + "[" * 99, '"text"', "[]" * 99])
+def test_arguments_that_are_no_json_are_refused(text):
+    with pytest.raises(ChatError, match=r"tool_calls\[0\].arguments' is .* no JSON object.*; give token ids"):
+        parse_messages(called(text))
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("text", TEXT, ids=range(len(TEXT)))
-def test_brackets_that_are_no_json_are_text(text, name, folder):
-    tokenizer = tokenizer_of(folder if name == "folder" else name)
-    rows = [*called(text), {"role": "tool", "content": text}, {"role": "assistant", "content": "ok"}]
-    assert len(tokenizer.encode_turns(parse_messages(rows))) == 2
+def test_nulls_that_the_tools_schema_lacks_are_dropped():
+    properties = {"x": {"type": "integer"}, "at": {"type": "object", "properties": {"n": {}}}, "text": None}
+    tools = parse_tools([{"name": "f", "parameters": {"type": "object", "properties": properties}}])
+    assert "text" not in tools[0].function["parameters"]["properties"]
+    for tools_given, right in ((tools, {"x": None, "at": {"n": None}}), ([], None)):
+        given = {"x": None, "text": None, "y": None, "at": {"n": None, "m": None}}
+        calls = [{"name": "f", "arguments": given}]
+        (message,) = parse_messages([{"role": "assistant", "tool_calls": calls}], tools=tools_given)
+        assert json.loads(message.tool_calls[0].arguments) == (given if right is None else right)
 
 
 @pytest.mark.parametrize("name", MISTRAL)

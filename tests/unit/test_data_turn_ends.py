@@ -50,7 +50,7 @@ def test_an_answer_that_two_tokens_end_is_scored_to_the_last(tmp_path, eos):
 
 
 def test_cut_answer_has_no_scored_end(tmp_path):
-    assert scored(tmp_path, "b", TWO_ENDS, truncated=True) == "<|u|>a<|e|><|a|>[[b]]<|r|><|e|>"
+    assert scored(tmp_path, "b", TWO_ENDS, finish_reason="length") == "<|u|>a<|e|><|a|>[[b]]<|r|><|e|>"
 
 
 def test_a_token_that_ends_the_conversation_is_not_the_turns(tmp_path):
@@ -132,7 +132,7 @@ def test_a_template_that_ends_no_turn_is_warned_of_once(tmp_path, caplog):
 
 def test_what_a_template_writes_behind_a_cut_turn_is_not_the_models(tmp_path):
     template = template_of("{{ 'Answer: ' + m.content + '\n\n' }}", opens("Answer: "))
-    text = scored(tmp_path, "b", template.replace("<|u|>", "Question: ").replace("<|e|>", "\n"), truncated=True)
+    text = scored(tmp_path, "b", template.replace("<|u|>", "Question: ").replace("<|e|>", "\n"), finish_reason="length")
     assert text.endswith("[[b]]\n\n")
 
 

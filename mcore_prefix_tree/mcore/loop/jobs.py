@@ -48,16 +48,21 @@ class VerificationError(RuntimeError):
     """Folded and unfolded runs differ by more than the tolerance."""
 
 
-def run_once(recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False) -> tuple[T, bool]:
+def run_once(
+    recipe: Recipe, work: Callable[[Resolved], T], *, is_trained: bool = False, reporter: Reporter | None = None
+) -> tuple[T, bool]:
     """Join a recipe's job; return ``work``'s result on what it resolves to, and whether this is the main rank.
 
-    ``is_trained`` says that ``work`` runs the optimizer.
+    ``is_trained`` says that ``work`` runs the optimizer; ``reporter`` shows the reading of data on the main rank.
     """
     objective = make_bound_objective(recipe)
     if is_trained:
         _check_optimizer(recipe.optimizer, recipe.model, recipe.checkpoint)
     with session(recipe) as joined:
-        return work(resolve(joined, objective, read_data(joined, objective))), is_main_rank()
+        data = read_data(joined, objective, progress=reporter.reading if reporter and is_main_rank() else None)
+        if reporter and is_main_rank() and data.skipped.not_read:
+            reporter.message(data.skipped.not_read)
+        return work(resolve(joined, objective, data)), is_main_rank()
 
 
 def verify_first(run: Resolved, *, progress: Progress | None = None) -> VerifyReport:
@@ -100,8 +105,8 @@ def run_train(recipe: Recipe, reporter: Reporter, *, resume: bool = False, new_d
             on_main_rank(partial(check_not_overwritten, recipe.checkpoint.save, saved))
         progress = reporter.reading if is_main_rank() else None
         data = read_data(joined, objective, checked=True, progress=progress)
-        if data.skipped:
-            say(str(data.skipped))
+        for told in filter(None, (str(data.skipped), data.skipped.not_read)):
+            say(told)
         held_out = _read_held_out(recipe.validation, objective, data, say)
         _report_order(data, say)
         if recipe.checkpoint.save is not None:
@@ -169,8 +174,8 @@ def _read_held_out(
     groups, skipped = data.source.held_out(
         paths, objective.grouped_by, partial(check_samples, objective), setting="validation.path"
     )
-    if skipped:
-        say(f"of validation.path: {skipped}")
+    for told in filter(None, (str(skipped), skipped.not_read)):
+        say(f"of validation.path: {told}")
     return groups
 
 

@@ -74,7 +74,7 @@ def read_data(
         RecipeError: the vocabulary is too small, or there are fewer samples than a step of complete groups takes.
     """
     recipe = session.recipe
-    names = FieldNames(given=recipe.data.fields, keeps_others=keeps_others)
+    names = FieldNames(given=recipe.data.fields, format=recipe.data.format, keeps_others=keeps_others)
     if whole_samples is None:
         whole_samples = objective is None or not cuts_samples(session, objective)
     source = make_source(

@@ -101,7 +101,7 @@ def run_score(recipe: Recipe, options: ScoreConfig) -> tuple[ScoreReport, bool]:
             report,
             per_step=recipe.batch.per_step,
             folding=replace(run.job.folding, over_budget=over_budget),
-            names=FieldNames(given=recipe.data.fields),
+            names=FieldNames(given=recipe.data.fields, format=recipe.data.format),
             options=options,
         )
         return report, is_main_rank()
@@ -217,7 +217,7 @@ def run_export_teacher(recipe: Recipe, output: str | Path, *, top_k: int) -> tup
             deterministic_attention=own.deterministic_attention,
         )
         readout = ExportedRows(top=TopLogprobs(k=top_k, vocab_size=tokens))
-        names = FieldNames(given=recipe.data.fields)
+        names = FieldNames(given=recipe.data.fields, format=recipe.data.format)
         report = ScoreReport(
             iteration=str(teacher.checkpoint.save or teacher.model.hf),
             reference_iteration=None,

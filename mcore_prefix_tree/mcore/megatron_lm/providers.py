@@ -87,8 +87,8 @@ def read_order(
     source = make_source_from_args(args, paths, order, objective, names=names, whole_samples=is_whole)
     with spelled({"data.path": "validation.path"} if validates else {}):
         samples, skipped = source.read(check=check, progress=ReadingProgress())
-    if skipped:
-        print_rank_0(f"> {spell(str(skipped), SPELLINGS)}")
+    for told in filter(None, (str(skipped), skipped.not_read)):
+        print_rank_0(f"> {spell(told, SPELLINGS)}")
     return samples
 
 
