@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.data.fingerprint import ALONE, Ranks
 from mcore_prefix_tree.data.stream import StreamedGroups
 from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.signals import GroupedBy
-from mcore_prefix_tree.utils.launchers import is_first_rank
 
 
 def whole_groups(
@@ -169,52 +163,3 @@ def _named(samples: Sequence[Sample], by: GroupedBy) -> str:
     key = getattr(samples[0].signals, by)
     name = samples[0].source if key is None else repr(key)
     return f"{by} {name} has {len(samples)} sample{'' if len(samples) == 1 else 's'}"
-
-
-logger = logging.getLogger(__name__)
-
-_PLACE = re.compile(r"(?::| row )(\d+)( .*)?$")
-
-
-@dataclass(kw_only=True)
-class EqualPairs:
-    """Finds equal pairs while their samples are checked by ``ranks`` ranks; ``found`` has their places in order."""
-
-    ranks: Ranks = ALONE
-    found: dict[str, None] = field(default_factory=dict)
-
-    def noting(self, check: Callable[[Sequence[Sample]], None] | None) -> Callable[[Sequence[Sample]], None]:
-        """Return ``check``, which also notes the pairs among the samples that it is called with."""
-
-        def noted(samples: Sequence[Sample]) -> None:
-            self._note(samples)
-            if check is not None:
-                check(samples)
-
-        return noted
-
-    def _note(self, samples: Sequence[Sample]) -> None:
-        first: dict[Hashable, Sample] = {}
-        for sample in samples:
-            other = first.setdefault(sample.signals.pair, sample)
-            pairs = ((sample.tokens, other.tokens), (sample.loss_mask, other.loss_mask))
-            if other is not sample and all(np.array_equal(*pair) for pair in pairs):
-                self.found[other.source] = None
-
-    def warn(self) -> None:
-        """Warn on the first rank, once for each file; all ranks together."""
-        found = {source: None for of_rank in self.ranks.gather(self.found) for source in of_rank}
-        if not is_first_rank():
-            return
-        of_files: dict[str, list[str]] = defaultdict(list)
-        for source in found:
-            of_files[_PLACE.sub("", source)].append(source)
-        for path, sources in of_files.items():
-            first, count = min(sources, key=_number), len(sources)
-            what = "1 pair has two equal answers" if count == 1 else f"{count} pairs have two equal answers each"
-            logger.warning("%s: %s, which teach no preference; remove them (the first: %s)", path, what, first)
-
-
-def _number(source: str) -> int:
-    place = _PLACE.search(source)
-    return 0 if place is None else int(place[1])

@@ -11,8 +11,9 @@ from itertools import chain
 from mcore_prefix_tree.data.batches import SampleOrder
 from mcore_prefix_tree.data.files import resolve_paths
 from mcore_prefix_tree.data.fingerprint import ALONE, Ranks, check_same_samples
-from mcore_prefix_tree.data.grouping import EqualPairs, streamed_whole_groups, whole_groups
+from mcore_prefix_tree.data.grouping import streamed_whole_groups, whole_groups
 from mcore_prefix_tree.data.jsonl import STDIN
+from mcore_prefix_tree.data.node import once_per_node
 from mcore_prefix_tree.data.read import iter_sample_groups
 from mcore_prefix_tree.data.records import LineOptions
 from mcore_prefix_tree.data.skipped import Skipped
@@ -71,9 +72,7 @@ class Source:
             SampleError: bad data, with file, line and field; different data, with the ranks; or no scored token.
             ValueError: the data has fewer samples than a step of complete units takes.
         """
-        skipped, pairs = Skipped(), EqualPairs(ranks=self.ranks)
-        if self.grouped_by == "pair":
-            check = pairs.noting(check)
+        skipped = Skipped()
         groups: Sequence[Sequence[Sample]]
         if self.is_streamed:
             stream = partial(
@@ -100,11 +99,9 @@ class Source:
                 if groups.fault:
                     raise SampleError(groups.fault)
         else:
-            groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check)
+            groups, skipped = self._whole(self.paths, self.grouped_by, self._samples_of_a_step, check, progress)
         if is_scored:
             _check_scored(groups, self.paths, "data.path")
-        if self.grouped_by == "pair":
-            pairs.warn()
         return self._in_order(groups), skipped
 
     def of_lines(self, lines: Sequence[Sequence[Sample]]) -> SampleOrder:
@@ -129,12 +126,8 @@ class Source:
         Units ``by``, lines for None, stay together. Raises as :meth:`read`, or SampleError, with ``setting``, without
         samples.
         """
-        pairs = EqualPairs(ranks=self.ranks)
-        noting = pairs.noting(check) if by == "pair" else check
-        groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None, noting)
+        groups, skipped = replace(self, options=self.options.lenient())._whole(paths, by, None, check)
         _check_scored(groups, paths, setting)
-        if by == "pair":
-            pairs.warn()
         return groups, skipped
 
     def _whole(
@@ -143,8 +136,9 @@ class Source:
         by: GroupedBy | None,
         step: int | None,
         check: Callable[[Sequence[Sample]], None] | None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> tuple[Sequence[Sequence[Sample]], Skipped]:
-        lines, skipped = self._lines(paths)
+        lines, skipped = self._lines(paths, progress)
         with _naming_what_was_left_out(skipped):
             groups = self._joined(lines, by, step)
             if check is not None:
@@ -168,17 +162,19 @@ class Source:
     def _samples_of_a_step(self) -> int | None:
         return None if self.counts_units else self.step
 
-    def _lines(self, paths: Sequence[str]) -> tuple[list[list[Sample]], Skipped]:
+    def _lines(
+        self, paths: Sequence[str], progress: Callable[[int, int], None] | None
+    ) -> tuple[list[list[Sample]], Skipped]:
         def read() -> tuple[list[list[Sample]], Skipped]:
             skipped = Skipped()
-            with naming_memory(lambda: f"the samples of {', '.join(paths)} do not fit; set data.streaming=true"):
-                lines = iter_sample_groups(paths, self.options, on_error=self.on_error, skipped=skipped)
-                return list(lines), skipped
+            lines = iter_sample_groups(paths, self.options, on_error=self.on_error, skipped=skipped, progress=progress)
+            return list(lines), skipped
 
-        if STDIN in paths and self.ranks.size > 1:
-            read_once: tuple[list[list[Sample]], Skipped] = self.ranks.on_main(read)
-            return read_once
-        lines, skipped = read()
+        with naming_memory(lambda: f"the samples of {', '.join(paths)} do not fit; set data.streaming=true"):
+            if STDIN in paths and self.ranks.size > 1:
+                read_once: tuple[list[list[Sample]], Skipped] = self.ranks.on_main(read)
+                return read_once
+            lines, skipped = read() if self.ranks.size == 1 else once_per_node(read, self.ranks)
         check_same_samples(lines, resolve_paths(paths), self.ranks)
         return lines, skipped
 

@@ -3,7 +3,9 @@
 Each rule has examples too. ``[[...]]`` marks scored text.
 """
 
+from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 from chat_conversations import (
@@ -22,7 +24,8 @@ from harness.commands import write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_prefix_tree.data import load_tokenizer, read_samples
+from mcore_prefix_tree.data import load_tokenizer, parse_messages, read_samples, turn_texts
+from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.fields import FieldNames
 from mcore_prefix_tree.sample import SampleError
 
@@ -656,3 +659,77 @@ def test_two_assistant_messages_in_a_row_are_two_turns(shown):
     assert shown("chatml", [user("a"), said("b"), said("c")]) == [
         CHATML_ASKED + "[[b<|im_end|>]]\n<|im_start|>assistant\n[[c<|im_end|>]]"
     ]
+
+
+# Long conversations are rendered in pieces.
+
+
+@EVERY_FAMILY
+def test_long_conversation_is_encoded_as_turn_by_turn_in_linear_work(made, name, monkeypatch):
+    family, tokenizer, _ = made(name)
+    rows = [user("start"), said("so")]
+    for number in range(24):
+        rows += [user(f"ask {number} \n\n"), said(f"\n\nword {number}", **({"reasoning": "hm"} if number % 3 else {}))]
+        if family.calls:
+            rows += [user("look"), said("", tool_calls=call(k=number)), tool(f"found {number}"), said("done")]
+    if not family.reasoning:
+        rows = [{key: one for key, one in row.items() if key != "reasoning"} for row in rows]
+    messages = parse_messages(rows)
+    rendered_messages = 0
+    render = ChatTemplates.render
+
+    def counted(self, given, *rest, **options):
+        nonlocal rendered_messages
+        rendered_messages += len(given)
+        return render(self, given, *rest, **options)
+
+    monkeypatch.setattr(ChatTemplates, "render", counted)
+    spliced = tokenizer.encode_turns(messages)
+    assert rendered_messages < 24 * len(messages)
+    monkeypatch.setattr(turn_texts, "_FEW", len(messages))
+    for one, other in zip(spliced, tokenizer.encode_turns(messages), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert (one.start, one.end) == (other.start, other.end)
+
+
+def test_template_that_is_not_local_is_rendered_turn_by_turn(made, monkeypatch):
+    template = "{{- (messages | length + 1) // 2 -}}" + BY_NAME["chatml"].template
+    _, tokenizer, official = made("chatml", template=template)
+    rows = [one for number in range(12) for one in (user(f"a{number}"), said("b"))]
+    for at, turn in enumerate(tokenizer.encode_turns(parse_messages(rows))):
+        whole = official.apply_chat_template(rows[: 2 * at + 2], tokenize=False)
+        assert whole.startswith(official.decode(turn.tokens))
+
+
+# Templates that TRL marks with {% generation %}: it also scores what the template adds around the model's own text.
+TRL = {
+    "qwen2_5": "chatml", "qwen3": "qwen3", "llama3": "llama", "gemma3": "gemma", "phi3": "phi", "glm4moe": "glm",
+    "deepseekv3": "deepseek",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRL)
+@given(data=st.data())
+def test_training_templates_of_trl(made, name, data):
+    trl = find_spec("trl")
+    if trl is None or trl.origin is None:
+        pytest.skip("TRL is not installed")
+    folder = Path(trl.origin).parent / "chat_templates"
+    family, tokenizer, official = made(TRL[name], template=(folder / f"{name}_training.jinja").read_text())
+    words = st.sampled_from(["hello", "two plus two", "größe 😀", "a\tb"])
+    rows = [
+        one
+        for _ in range(data.draw(st.sampled_from([1, 3, 12])))
+        for one in (user(data.draw(words)), said(data.draw(words)))
+    ]
+    for at, turn in enumerate(tokenizer.encode_turns(parse_messages(rows))):
+        theirs = official.apply_chat_template(
+            rows[: 2 * at + 2], return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+        )
+        ids, mask = theirs["input_ids"], theirs["assistant_masks"]
+        tokens = turn.tokens.tolist()
+        assert ids[: len(tokens)] == tokens
+        assert all(mask[turn.start : turn.end])
+        end = {"phi3": "<|end|>", "gemma3": "<end_of_turn>", "glm4moe": "<|user|>"}.get(name, family.eos)
+        end = family.stops[-1] if name == "llama3" and family.stops else end
+        assert official.decode(tokens[turn.start :]).strip() in (rows[2 * at + 1]["content"] + end, "<|eot_id|>")
