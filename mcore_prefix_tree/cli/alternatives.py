@@ -124,7 +124,7 @@ def steps_rows(steps: StepsReport | None, order: SampleOrder | None) -> list[tup
     if steps is None or order is None:
         return []
     of = f"{order.step:,} {'groups' if order.by_line else 'samples'}"
-    rows = [_row("  in training steps", steps.fold_ratio, f", {steps.steps:,} of {of}, {order.order}")]
+    rows = [_row("  in training steps", steps.fold_ratio, f", {steps.steps:,} steps of {of}, {order.order}")]
     if steps.planned_fold_ratio is not None:
         rows.append(_row("  and micro-batches", steps.planned_fold_ratio, ""))
     if steps.idle_ranks:

@@ -6,16 +6,26 @@ keys of other names are in :mod:`mcore_prefix_tree.data.keys`.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, WrapValidator, create_model
 
-from mcore_prefix_tree.data.json_fields import ChatError, check_once, shorten_json
+from mcore_prefix_tree.data.examples import (
+    Conversation,
+    Example,
+    Text,
+    TokenIds,
+    count_repeated,
+    count_shared,
+    from_sharegpt,
+    is_assistant,
+    said_by,
+)
+from mcore_prefix_tree.data.json_fields import ChatError, shorten_json
 from mcore_prefix_tree.data.keys import mapping_beside, shown, suggest_fields
 from mcore_prefix_tree.data.stopping import STOP_NAMES, read_cut, read_cuts
 from mcore_prefix_tree.data.token_rows import TOKEN_FIELDS, TOKEN_MARKS, read_token_row
@@ -23,53 +33,6 @@ from mcore_prefix_tree.sample import MIN_TEMPERATURE, SampleError
 from mcore_prefix_tree.signals import Signals
 
 SIGNALS = tuple(one.name for one in fields(Signals))
-
-# ShareGPT's names of roles, as LLaMA-Factory reads them.
-_SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-    "function_call": "assistant", "observation": "tool", "tool": "tool",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenIds:
-    """Unchecked token ids of a sample, and the weight of each token; a ``loss_mask`` of None scores all."""
-
-    ids: Any
-    loss_mask: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """Unchecked messages with names for errors; the first ``prompt`` ones are unscored; ``cut`` as in read_cut."""
-
-    messages: list[Any]
-    names: list[str]
-    tools: Any = None
-    prompt: int = 0
-    cut: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """A text and its continuation, without a chat format; ``cut`` as :func:`read_cut` returns it.
-
-    ``prompt`` is not scored; ``completion``, and a ``rival`` to compare it with, are scored from the same token on.
-    """
-
-    prompt: str
-    completion: str
-    rival: str | None = None
-    cut: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """One example of a record, its ``part`` ("" for the entire record), with signals that only it has."""
-
-    content: TokenIds | Conversation | Text
-    signals: Mapping[str, Any] = field(default_factory=dict)
-    part: str = ""
 
 
 Row = Mapping[str, Any]
@@ -174,14 +137,14 @@ class _ChatRecord(Record):  # type: ignore[misc]
             said, names = [{"role": "assistant", "content": completion}], [name]
         else:
             names = [f"{name}[{place}]" for place in range(len(completion))]
-            again = _repeated(before.messages, completion)
+            again = count_repeated(before.messages, completion)
             said, names = completion[again:], names[again:]
-            first = next((place for place, one in enumerate(said) if _is_assistant(one)), len(said))
-            if any(_said(one) in map(_said, before.messages) for one in said[:first] if _said(one)[0] == "user"):
+            first = next((place for place, one in enumerate(said) if is_assistant(one)), len(said))
+            if any(said_by(one) in map(said_by, before.messages) for one in said[:first] if said_by(one)[0] == "user"):
                 raise ChatError(f"field '{name}' has a question of 'prompt' again; give it in one of them")
-        if not any(_is_assistant(message) for message in said):
+        if not any(is_assistant(message) for message in said):
             raise ChatError(f"field '{name}' has no assistant message, so no token of it would be scored")
-        if before.messages and _is_assistant(before.messages[-1]) and _is_assistant(said[0]):
+        if before.messages and is_assistant(before.messages[-1]) and is_assistant(said[0]):
             raise ChatError(
                 f"field 'prompt' ends with an assistant message, which '{name}' would continue; join the two"
             )
@@ -217,7 +180,7 @@ class MessagesRecord(_WholeRecord):
         whole = self.whole(self.conversation(self.messages, "messages"))
         rejected = self.rejected_messages
         if self.rejected_response is not None:
-            if not isinstance(self.rejected_response, str) or not _is_assistant(whole.messages[-1]):
+            if not isinstance(self.rejected_response, str) or not is_assistant(whole.messages[-1]):
                 raise ChatError("field 'rejected_response' must be text in place of the last message, an assistant's")
             rejected = [*whole.messages[:-1], {"role": "assistant", "content": self.rejected_response}]
         if rejected is None:
@@ -234,7 +197,7 @@ class ShareGptRecord(_WholeRecord):
 
     def examples(self, source: str) -> list[Example]:
         given = self.conversation(self.conversations, "conversations")
-        messages = [_from_sharegpt(entry, name) for entry, name in zip(given.messages, given.names, strict=True)]
+        messages = [from_sharegpt(entry, name) for entry, name in zip(given.messages, given.names, strict=True)]
         return [Example(content=self.whole(replace(given, messages=messages)))]
 
 
@@ -298,7 +261,7 @@ class PairRecord(_ChatRecord):
         if not isinstance(chosen, (str, list)) or type(chosen) is not type(rejected):
             raise ChatError("fields 'chosen' and 'rejected' must both be texts or both be lists of messages")
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
-            shared = _shared(chosen, rejected)
+            shared = count_shared(chosen, rejected)
             said = [message.get("content") for message in chosen[:shared] if isinstance(message, dict)]
             if isinstance(chosen, list) and isinstance(prompt, str) and prompt not in said:
                 raise ChatError(
@@ -322,60 +285,6 @@ class PairRecord(_ChatRecord):
             )
             for (name, one, rival), cut in zip(sides, cuts, strict=True)
         ]
-
-
-def _from_sharegpt(entry: Any, name: str) -> Any:
-    check_once(entry, name)
-    if not isinstance(entry, dict) or "role" in entry:
-        return entry
-    rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
-    sender, value = entry.get("from"), entry.get("value")
-    if not isinstance(sender, str) or sender not in _SHAREGPT_ROLES:
-        raise ChatError(
-            f"field '{name}.from' is {shorten_json(sender)}; it must be one of {', '.join(_SHAREGPT_ROLES)}"
-        )
-    if sender != "function_call":
-        return rest | {"role": _SHAREGPT_ROLES[sender], "content": value}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ChatError(f"field '{name}.value' is a function call that is not valid JSON") from None
-    return rest | {"role": "assistant", "tool_calls": value if isinstance(value, list) else [value]}
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of messages, or characters, that two completions begin with: TRL's implicit prompt."""
-    pairs = enumerate(zip(one, other, strict=False))
-    shared = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
-    return shared - 1 if shared and one[shared - 1] == " " else shared
-
-
-def _repeated(prompt: Sequence[Any], completion: Sequence[Any]) -> int:
-    """Return how many messages at the end of a prompt a completion begins with: a question that both have."""
-    before, after = [_said(one) for one in prompt], [_said(one) for one in completion]
-    return next(
-        (
-            most
-            for most in range(min(len(before), len(after)), 0, -1)
-            if before[-most:] == after[:most] and not _is_assistant(completion[most - 1])
-        ),
-        0,
-    )
-
-
-def _said(message: Any) -> tuple[Any, Any]:
-    """Return role and text of a message, whose content may be a list of parts."""
-    if not isinstance(message, dict):
-        return None, message
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text")) if isinstance(part, dict) else str(part) for part in content)
-    return message.get("role"), content
-
-
-def _is_assistant(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 FORMATS: Mapping[str, Any] = {

@@ -6,28 +6,23 @@ import json
 import os
 import re
 import warnings
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from transformers import AutoTokenizer
 
 from mcore_prefix_tree.data.chat import ChatMessage, DummySpace, EncodedTurn, Spelling, Tool, Vocabulary, continuation
 from mcore_prefix_tree.data.chat_template import ChatTemplates
 from mcore_prefix_tree.data.json_fields import ChatError
 from mcore_prefix_tree.data.stopping import with_end
+from mcore_prefix_tree.data.text_parts import Ids, Parts, Triple, begins
 from mcore_prefix_tree.data.turn_ends import TurnEnds
 from mcore_prefix_tree.data.turn_texts import TurnTexts
 from mcore_prefix_tree.sample import INT32_MAX
 from mcore_prefix_tree.utils.inputs import check_folder_files, is_utf8, read_regular
-
-Ids = npt.NDArray[np.int32]
-Triple = tuple[str, ...]
 
 
 class HuggingFaceChatTokenizer:
@@ -86,7 +81,7 @@ class HuggingFaceChatTokenizer:
         given, whole = encoded[::2], encoded[1::2]
         turns = []
         for text, asked, tokens, later in zip(texts, given, whole, [*given[1:], None], strict=True):
-            if not _begins(tokens, asked) and text.answered.startswith(text.prompt):
+            if not begins(tokens, asked) and text.answered.startswith(text.prompt):
                 # The tokenizer joins the prompt's last characters with the answer's first, as in two line breaks. The
                 # model was given the one and wrote the other.
                 behind = self._written_behind(asked.tolist(), text.answered[len(text.prompt) :], tokens.tolist())
@@ -97,7 +92,7 @@ class HuggingFaceChatTokenizer:
                         "its prompt, for example without a space, or use another tokenizer"
                     )
                 tokens = np.append(asked, np.array(behind, dtype=np.int32))
-            if not _begins(tokens, asked):
+            if not begins(tokens, asked):
                 raise ChatError(self._discontinued(messages, text.index))
             turns.append(self._turn(messages, text.index, tokens, len(asked), later))
         return turns
@@ -119,7 +114,7 @@ class HuggingFaceChatTokenizer:
             end = self._ends.text_end(tokens, start) if is_cut([]) else len(tokens)
             after = "tool" if message.tool_calls else "user"
             role = messages[index + 1].role if index + 1 < len(messages) else after
-            following = later[end : end + 1].tolist() if later is not None and _begins(later, tokens) else []
+            following = later[end : end + 1].tolist() if later is not None and begins(later, tokens) else []
             opener = self._ends.opener(role, following)
             if opener is not None and not is_cut([opener]):
                 tokens, end = np.append(tokens, np.int32(opener)), len(tokens) + 1
@@ -203,10 +198,10 @@ class HuggingFaceChatTokenizer:
         # neighbours or not be recognised next to a letter, and some encodings put a space before a text.
         if self._separator is None:
             return [np.array(ids, dtype=np.int32) for ids in self._token_ids(texts)]
-        whole = _Parts.of(texts[-1], self._separator)
+        whole = Parts.of(texts[-1], self._separator)
         parts = [whole]
         for text in texts[:-1]:
-            parts.append(_Parts.of(text, self._separator, whole, parts[-1]))
+            parts.append(Parts.of(text, self._separator, whole, parts[-1]))
         ids_of = self._ids_of_triples(list(dict.fromkeys(chain.from_iterable(one.own for one in parts))))
         if ids_of is not None:
             encoded = [one.join(ids_of) for one in parts]
@@ -267,71 +262,6 @@ def _fast_backend(tokenizer: Any) -> Any:
     backend.no_truncation()
     same = [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False)] == right
     return backend if same else None
-
-
-def _begins(ids: Ids, start: Ids) -> bool:
-    return np.array_equal(ids[: len(start)], start)
-
-
-@dataclass(kw_only=True, eq=False)
-class _Parts:
-    """A text in triples: an added token, the text behind it, and the added token behind that.
-
-    The first ``kept`` triples are those of another text, ``base``. ``ends`` has the end of each in the text. ``ids``
-    has the token ids, and ``counts`` those before each triple, once :meth:`join` is called.
-    """
-
-    text: str
-    triples: list[Triple]
-    ends: list[int]
-    base: _Parts | None = None
-    kept: int = 0
-    ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-
-    @classmethod
-    def of(cls, text: str, separator: re.Pattern[str], *bases: _Parts) -> _Parts:
-        """Cut a text behind the triples that it shares with one of others, at least one token behind them."""
-        shared = [(bisect_right(one.ends, _common(one.text, text)) - 1, one) for one in bases]
-        kept, base = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if base is None or kept <= 0:
-            kept, base, ends, start, before = 0, None, [], 0, ""
-        else:
-            ends, start, before = base.ends[:kept], base.ends[kept - 1], base.triples[kept - 1][2]
-        parts = [before, *separator.split(text[start:]), ""]
-        own = [tuple(parts[at : at + 3]) for at in range(0, len(parts) - 2, 2)]
-        for _, inner, after in own:
-            start += len(inner) + len(after)
-            ends.append(start)
-        return cls(text=text, triples=[*(base.triples[:kept] if base else ()), *own], ends=ends, base=base, kept=kept)
-
-    @property
-    def own(self) -> list[Triple]:
-        """The triples that are not those of ``base``."""
-        return self.triples[self.kept :]
-
-    def join(self, ids_of: Mapping[Triple, Ids]) -> Ids:
-        """Return the token ids of the text; ``base`` has its own."""
-        base, own = self.base, [ids_of[one] for one in self.own]
-        shared = base.ids[: int(base.counts[self.kept])] if base is not None else self.ids
-        known = base.counts[: self.kept] if base is not None else self.counts
-        self.ids = np.concatenate([shared, *own])
-        self.counts = np.concatenate([known, np.cumsum([len(shared), *map(len, own)])])
-        return self.ids
-
-
-def _common(one: str, other: str) -> int:
-    """Return the number of characters that two texts begin with."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _loaded(folder: str) -> Any:

@@ -87,6 +87,10 @@ class Line:
         text = self._text()
         if not text or text.isspace():
             return None
+        if self.is_first and text.lstrip().startswith("["):
+            raise SampleError(
+                f"{self.source}: the file is a JSON array; write JSON Lines, one object a line: jq -c '.[]' FILE"
+            )
         try:
             row = _parse(text)
         except (ValueError, RecursionError) as error:  # ValueError also for an integer of more than 4300 digits

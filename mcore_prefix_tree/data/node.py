@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def _read(folder: str | None) -> T | None:  # type: ignore[type-var]
     try:
         head, ends = pickle.loads((Path(folder) / "head").read_bytes())
         path = Path(folder) / "arrays"
-        mapped = memoryview(np.memmap(path, np.uint8, "r") if os.path.getsize(path) else b"")
+        mapped: Any = memoryview(np.memmap(path, np.uint8, "r").data if os.path.getsize(path) else b"")
     except OSError:
         return None
     found: T = pickle.loads(head, buffers=[mapped[start:end] for start, end in ends])

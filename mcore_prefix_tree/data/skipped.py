@@ -36,7 +36,7 @@ class Skipped:
     kinds: Counter[Kind] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
     excluded: int = 0
-    records: int = 0
+    records: int = field(default=0, compare=False)
     unread: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:

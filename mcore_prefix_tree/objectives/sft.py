@@ -12,7 +12,7 @@ from mcore_prefix_tree.objectives.normalise import By, normalise
 from mcore_prefix_tree.objectives.objective import STRICT, Output, SummedObjective, refuse_unused
 from mcore_prefix_tree.objectives.scored import ScoredTokens
 from mcore_prefix_tree.objectives.scored_rows import Rows, Targets
-from mcore_prefix_tree.sample import Sample
+from mcore_prefix_tree.sample import Sample, SampleError
 from mcore_prefix_tree.utils.lazy_torch import torch
 
 
@@ -49,7 +49,13 @@ class SupervisedFineTuning(SummedObjective):
         return "weighted_sum" if self.normalise == "token" else "logprobs"
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Check samples before the first step; a weighted sum takes any."""
+        """Check samples before the first step; a weighted sum takes any but rejected answers."""
+        rejected = next((sample for sample in samples if sample.signals.chosen is False), None)
+        if rejected is not None:
+            raise SampleError(
+                f"{rejected.source}: is the rejected answer of a pair, on which objective.name=sft would train; leave "
+                "it out, or compare pairs with objective.name=dpo"
+            )
         if not self.is_weighted_sum:
             self.targets(samples)
 

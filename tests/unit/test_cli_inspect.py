@@ -69,6 +69,7 @@ def test_json_is_one_object_and_nothing_else(forest):
         "expected_speedup": None,
         "skipped": 0,
         "excluded": 0,
+        "not_read": {},
         "skipped_by_kind": {},
         "longest_path": 5,
         "deepest_node": 3,

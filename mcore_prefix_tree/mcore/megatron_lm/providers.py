@@ -82,7 +82,7 @@ def read_order(
     if validates:
         paths, order = args.prefix_tree_valid_data_path, "file"
     names = FieldNames(given=args.prefix_tree_fields, may_lack=validates)
-    check = None if objective.is_weighted_sum else partial(check_samples, objective)
+    check = partial(check_samples, objective)
     is_whole = folding.over_budget == "repeat"
     source = make_source_from_args(args, paths, order, objective, names=names, whole_samples=is_whole)
     with spelled({"data.path": "validation.path"} if validates else {}):
