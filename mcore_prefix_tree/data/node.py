@@ -19,8 +19,8 @@ T = TypeVar("T")
 _ALIGNED = 64
 
 
-def once_per_node(action: Callable[[], T], ranks: Ranks) -> T:
-    """Return the result of an action, which the first rank of each machine runs; all ranks together.
+def once_per_node(action: Callable[[], T], ranks: Ranks, files: object) -> T:
+    """Return the result of an action, which the first rank of each machine with the same ``files`` runs; all together.
 
     The others find the result in a file, and share the pages of its arrays. A rank that cannot read it, for example in
     a container of its own, or for which no room was left, runs the action too.
@@ -28,7 +28,7 @@ def once_per_node(action: Callable[[], T], ranks: Ranks) -> T:
     Raises:
         ValueError, OSError, MemoryError: the action's, on every rank.
     """
-    hosts: list[str] = ranks.gather(socket.gethostname())
+    hosts: list[object] = ranks.gather((socket.gethostname(), files))
     is_first = hosts.index(hosts[ranks.rank]) == ranks.rank
     folder: str | None = None
     result: T | None = None

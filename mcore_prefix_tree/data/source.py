@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -153,6 +154,14 @@ class Source:
             return with_later_turns(lines) if self._joins_turns else lines
         return whole_groups(lines, by, step=step, setting=self.objective)
 
+    def _seen(self, paths: Sequence[str]) -> object:
+        """Return what tells whether another process sees the same files; this rank's number if it sees none."""
+        try:
+            found = [os.stat(path) for path in resolve_paths(paths)]
+        except (SampleError, OSError, ImportError):  # which reading reports
+            return self.ranks.rank
+        return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
+
     @property
     def _joins_turns(self) -> bool:
         """Return whether an order could separate the turns of a rollout that are in separate lines."""
@@ -174,7 +183,7 @@ class Source:
             if STDIN in paths and self.ranks.size > 1:
                 read_once: tuple[list[list[Sample]], Skipped] = self.ranks.on_main(read)
                 return read_once
-            lines, skipped = read() if self.ranks.size == 1 else once_per_node(read, self.ranks)
+            lines, skipped = read() if self.ranks.size == 1 else once_per_node(read, self.ranks, self._seen(paths))
         check_same_samples(lines, resolve_paths(paths), self.ranks)
         return lines, skipped
 

@@ -11,6 +11,7 @@ from data_sources import CHAT, CharacterTokenizer
 from mcore_prefix_tree import Sample, SampleError
 from mcore_prefix_tree.data import packed_arrays, read_samples
 from mcore_prefix_tree.data.fingerprint import Ranks, check_same_samples
+from mcore_prefix_tree.data.packed_arrays import pack_array
 from mcore_prefix_tree.data.write import make_row, rows_file
 
 TOKENS = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}
@@ -187,3 +188,23 @@ def test_a_large_array_of_a_file_is_refused(tmp_path, read, monkeypatch):
     np.savez_compressed(tmp_path / "routes.npz", **{"0": np.zeros((3, 1000, 1000), dtype=np.int8)})
     with pytest.raises(SampleError, match=r"rollouts\.jsonl:1: field 'routed_experts\.key' names 2 MiB of"):
         read(in_file())
+
+
+def test_routes_of_new_tokens_name_their_start(read):
+    response = {"tokens": TOKENS["tokens"], "loss_mask": TOKENS["loss_mask"]}
+    (whole,) = read(response | {"routed_experts": [None, *ROUTES[1:]]})
+    for given in ({"ids": ROUTES[1:]}, pack_array(np.array(ROUTES[1:], dtype=np.int16))):
+        (sample,) = read(response | {"routed_experts": {"start": 1, **given}})
+        assert np.array_equal(sample.signals.routes.ids, whole.signals.routes.ids)
+    with pytest.raises(SampleError, match=r"field 'routed_experts\.start' is -1"):
+        read(response | {"routed_experts": {"start": -1, "ids": ROUTES[1:]}})
+
+
+def test_placeholder_in_the_middle_is_warned_of(read, caplog):
+    real, placeholder = [[0, 3], [2, 1]], [[0, 1], [0, 1]]
+    row = {"tokens": [1, 2, 3, 4, 5]}
+    read(row | {"routed_experts": [real, real, real, placeholder, placeholder]})
+    assert caplog.messages == []
+    read(row | {"routed_experts": [real, placeholder, real, real, None]})
+    (said,) = caplog.messages
+    assert "rollouts.jsonl:1: field 'routed_experts' sends the token at index 1 to the first experts" in said

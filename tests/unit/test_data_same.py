@@ -12,6 +12,7 @@ from harness.commands import write_rows
 from mcore_prefix_tree import Sample
 from mcore_prefix_tree.data import LineOptions, Ranks, StreamedGroups, check_same_samples, iter_sample_groups
 from mcore_prefix_tree.data.fingerprint import name_ranks
+from mcore_prefix_tree.data.node import once_per_node
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.signals import Signals
 
@@ -194,3 +195,29 @@ def test_comparison_is_fast():
     started = time.process_time()
     check_same_samples(groups, ["d.jsonl"], Ranks(size=2, gather=lambda digest: [digest, digest]))
     assert time.process_time() - started < 5  # 0.3 here; walking over tokens in Python would take 10
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_machine_reads_once_and_its_ranks_map_the_arrays(of_ranks, fails):
+    calls, results = [], [None] * len(HOSTS)
+
+    def read():
+        calls.append(1)
+        if fails:
+            raise SampleError("data.jsonl:1: is bad")
+        return [Sample(**row) for row in ROWS]
+
+    def check(ranks):
+        results[ranks.rank] = once_per_node(read, ranks, ["data.jsonl"])
+
+    assert of_ranks(check) == ["data.jsonl:1: is bad" if fails else None] * len(HOSTS)
+    assert len(calls) == 2
+    for samples in results if not fails else ():
+        assert [sample.tokens.tolist() for sample in samples] == [row["tokens"] for row in ROWS]
+    assert fails or [samples[0].tokens.base is not None for samples in results] == [False, True, False, True]
+
+
+def test_ranks_that_see_other_files_read_them(of_ranks):
+    read = []
+    of_ranks(lambda ranks: read.append(once_per_node(lambda: ranks.rank, ranks, ranks.rank % 2)))
+    assert sorted(read) == [0, 1, 2, 3]

@@ -27,6 +27,7 @@ def kept_of(sample):
     "row",
     [
         TOKENS | {"sampling_mask": CSR},
+        TOKENS | {"sampling_mask": {"token_ids": CSR["token_ids"], "counts": [0, 0, 3, 1]}},
         TOKENS | {"sampling_mask": [None, [], [9, 3, 7], [4]]},
         {"prompt_tokens": [1, 2], "response_tokens": [3, 4], "sampling_mask": [[9, 7, 3], [4]]},
         {"prompt_tokens": [1, 2], "response_tokens": [3, 4], "sampling_mask": {**CSR, "offsets": [0, 3, 4]}},
@@ -37,7 +38,15 @@ def kept_of(sample):
             "sampling_mask": [None, None, None, None, [7, 3, 9], [4], None],
         },
     ],
-    ids=["ids and offsets", "lists", "lists of the response", "of the response", "of all tokens", "padded"],
+    ids=[
+        "ids and offsets",
+        "ids and counts",
+        "lists",
+        "lists of the response",
+        "of the response",
+        "of all tokens",
+        "padded",
+    ],
 )
 def test_kept_ids_are_read(read, row):
     (sample,) = read(row)
