@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from mcore_prefix_tree.utils.errors import USER_ERROR, exit_with, readable_errors
+from mcore_prefix_tree.utils.gone import explain_gone
 from mcore_prefix_tree.utils.stdout import lost_output
 
 # In narrower terminals, tables and help are cut down to nothing.
@@ -98,4 +99,6 @@ def _one_sentence() -> Iterator[None]:
             raise SystemExit(USER_ERROR) from None
         # An option of the program itself fails before there is a context.
         program = "mcore-prefix-tree" if context is None else context.command_path
-        exit_with(USER_ERROR, f"{message.rstrip('.')}; see {program} --help")
+        # "No such command 'attention'." of "bench", or "No such option: --calibration".
+        asked = f"{program.removeprefix('mcore-prefix-tree ')} {message.rstrip('.').rpartition(' ')[2].strip(chr(39))}"
+        exit_with(USER_ERROR, explain_gone(asked) or f"{message.rstrip('.')}; see {program} --help")

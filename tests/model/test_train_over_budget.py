@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.commands import run_command, write_rows
+from harness.commands import write_rows
 from harness.in_double import kept_double
 from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
@@ -212,19 +212,6 @@ def test_scores_do_not_see_the_budget(tmp_path: Path, name: str, options: dict[s
     for one, other in zip(*signals, strict=True):
         for column in columns:
             assert close(attrgetter(column)(other), attrgetter(column)(one))
-
-
-def test_calibration_times_samples_that_fit(tmp_path: Path) -> None:
-    job, output = write_job(tmp_path), tmp_path / "costs.json"
-    timed = run_command("calibrate", job, narrow(rows()), "--output", str(output), "--repeats", "1")
-    assert timed.exit_code == 0, timed.output
-    budget = int(narrow(rows()).partition("=")[2])
-    assert max(one["tokens"] for one in json.loads(output.read_text())["measured"]) <= budget
-    refused = run_command(
-        "calibrate", write_job(tmp_path, [{"tokens": [1, 2, 3, 4]}] * 16), "batch.max_tokens=3", "--output", str(output)
-    )
-    assert refused.exit_code == 2
-    assert "no other sample fits a micro-batch of batch.max_tokens=3, which are timed" in refused.output
 
 
 def test_repeat_keeps_the_error_of_a_long_sample(tmp_path: Path) -> None:

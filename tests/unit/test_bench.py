@@ -24,7 +24,6 @@ from attention_bench.contestants import Contestant
 from attention_bench.costs import costs_of
 from attention_bench.measure import bench_attention
 from attention_bench.peers import PEERS, _build_areal, token_parents
-from attention_bench.plot import draw_roofline, points_of
 from attention_bench.report import cells, columns, flops, headline, lines_of
 from attention_bench.settings import Settings
 from attention_bench.workloads import standard_workloads, workload_of_samples
@@ -224,19 +223,6 @@ def test_a_deterministic_job_uses_only_deterministic_costs():
     rows.append(rows[0] | {"deterministic": False, "backward_seconds": [2]})
     costs = {cost["deterministic"]: cost["seconds"] for cost in costs_of(result)}
     assert costs == {True: {"flex": 5, "triton": 4}, False: {"flex": 5, "fa4": 2, "triton": 3}}
-
-
-def test_points_count_the_bytes_that_must_move():
-    points = {(method, part): (x, y) for method, part, x, y in points_of(RESULT)}
-    # 10 tokens, one head of 1, two bytes: q, k, v and out are 20 bytes each.
-    assert points["triton", "forward"] == (400 / 80, pytest.approx(400 / 1e12))
-    assert points["triton", "backward"] == (1000 / 160, pytest.approx(1000 / 2 / 1e12))
-    assert ("fa", "forward") not in points
-
-
-def test_the_roofline_is_a_png(tmp_path):
-    draw_roofline(RESULT, tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Peers.

@@ -24,7 +24,6 @@ NUMBERS = [
     *(("plan", option) for option in ("--max-tokens", "--dp", "--micro-batches", "--global-batch-size", "--seed")),
     *(("inspect", option) for option in ("--trees", "--min-shared-tokens")),
     *(("score", option) for option in ("--teacher-top-k",)),
-    *(("calibrate", option) for option in ("--repeats",)),
     *(("bench step", option) for option in ("--repeats",)),
     *(("xtoken build-projection", option) for option in ("--top-k", "--tokens-kept")),
     *(("xtoken inspect-alignment", option) for option in ("--samples", "--chunks")),

@@ -71,7 +71,6 @@ def check_report(arguments: list[str], recipe: Path, sentences: list[str]) -> No
     ("command", "left_out"),
     [
         ("train", ()),
-        ("calibrate", ONLY_LOGGED),
         ("bench step", ONLY_LOGGED),
         ("verify", ONLY_LOGGED + ONLY_TRAINED),
         ("score --output scored.jsonl", ONLY_LOGGED + ONLY_TRAINED),

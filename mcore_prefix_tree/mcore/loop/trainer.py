@@ -21,7 +21,6 @@ from mcore_prefix_tree.data.fingerprint import CHECKSUMS, are_new_data, differen
 from mcore_prefix_tree.mcore.checkpoints import checkpoint
 from mcore_prefix_tree.mcore.checkpoints.retention import remove_older
 from mcore_prefix_tree.mcore.checkpoints.saved_recipe import changed_settings
-from mcore_prefix_tree.mcore.engine.calibration import Calibration, calibrate
 from mcore_prefix_tree.mcore.engine.comparison import ROUNDS, Comparison, compare
 from mcore_prefix_tree.mcore.engine.evaluation import Evaluation, HeldOut
 from mcore_prefix_tree.mcore.engine.layer_graphs import layer_graphs
@@ -36,8 +35,6 @@ from mcore_prefix_tree.mcore.ranks import is_main_rank
 from mcore_prefix_tree.mcore.seam.multi_token import take_logged_losses
 from mcore_prefix_tree.sample import Sample
 from mcore_prefix_tree.settings import RecipeError
-
-_CALIBRATION_STEPS = 4
 
 
 class DivergedError(ValueError):
@@ -241,12 +238,6 @@ class Trainer:
         samples = self._order.take(max(0, self._consumed(iteration)), self._size.samples)
         with self._graphs():
             return compare(self._chunks, samples, self._job, repeats=repeats, progress=progress)
-
-    def calibrate(self, *, repeats: int) -> Calibration:
-        """Time micro-batches of the first few steps' samples."""
-        samples = self._order.take(0, min(_CALIBRATION_STEPS * self._recipe.batch.per_step, self._order.per_epoch))
-        with self._graphs():
-            return calibrate(self._chunks, samples, self._job, repeats=repeats)
 
     def _graphs(self) -> AbstractContextManager[None]:
         return layer_graphs(self._chunks, self._optimizer, self._job.folding.padding.buckets)
