@@ -50,15 +50,15 @@ def test_pinned_triton_is_the_one_torch_depends_on() -> None:
             assert requirement.name != "triton" or requirement.specifier.contains(pinned_version("triton"))
 
 
-# Compiled against a torch for CUDA: no test installs them, as docs/gpu.md explains.
-NOT_RUN = ("flash-attn", "transformer-engine")
+# Compiled against a torch for CUDA: no test installs it, as docs/gpu.md explains.
+NOT_RUN = ("transformer-engine",)
 
 
 def test_gpu_extras_are_on_their_page() -> None:
     """Each by its name, including those that were never run, and no removed extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     page = (ROOT / "docs" / "gpu.md").read_text()
-    for extra in ("gpu", "te", "flash"):
+    for extra in ("gpu", "te"):
         assert extra in extras
         assert f"| `{extra}` |" in page
         assert f"'.[{extra}]'" in page

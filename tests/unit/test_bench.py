@@ -556,11 +556,11 @@ def bench_cli(*arguments):
 @pytest.mark.ci
 def test_the_command_writes_a_well_formed_file(tmp_path):
     rollouts = write_rows(tmp_path / "rollouts.jsonl", ({"tokens": [*range(30), 50 + line]} for line in range(6)))
-    output, plot = tmp_path / "a" / "attention.json", tmp_path / "roofline.png"
+    output = tmp_path / "a" / "attention.json"
     sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--dtype", "float32", "--device", "cpu"]
     done = bench_cli(
         *("--scale", "0.0005", "--repeats", "2", *sizes, "--data", str(rollouts), "--max-tokens", "64"),
-        *("--only", "rollouts, ", "--only", "P4096", "--output", str(output), "--plot", str(plot)),
+        *("--only", "rollouts, ", "--only", "P4096", "--output", str(output)),
     )
     assert done.exit_code == 0, done.output
     assert "rollouts, a sample per turn" in done.output
@@ -573,7 +573,7 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
     ]
     for workload in result["workloads"]:
         methods = {(row["method"], row["layout"]) for row in workload["rows"]}
-        assert {("path", "tree"), ("cascade, torch on the CPU", "tree")} <= methods
+        assert {("path", "tree"), ("cascade", "tree")} <= methods
         assert {("torch on the CPU", "unfolded"), ("torch on the CPU", "dense")} <= methods
         assert {"triton", "fa4", "flex", "PrefixGrouper", "AReaL Triton", "gathered keys (TRL)"} <= {
             one["method"] for one in workload["missing"]
@@ -584,7 +584,6 @@ def test_the_command_writes_a_well_formed_file(tmp_path):
             assert row["difference"] < 1e-5
             pairs = "unfolded_pairs" if row["layout"] == "unfolded" else "pairs"
             assert row["layout"] == "dense" or row["pairs"] == workload[pairs]
-    assert plot.read_bytes().startswith(b"\x89PNG")
     assert costs_of(result)
 
 

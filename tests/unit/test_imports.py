@@ -160,17 +160,10 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()
 
 
-def attention_kernel(file: Path) -> bool:
-    """Calls the kernels of other packages, which it imports when one runs; TransformerEngine's are among them."""
-    return file == ROOT / "attention" / "cascade" / "cuda.py"
-
-
 def test_only_the_seam_imports_megatron():
     offenders = []
     for file in FILES:
         heavy = {name for name in imports_of(file) if name.split(".")[0] in {"megatron", "transformer_engine", "apex"}}
-        if attention_kernel(file):
-            heavy = {name for name in heavy if not name.startswith("transformer_engine.")}
         if room_of(file) == "integrations":
             heavy |= {name for name in imports_of(file) if name.startswith(f"{PACKAGE}.mcore")}
         if heavy and room_of(file) not in MAY_IMPORT_MEGATRON and not {file, *file.parents} & {*ON_MEGATRON}:
