@@ -269,16 +269,6 @@ def _check_objective(args: argparse.Namespace) -> None:
                 f"{spell_option(name)} with objective.name={section.name}, whose steps take complete "
                 f"{objective.grouped_by}s and would cut some; remove it"
             )
-    # Before the checkout is known, the loop is taken for one that runs a pass before a step.
-    in_stages = getattr(args, "pipeline_model_parallel_size", 1) > 1 and not getattr(
-        args, "prefix_tree_runs_ahead", True
-    )
-    if in_stages and section.options.get("scaling") == "dynamic":
-        raise ArgumentError(
-            "objective.options.scaling=dynamic runs the student once more before each step, which pipeline stages do "
-            "under mcore_prefix_tree.pretrain_gpt with Megatron-LM core_v0.19.0 or later; set scaling=fixed, or use "
-            "--pipeline-model-parallel-size 1"
-        )
     if section.teacher_recipes and getattr(args, "expert_model_parallel_size", 1) > 1:
         raise ArgumentError(
             "objective.teacher_recipe with --expert-model-parallel-size: not proven equal yet; export the teacher's "

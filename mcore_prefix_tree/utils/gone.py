@@ -8,6 +8,11 @@ GONE = {
     "batch.calibration": "plans balance ranks by FLOPs; remove the key",
     "calibrate": "plans balance ranks by FLOPs, without measurements",
     "--calibration": "plans balance ranks by FLOPs; remove the option",
+    "partition_kl": "take mode=alm, which also compares the tokens of chunks, or mode=gold",
+    "objective.options.scaling": "give kd_weight and ce_weight",
+    "objective.options.teachers": "teachers are added with teacher_weights",
+    "objective.options.score_sharpness": "teachers are added with teacher_weights",
+    "--sparse": "projections are written as matrices; sparse .pt files are still read",
     "bench attention": "measure on a GPU with scripts/bench_attention.py of the repository",
 }
 
