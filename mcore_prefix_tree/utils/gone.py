@@ -8,6 +8,7 @@ GONE = {
     "batch.calibration": "plans balance ranks by FLOPs; remove the key",
     "calibrate": "plans balance ranks by FLOPs, without measurements",
     "--calibration": "plans balance ranks by FLOPs; remove the option",
+    "verify --megatron-lm-path": "verify RECIPE compares folded with unfolded on your installation",
     "partition_kl": "take mode=alm, which also compares the tokens of chunks, or mode=gold",
     "objective.options.scaling": "give kd_weight and ce_weight",
     "objective.options.teachers": "teachers are added with teacher_weights",

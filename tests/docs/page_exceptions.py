@@ -33,7 +33,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "pip install": INSTALLS,
         "mcore-prefix-tree train recipes/quickstart.yaml\n": "shows nothing; the page's next train is the same",
         "mcore-prefix-tree recipes mine": "is the way of those without a clone; tests/docs/test_wheel.py runs it",
-        "mcore-prefix-tree verify --megatron-lm-path": CHECKOUT,
     },
     "docs/data.md": {
         "mcore-prefix-tree inspect saved/train": "reads a library's folder; tests/peers/test_data_datasets.py has some",

@@ -17,13 +17,14 @@ from packed_calls import FP64, ROWS, cotangent, packed, some_labels, spans
 
 from mcore_prefix_tree.cpu.dot_product import PackedAttention
 from mcore_prefix_tree.cpu.specs import exchanged
-from mcore_prefix_tree.mcore import fold_inside, multi_token_names
+from mcore_prefix_tree.mcore import fold_inside
 from mcore_prefix_tree.mcore.packed import RowLogprobs
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 pytestmark = [
     pytest.mark.usefixtures("megatron_on_the_cpu"),
     pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}"),
+    pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}"),
 ]
 TWO = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 LOGGED = ("loss_values", "correct_values", "total_values")

@@ -19,7 +19,7 @@ from packed_calls import (
 )
 
 from mcore_prefix_tree.mcore import fold_inside, folding_model, with_scalar_head
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)

@@ -43,8 +43,8 @@ from packed_calls import (
 
 from mcore_prefix_tree.mcore import PicturePackedSeqParams, RoutedPackedSeqParams, fold_inside
 from mcore_prefix_tree.mcore.packed.decoder_in_parts import recomputation
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.experts import TreeRouterMixin
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 
 pytestmark = [pytest.mark.usefixtures("megatron_on_the_cpu"), pytest.mark.filterwarnings("ignore:::megatron")]
 

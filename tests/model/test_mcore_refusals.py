@@ -35,15 +35,14 @@ from mcore_prefix_tree.layout import row_multiple
 from mcore_prefix_tree.mcore import (
     TreePackedSeqParams,
     local_layer_spec,
-    multi_token_names,
     te_layer_spec,
     with_prefix_tree,
 )
 from mcore_prefix_tree.mcore.engine.forward_step import forward_step, tree_forward
 from mcore_prefix_tree.mcore.outputs import WeightedSum
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_HYBRID_MODEL, NEEDS_DEPTHS
 from mcore_prefix_tree.mcore.seam import layer_specs
 from mcore_prefix_tree.mcore.seam.core_attention import TreeCoreAttentionMixin, TreeSelfAttentionMixin
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.latent_attention import check_rotary_keys
 from mcore_prefix_tree.mcore.seam.micro_batch import MicroBatch
 from mcore_prefix_tree.mcore.seam.packed_seq_params import get_tree_params
@@ -339,13 +338,13 @@ def test_frequency_table_of_an_old_checkpoint_is_ignored():
         model.load_state_dict(dict(old), strict=True)
 
 
-@pytest.mark.skipif(multi_token_names.are_there(), reason="of older releases")
+@pytest.mark.skipif(HAS_DEPTHS, reason="of older releases")
 def test_multi_token_prediction_of_an_older_release_is_refused():
     config = tiny_config(mtp_num_layers=1)
     spec = get_gpt_mtp_block_spec(config, get_gpt_layer_local_spec(), use_transformer_engine=False)
-    with pytest.raises(NotImplementedError, match=multi_token_names.NEEDED):
+    with pytest.raises(NotImplementedError, match=NEEDS_DEPTHS):
         with_prefix_tree(spec)
-    with pytest.raises(NotImplementedError, match=rf"mtp_num_layers=1: .* {multi_token_names.NEEDED}"):
+    with pytest.raises(NotImplementedError, match=rf"mtp_num_layers=1: .* {NEEDS_DEPTHS}"):
         check_config(config)
 
 

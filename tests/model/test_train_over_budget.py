@@ -15,9 +15,8 @@ from harness.train_jobs import FLOAT64, objective_job, rows, train, write_job
 
 from mcore_prefix_tree import SampleError
 from mcore_prefix_tree.data import read_samples
-from mcore_prefix_tree.mcore import multi_token_names
 from mcore_prefix_tree.mcore.loop.score_recipe import run_score
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_DEPTHS, NEEDS_DEPTHS
 from mcore_prefix_tree.settings import load_recipe
 from mcore_prefix_tree.settings.score_section import ScoreConfig
 
@@ -83,7 +82,7 @@ def test_objectives_do_not_see_the_budget(tmp_path: Path, name: str, options: di
     assert sum(step.carried_tokens for step in cut.reports) > 0
 
 
-@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 @pytest.mark.parametrize("name", ["sft", "gspo"])
 def test_further_depths_do_not_see_the_budget(tmp_path: Path, name: str) -> None:
     path, settings = objective_job(tmp_path, name, {})

@@ -26,7 +26,7 @@ from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.verification import FACTOR, VerifyReport
 from mcore_prefix_tree.mcore.loop import resolve_recipe, trainer
 from mcore_prefix_tree.mcore.loop.jobs import VerificationError, compare_first, run_once, verify_first
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.plan import CostModel, ModelWork, plan_step
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import load_recipe

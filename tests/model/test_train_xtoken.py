@@ -13,7 +13,7 @@ from harness.tokenizer_folders import PLAIN, make_folder
 from harness.train_jobs import FLOAT64, train
 from harness.xtoken_recipes import make_student_and_teacher, options, settings
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError
 
@@ -75,7 +75,7 @@ def test_training_evaluation_and_verification_do_not_see_the_budget(folder, mode
     assert report.passed, report.checks
 
 
-@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 def test_further_depths_do_not_see_the_budget(folder):
     given = [*settings(folder), "model.transformer={mtp_num_layers: 2, mtp_loss_scaling_factor: 0.5}", "train_iters=3"]
     with kept_double():

@@ -51,16 +51,13 @@ ALLOWED["__main__"] = {"cli"}
 
 # The rooms of mcore/ in the same way.
 IN_MCORE: dict[str, set[str]] = {
-    "probe": set(),
-    "layer_names": {"probe"},
-    "multi_token_names": {"probe"},
-    "compat": {"probe", "layer_names", "multi_token_names"},
+    "release": set(),
     "ranks": set(),
-    "seam": {"compat", "layer_names", "multi_token_names"},
+    "seam": {"release"},
 }
 ORDER = ["seam", "outputs", "engine", "models", "checkpoints", "teachers", "loop"]
 for number, room in enumerate(ORDER[1:], start=1):
-    IN_MCORE[room] = {"compat", "ranks", *ORDER[:number]}
+    IN_MCORE[room] = {"release", "ranks", *ORDER[:number]}
 IN_MCORE["packed"] = IN_MCORE["engine"] | {"engine"}
 IN_MCORE["megatron_lm"] = IN_MCORE["loop"] | {"packed"}
 IN_MCORE["__init__"] = IN_MCORE["packed"] | {"packed"}

@@ -11,7 +11,7 @@ from harness.layouts import shallow
 from harness.worlds import Layout
 from inside_jobs import InsideJob, inside, unfolded_oracle
 
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 
 if not HAS_HYBRID_MODEL:
     pytest.skip("this megatron-core has no HybridModel", allow_module_level=True)

@@ -31,7 +31,7 @@ from objective_jobs import (
     value_rows,
 )
 
-from mcore_prefix_tree.mcore import multi_token_names
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, NEEDS_DEPTHS
 
 FP64 = 1e-12
 # Upstream routes in fp32 for any dtype of the model.
@@ -246,7 +246,7 @@ def test_half_precision_in_the_loop() -> None:
     assert set(errors(inside[1], outside[1]).values()) == {0.0}
 
 
-@pytest.mark.skipif(not multi_token_names.are_there(), reason=f"needs {multi_token_names.NEEDED}")
+@pytest.mark.skipif(not HAS_DEPTHS, reason=f"needs {NEEDS_DEPTHS}")
 @pytest.mark.parametrize(
     ("size", "layout", "job"),
     [

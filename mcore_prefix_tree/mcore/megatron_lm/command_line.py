@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from mcore_prefix_tree.arguments.flags import add_argument_group, readable_arguments
 from mcore_prefix_tree.arguments.refusals import ArgumentError, check_checkpoint_args, check_checkpoints, check_unused
-from mcore_prefix_tree.mcore import compat
+from mcore_prefix_tree.mcore import release
 from mcore_prefix_tree.utils.os_signals import end_without_stacks
 
 
@@ -80,7 +80,7 @@ class CheckedParser(argparse.ArgumentParser):
         except ValueError as error:  # core_v0.19.0 has a help text that holds "10%)"
             usage = f"%(prog)s <arguments of {self._script}> --prefix-tree ..."
             ours = self._add_group(argparse.ArgumentParser(usage=usage, add_help=False)).format_help()
-            return f"{ours}\nMegatron-LM {compat.installed_version()} cannot show its own arguments: {error}\n"
+            return f"{ours}\nMegatron-LM {release.installed_version()} cannot show its own arguments: {error}\n"
 
 
 def _check_job(

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mcore_prefix_tree.cpu.specs import cpu_spec, exchanged, interleaving
-from mcore_prefix_tree.mcore import compat
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL, NEEDS_NEWER, check_pattern
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.layer_specs import stock_block_spec, with_prefix_tree
 from mcore_prefix_tree.plan.model_shape import PIPE
 from mcore_prefix_tree.settings import Dtype, ModelConfig, ParallelConfig, RecipeError
@@ -224,7 +224,6 @@ def local_stack(config: Any) -> Any:
 
 def engine_layers(given: Any, config: Any, vp_stage: int | None = None) -> Any:
     """Return the layer spec ``given``, or made by it; the norms behind its linear layers have the model's epsilon."""
-    compat.check(compat.TRANSFORMER_ENGINE)
     from megatron.bridge.models.common.te_layers import TERowParallelLinearLayerNorm as Given
 
     if not isinstance(given, ModuleSpec | TransformerBlockSubmodules):

@@ -10,8 +10,8 @@ from megatron.core.models.gpt import GPTModel
 
 from mcore_prefix_tree.mcore.packed.answers import RowLogprobs
 from mcore_prefix_tree.mcore.packed.bridge_pictures import takes_deepstack
+from mcore_prefix_tree.mcore.release import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.all_tokens import count_splits
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.validation import check_interleaving, check_model
 
 _MODELS: tuple[type[Any], ...] = (GPTModel,)

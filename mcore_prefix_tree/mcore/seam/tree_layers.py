@@ -16,6 +16,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from mcore_prefix_tree.mcore.release import HAS_DELTA_NET, HAS_HYBRID_MODEL, HAS_SPARSE_ATTENTION
 from mcore_prefix_tree.mcore.seam.core_attention import (
     TreeCoreAttentionMixin,
     TreeFlatAttentionMixin,
@@ -23,13 +24,7 @@ from mcore_prefix_tree.mcore.seam.core_attention import (
     change_class,
 )
 from mcore_prefix_tree.mcore.seam.experts import TreeExpertLayerMixin, TreeExpertsMixin, TreeRouterMixin
-from mcore_prefix_tree.mcore.seam.hybrid_layers import (
-    HAS_DELTA_NET,
-    HAS_HYBRID_MODEL,
-    HAS_SPARSE_ATTENTION,
-    NEEDS_NEWER,
-    check_pattern,
-)
+from mcore_prefix_tree.mcore.seam.hybrid_layers import NEEDS_NEWER, check_pattern
 from mcore_prefix_tree.mcore.seam.latent_attention import TreeAbsorbedAttentionMixin, TreeLatentAttentionMixin
 from mcore_prefix_tree.mcore.seam.multi_token_layer import TreeMultiTokenLayerMixin
 from mcore_prefix_tree.mcore.seam.packed_seq_params import CORE_KNOWS_TREES

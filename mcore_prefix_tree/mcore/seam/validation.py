@@ -10,8 +10,8 @@ import torch
 from megatron.core.fp8_utils import TE_LINEAR_TYPES
 from megatron.core.utils import get_model_config
 
-from mcore_prefix_tree.mcore import multi_token_names
-from mcore_prefix_tree.mcore.seam.hybrid_layers import HAS_SPARSE_ATTENTION, check_pattern
+from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_SPARSE_ATTENTION, NEEDS_DEPTHS
+from mcore_prefix_tree.mcore.seam.hybrid_layers import check_pattern
 from mcore_prefix_tree.plan.model_shape import DELTA_NETS, depth_letters
 from mcore_prefix_tree.utils.randomness import random_part
 
@@ -108,7 +108,7 @@ def _fp8_refusals(config: Any) -> list[tuple[bool, str]]:
         *(
             (has_fp8 and bool(value), f"fp8 with {name}={value!r}: not proven yet; set fp8=None")
             # Older releases are refused depths anyway.
-            for name in ("experimental_attention_variant", *["mtp_num_layers"] * multi_token_names.are_there())
+            for name in ("experimental_attention_variant", *["mtp_num_layers"] * HAS_DEPTHS)
             for value in (getattr(config, name),)
         ),
         (
@@ -145,7 +145,7 @@ def _graph_refusals(config: Any) -> list[tuple[bool, str]]:
         ),
         *(
             (fits and bool(value), f"{name} with {setting}={value!r}: not proven yet; set cuda_graph_impl='none'")
-            for setting in ("fp8", *["mtp_num_layers"] * multi_token_names.are_there())
+            for setting in ("fp8", *["mtp_num_layers"] * HAS_DEPTHS)
             for value in (getattr(config, setting),)
         ),
         (fits and not config.bf16, f"{name} with bf16=False: Megatron-Core captures only bf16; set bf16=True"),
@@ -161,8 +161,8 @@ def graph_modules(config: Any) -> set[str]:
 def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
     """Return the refusals of :func:`_refusals` for the settings of multi-token prediction."""
     depths = f"mtp_num_layers={config.mtp_num_layers}"
-    if not multi_token_names.are_there():
-        needed = f"{depths}: multi-token prediction on a tree needs {multi_token_names.NEEDED}; set mtp_num_layers=None"
+    if not HAS_DEPTHS:
+        needed = f"{depths}: multi-token prediction on a tree needs {NEEDS_DEPTHS}; set mtp_num_layers=None"
         return [(True, needed)]
     last_rows = "stock layers route the last tokens of a sample, which predict nothing, and balance them too"
     balances = config.moe_router_load_balancing_type != "none"
