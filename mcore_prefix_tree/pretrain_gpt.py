@@ -17,8 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from mcore_prefix_tree.arguments.early import check_early, check_rl_early, render_help
-from mcore_prefix_tree.arguments.flags import readable_arguments
+from mcore_prefix_tree.arguments.flags import readable_arguments, render_help
 from mcore_prefix_tree.arguments.refusals import check_unused
 from mcore_prefix_tree.utils.errors import USER_ERROR
 from mcore_prefix_tree.utils.launchers import adopt_ranks
@@ -37,9 +36,9 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
         SystemExit: status 2, for arguments that cannot be used, or with the help for none at all; 0 after ``--help``.
     """
     # Megatron's parser is in the checkout, and this argument names the checkout.
-    early = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    early.add_argument("--megatron-lm-path")
-    known, rest = early.parse_known_args()
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--megatron-lm-path")
+    known, rest = parser.parse_known_args()
     folded = "--prefix-tree" in rest
     with lost_output(), readable_arguments():
         if not sys.argv[1:] or {"-h", "--help"} & set(rest):
@@ -53,9 +52,7 @@ def main(script: str = GPT, starter: str = "mcore_prefix_tree.mcore.megatron_lm.
         dry_run = "--prefix-tree-dry-run" in rest
         if folded and not dry_run:
             adopt_ranks(os.environ)
-        if folded:
-            (check_rl_early if script == RL else check_early)(rest)
-        else:
+        if not folded:
             check_unused(rest)
         with warnings.catch_warnings():
             if folded and (dry_run or os.environ.get("LOCAL_RANK", "0") != "0"):

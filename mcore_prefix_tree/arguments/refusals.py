@@ -373,12 +373,6 @@ def check_launched() -> None:
         raise ArgumentError("MASTER_ADDR is not set: start the job with torchrun, or with a launcher that sets it")
 
 
-def check_extensions(args: argparse.Namespace) -> None:
-    """Raise ArgumentError if Apex is missing, which Megatron-LM's default for gradients needs."""
-    if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
-        raise ArgumentError(APEX_MISSING)
-
-
 def check_data(args: argparse.Namespace) -> None:
     """Raise SampleError if a file of samples is missing, or a glob matches none."""
     resolve_paths([*(args.prefix_tree_data_path or ()), *(args.prefix_tree_valid_data_path or ())])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from xtoken_toys import Toy, tokenizer_of
 
-from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, list_entries, trim
+from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries, trim
 from mcore_prefix_tree.xtoken.projection_build import BuildSettings, Vocabularies, shares, similar_names
 from mcore_prefix_tree.xtoken.projection_file import read_projection, write_projection
 
@@ -25,8 +25,8 @@ NO_NAMES = BuildSettings(special_similarity=2.0)
 
 def dense(projection):
     matrix = np.zeros((projection.student_vocab_size, projection.teacher_vocab_size))
-    rows, columns, weights = list_entries(projection)
-    matrix[rows, columns] = weights
+    row, rank = np.nonzero(projection.columns >= 0)
+    matrix[row, projection.columns[row, rank]] = projection.weights[row, rank]
     return matrix
 
 
