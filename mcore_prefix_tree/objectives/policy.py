@@ -175,7 +175,7 @@ class PolicyGradient(TokenObjective):
                 ("gamma", self.advantage == "gae", "advantage=gae"),
                 ("lam", self.advantage == "gae", "advantage=gae"),
                 ("surrogate_level", has_ratio, "surrogate=clip or surrogate=cispo"),
-                ("ratio_level", self._reads_sequences, "a ratio of a sequence (surrogate_level, tis_level, ...)"),
+                ("ratio_level", self._reads_sequences, "surrogate_level=sequence, or another ratio of sequences"),
                 ("clip_eps_low", has_ratio, "surrogate=clip or surrogate=cispo"),
                 ("clip_eps_high", has_ratio, "surrogate=clip or surrogate=cispo"),
                 ("dual_clip", self.surrogate == "clip", "surrogate=clip"),
@@ -258,14 +258,10 @@ class PolicyGradient(TokenObjective):
             normalised = normalised.without(scored, rewards.is_equal[rewards.group_of_value[rewards.of_token]])
             metrics["filtered_groups"] = (float(rewards.is_equal.sum()), float(len(rewards.is_equal)))
         # Once per rollout, however many samples it was cut into.
-        of_rollouts = {
-            key: sample.signals
-            for key, sample in zip(rollout_keys(samples), samples, strict=True)
-            if sample.signals.reward is not None
-        }
+        given = zip(rollout_keys(samples), (sample.signals.reward for sample in samples), strict=True)
+        of_rollouts = {key: float(np.sum(reward)) for key, reward in given if reward is not None}
         if of_rollouts:
-            total = sum(float(np.asarray(signals.reward).sum()) for signals in of_rollouts.values())
-            metrics["reward"] = (total, float(len(of_rollouts)))
+            metrics["reward"] = (sum(of_rollouts.values()), float(len(of_rollouts)))
         return Targets(
             scored=scored,
             weight=normalised.weight,

@@ -139,7 +139,7 @@ def test_steps_and_schedule_count_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", quick(3, of=[1, 3]))
 def test_resumed_run_continues_at_the_right_group(tmp_path: Path, stop: int) -> None:
     job = write_job(tmp_path, conversations())
-    overrides = [*BY_GROUP, *options(), "checkpoint.save_interval=1"]
+    overrides = [*BY_GROUP, *options("gspo", filter_groups=True), "checkpoint.save_interval=1"]
     whole = train(job, *overrides, f"checkpoint.save={tmp_path / 'whole'}")
     saved = [*overrides, f"checkpoint.save={tmp_path / 'cut'}"]
     train(job, *saved, stop_after=stop + 1)

@@ -290,7 +290,7 @@ def test_turns_have_no_generalized_advantage():
         ({"surrogate": "cispo", "dual_clip": 3}, r"dual_clip=3\.0 has no effect without surrogate=clip; remove it"),
         ({"surrogate": "reinforce", "clip_eps_low": 0.1}, r"clip_eps_low=0\.1 has no effect without surrogate=clip or"),
         ({"surrogate": "reinforce", "clip_eps_high": 0.1}, r"clip_eps_high=0\.1 has no effect without surrogate=clip"),
-        ({"ratio_level": "turn"}, "ratio_level=turn has no effect without a ratio of a sequence"),
+        ({"ratio_level": "turn"}, "ratio_level=turn has no effect without surrogate_level=sequence, or"),
         ({"advantage": "given", "filter_groups": True}, "filter_groups=True has no effect without an advantage that"),
         (
             {"surrogate": "reinforce", "surrogate_level": "sequence"},
