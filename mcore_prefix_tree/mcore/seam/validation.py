@@ -167,7 +167,7 @@ def _multi_token_refusals(config: Any) -> list[tuple[bool, str]]:
     last_rows = "stock layers route the last tokens of a sample, which predict nothing, and balance them too"
     balances = config.moe_router_load_balancing_type != "none"
     return [
-        (config.mtp_num_layers < 0, f"{depths}: set it to a number of depths, or to None"),
+        (not 0 <= config.mtp_num_layers <= 100, f"{depths}: set it to a number of depths up to 100, or to None"),
         (
             getattr(config, "mtp_use_repeated_layer", False),
             f"{depths} with mtp_use_repeated_layer=True: not proven exact under folding yet; set it to False",
@@ -221,6 +221,11 @@ def _expert_refusals(config: Any) -> list[tuple[bool, str]]:
                 f"{name}={getattr(config, name, None)!r}: not proven exact under folding yet; set {name}='bf16'",
             )
             for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")  # since 0.20
+        ),
+        (
+            config.moe_router_topk > config.num_moe_experts,
+            f"moe_router_topk={config.moe_router_topk} with num_moe_experts={config.num_moe_experts}: a token goes to "
+            "more experts than there are; lower moe_router_topk",
         ),
         (
             # An expert has room for all tokens from factor * top-k = experts on.
