@@ -10,6 +10,7 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,6 +85,17 @@ def open_regular(path: PathLike) -> BinaryIO:
         os.close(descriptor)
         raise _not_regular(path)
     return os.fdopen(descriptor, "rb")
+
+
+@contextmanager
+def damage_as(sentence: str) -> Iterator[None]:
+    """Raise ValueError for whatever a damaged file of arrays makes its library raise, but OSError and MemoryError."""
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception:
+        raise ValueError(sentence) from None
 
 
 def read_regular(path: PathLike) -> bytes:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_prefix_tree.data.write import whole_file
-from mcore_prefix_tree.utils.inputs import open_regular
+from mcore_prefix_tree.utils.inputs import damage_as, open_regular
 from mcore_prefix_tree.xtoken.projection import Entries, Projection, from_entries
 from mcore_prefix_tree.xtoken.token_bytes import TokenBytes
 
@@ -23,6 +23,7 @@ _FORMAT = "mcore-prefix-tree projection 1"
 _KEY = "projection"
 _TORCH = (".pt", ".pth")
 _REBUILD = "build it again with mcore-prefix-tree xtoken build-projection"
+_DAMAGED = f"is damaged or no projection; {_REBUILD}"
 
 
 def is_torch_file(path: str | Path) -> bool:
@@ -110,22 +111,12 @@ def _safetensors_bytes(arrays: dict[str, npt.NDArray[Any]], about: dict[str, Any
 
 def _read_arrays(path: str | Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """Return the arrays of a safetensors file, and its metadata."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     open_regular(path).close()
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-            if not isinstance(about, dict):
-                raise ValueError("its description is not an object")
-            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
-    except (SafetensorError, TypeError, ValueError) as error:  # NumPy lacks types, for example BF16
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: str | Path, error: Exception) -> ValueError:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return ValueError(f"{path}: is damaged or no projection ({reason[:120]}); {_REBUILD}")
+    with damage_as(f"{path}: {_DAMAGED}"), safe_open(str(path), framework="numpy") as file:
+        about = dict(json.loads((file.metadata() or {}).get(_KEY, "{}")))
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118  # not a mapping
 
 
 def _read_safetensors(path: str | Path, student: TokenBytes, teacher: TokenBytes, scale_column: bool) -> Projection:
@@ -170,12 +161,8 @@ def _read_torch(path: str | Path, student: TokenBytes, teacher: TokenBytes, scal
     import torch
 
     open_regular(path).close()
-    try:
+    with damage_as(f"{path}: {_DAMAGED}"):
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a damaged file makes the unpickler raise nearly anything
-        raise _damaged(path, error) from None
     if isinstance(content, dict) and {"indices", "likelihoods"} <= content.keys():
         found = _dense_entries(path, content, scale_column)
         top_k, size = int(content["indices"].shape[1]), int(content["indices"].shape[0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -501,3 +503,21 @@ def test_micro_batches_in_fp8_have_upstreams_alignment_on_each_rank(recipe):
     assert row_multiple(4, None, recipe) == 4
     with pytest.raises(NotImplementedError, match="fp8='hybrid' in layers that compute without it"):
         check_model(build(config, local_spec(config)))
+
+
+def test_recomputation_waits_for_no_lock_of_a_killed_process(tmp_path, monkeypatch, caplog):
+    """torch's lock of a compilation is a file that outlives its process."""
+    lock = tmp_path / "cache" / "py312_cpu" / "share_storage_ext" / "lock"
+    lock.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    selective = tiny_config(recompute_granularity="selective", recompute_modules=["core_attn"])
+    check_config(selective)
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "cache")
+    lock.touch()
+    check_config(selective)
+    own = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    assert own.is_dir()
+    assert tmp_path not in own.parents
+    assert f"{lock} is of a compilation that runs or was killed: this process compiles in {own}" in caplog.text
+    check_config(selective)
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(own)

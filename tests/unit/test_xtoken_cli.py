@@ -97,7 +97,7 @@ def test_mistakes_are_one_sentence(tmp_path, folders, built):
     assert "its folder does not exist" in reason
     built.write_bytes(built.read_bytes()[:-1])
     reason = refused("trim", built, "--output", tmp_path / "t.pt", "--top-k", 2, folders=folders)
-    assert reason.startswith(f"error: {built}: is damaged or no projection (")
+    assert reason.startswith(f"error: {built}: is damaged or no projection; ")
     assert reason.count("\n") == 1
     assert "--student-chat-template-kwargs: '[' is not JSON" in refused(
         "build-projection", tmp_path / "w.pt", "--student-chat-template-kwargs", "[", folders=folders
