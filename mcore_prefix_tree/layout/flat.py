@@ -228,6 +228,15 @@ class FlatLayout:
         predicts[self.predictor[self.loss_weight != 0]] = True
         return int(np.count_nonzero(predicts))
 
+    @cached_property
+    def heads(self) -> tuple[Int64Array, Int64Array]:
+        """First tokens of nodes below others, int64 ``[n]``, by their predictors, which are the second array."""
+        starts = self.cu_node_lens[:-1]
+        heads = np.unique(starts[starts < self.physical_tokens]).astype(np.int64)
+        heads = heads[self.predictor[heads] >= 0]
+        heads = heads[np.argsort(self.predictor[heads], kind="stable")]
+        return heads, self.predictor[heads].astype(np.int64)
+
     @property
     def predictor_ratio(self) -> float:
         """Supervised tokens over their predictors, which a fused head's work shrinks by. 1 if none is supervised."""
