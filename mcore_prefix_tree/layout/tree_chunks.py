@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_prefix_tree.layout.flat import FlatLayout, Int32Array, Int64Array
+from mcore_prefix_tree.layout.flat import FlatLayout, Int32Array, Int64Array, sum_masks
 from mcore_prefix_tree.sample import INT32_MAX, Sample
 
 
@@ -187,8 +187,10 @@ def cut(whole: FlatLayout, start: int, end: int, *, padded_size: int, num_superv
 def find_stack(layout: FlatLayout, start: int) -> Int64Array:
     """Return the tokens before ``start`` that a chunk from there reads, int64 ``[n]``, ascending: the path to it."""
     nodes = _path(layout, start)
-    ends = np.minimum(layout.cu_node_lens[nodes + 1], start)
-    return np.concatenate([np.arange(*span) for span in zip(layout.cu_node_lens[nodes], ends, strict=True)] or [nodes])
+    starts = layout.cu_node_lens[nodes].astype(np.int64)
+    lens = np.minimum(layout.cu_node_lens[nodes + 1], start) - starts
+    stack: Int64Array = np.arange(lens.sum()) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
+    return stack
 
 
 def find_in_window(layout: FlatLayout, start: int, end: int, size: int, window: int) -> npt.NDArray[np.bool_]:
@@ -304,11 +306,11 @@ def find_key_nodes(layout: FlatLayout, start: int, end: int) -> tuple[Int64Array
 
 def count_supervised(samples: Sequence[Sample], layout: FlatLayout) -> Int64Array:
     """Return int64 ``[P]``: how many tokens of samples with a loss mask each token predicts."""
-    starts = layout.cu_sample_lens[:-1].tolist()
-    scored = [np.flatnonzero(sample.loss_mask[1:]) + start for sample, start in zip(samples, starts, strict=True)]
-    # The predictor of a token is the token before it in its sample.
-    predictor = layout.sample_map[np.concatenate(scored)] if scored else np.empty(0, dtype=np.int64)
-    return np.bincount(predictor, minlength=layout.padded_size)
+    lengths, size = np.diff(layout.cu_sample_lens), layout.padded_size
+    masks = [sample.loss_mask != 0 for sample in samples]
+    times, _ = sum_masks(masks, layout.sample_order, layout.sample_shared, lengths, size)
+    scored = np.flatnonzero(times)
+    return np.bincount(layout.predictor[scored], times[scored], minlength=size).astype(np.int64)
 
 
 def _path(layout: FlatLayout, start: int) -> Int64Array:

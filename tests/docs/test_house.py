@@ -37,6 +37,7 @@ def test_private_functions_have_docstrings_of_one_line() -> None:
 
 def test_the_house_does_not_grow() -> None:
     """A feature that needs more lines raises a limit in the commit that adds it, and says why there."""
-    limits = {"lines of the package": 56_100, "files of the package": 338, "functions that take a recipe": 10}
+    # 180 lines more: other trees are balanced around carried ones, and the balanced plans are compared.
+    limits = {"lines of the package": 56_280, "files of the package": 338, "functions that take a recipe": 10}
     found = {name: value for name, value, _ in house.measure()}
     assert {name: found[name] for name in limits if found[name] > limits[name]} == {}

@@ -310,7 +310,7 @@ def steps(draw: st.DrawFn) -> list[Sample]:
 def test_auto_is_no_slower_than_another_way(
     samples: list[Sample], budget: int, ranks: int, bubble: float, model: CostModel | None, data: st.DataObject
 ) -> None:
-    """Whatever the forest, the slowest rank costs no more than with ``repeat`` or ``carry``, where these have a plan."""
+    """The slowest rank costs no more than with ``repeat`` or ``carry``, if these have a plan."""
     limits: dict[str, Any] = {"max_tokens": budget, "dp_size": ranks, "cost_model": model}
     limits |= {"micro_batch_multiple": data.draw(st.integers(1, 3)), "scores_first": data.draw(st.booleans())}
     if data.draw(st.booleans()):

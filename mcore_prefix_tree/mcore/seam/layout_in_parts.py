@@ -166,7 +166,7 @@ class LayoutInParts:
     @cached_property
     def last(self) -> Int64Array:
         """int64 ``[S]``, the last token of each sample."""
-        return self.layout.sample_map[self.layout.cu_sample_lens[1:] - 1].astype(np.int64)
+        return self.layout.cu_node_lens[self.layout.sample_node + 1].astype(np.int64) - 1
 
     @cached_property
     def lengths(self) -> torch.Tensor:
