@@ -35,18 +35,20 @@ def refine(
     bins_per_rank: int,
     max_tokens: int,
     enough: int,
+    load: Int64Array | None = None,
 ) -> Int64Array:
     """Return a better assignment, int64 ``[L]``, or the same.
 
     Each move takes one leaf from the slowest rank to a bin of another, the pair that makes the slower of the two
     fastest, until none helps or a rank costs less than ``enough`` units. ``bin_of``, int64 ``[L]``, is the bin of each
-    leaf; rank r has the bins from ``r * bins_per_rank`` on.
+    leaf; rank r has the bins from ``r * bins_per_rank`` on, and ``load``, int64 ``[D]``, already.
     """
     bins = ranks * bins_per_rank
     rank_of = np.arange(bins) // bins_per_rank
     bin_of = bin_of.copy()
     members = [leaves.some(np.flatnonzero(bin_of == one)) for one in range(bins)]
     units = np.bincount(rank_of, weights=[own.units(cost_model) for own in members], minlength=ranks).astype(np.int64)
+    units += 0 if load is None else load
     tokens = np.array([own.room(cost_model) for own in members], dtype=np.int64)
     path_units = cost_model.units_of_path(leaves.length) + cost_model.units_of_scored(leaves.scored)
     path_units += cost_model.units_of_segment
@@ -115,6 +117,56 @@ def balance(
     search.whole_ranks()
     search.even_bins()
     return search.best
+
+
+def balance_around(leaves: Leaves, cost_model: CostModel, load: Int64Array, *, max_tokens: int) -> list[RankBins]:
+    """Return the best assignment found of leaves to D ranks that have ``load``, int64 ``[D]`` units, already.
+
+    Each rank has the fewest micro-batches that repeat the least.
+    """
+    ranks, places = len(load), np.arange(len(leaves))
+
+    def cut(chosen: Int64Array) -> RankBins:
+        own = leaves.some(chosen)
+        saved = own.saved_tokens(cost_model)
+        repeats = cost_model.units_of_path(own.context)
+        runs = least_repeating_runs(saved, own.length - saved, max_tokens, repeats=repeats)
+        return [chosen[slice(*run)] for run in runs]
+
+    def slowest(found: list[RankBins]) -> int:
+        costs = [sum(leaves.some(chosen).units(cost_model) for chosen in rank) for rank in found]
+        return int((load + costs).max())
+
+    whole = cut(places)
+    costs = [leaves.some(chosen).units(cost_model) for chosen in whole]
+    dealt = deal(costs, ranks, size=[1] * len(costs), room=len(costs), load=load.tolist()).ranks
+    best = [[whole[at] for at in rank] for rank in dealt]
+    makespan, placer = slowest(best), SubtreePlacer(leaves, cost_model)
+    least = max(int(load.max()), -(-(int(load.sum()) + leaves.units(cost_model)) // ranks))
+    without_limit = int(leaves.length.sum())
+    for slack in _SLACK:
+        limit = least + least * slack // 1000
+        if limit >= makespan:
+            break
+        bin_of = placer.place(
+            ranks=ranks, bins_per_rank=1, max_units=limit, max_tokens=without_limit, by_size=False, load=load
+        )
+        if bin_of is None:
+            continue
+        enough = least + least * _GOOD_ENOUGH // 1000
+        refined = refine(
+            *(leaves, cost_model, bin_of),
+            ranks=ranks,
+            bins_per_rank=1,
+            max_tokens=without_limit,
+            enough=enough,
+            load=load,
+        )
+        for one in (bin_of, refined):
+            found = [cut(chosen) for chosen in _members(one, ranks)]
+            if (cost := slowest(found)) < makespan:
+                best, makespan = found, cost
+    return best
 
 
 @dataclass(eq=False)

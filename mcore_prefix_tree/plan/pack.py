@@ -77,7 +77,8 @@ class Leaves:
         context = np.zeros(len(chosen), dtype=np.int64)
         if len(chosen) > 1:
             # Two leaves have as many tokens in common as the least similar neighbours between them.
-            context[1:] = np.minimum.reduceat(self.context[: chosen[-1] + 1], chosen[:-1] + 1)
+            first, last = chosen[[0, -1]]
+            context[1:] = np.minimum.reduceat(self.context[first : last + 1], chosen[:-1] + 1 - first)
         return Leaves(
             start=self.start[chosen],
             end=self.end[chosen],
@@ -236,7 +237,14 @@ class SubtreePlacer:
         self._trees = list(zip(roots.tolist(), [*roots[1:].tolist(), len(leaves)], strict=True)) if len(leaves) else []
 
     def place(
-        self, *, ranks: int, bins_per_rank: int, max_units: int, max_tokens: int, by_size: bool
+        self,
+        *,
+        ranks: int,
+        bins_per_rank: int,
+        max_units: int,
+        max_tokens: int,
+        by_size: bool,
+        load: Int64Array | None = None,
     ) -> Int64Array | None:
         """Return a bin for every leaf, int64 ``[L]``, such that no limit is exceeded; None if this finds none.
 
@@ -247,6 +255,7 @@ class SubtreePlacer:
         Args:
             max_units: largest cost of a rank, in units.
             max_tokens: budget of a bin.
+            load: int64 ``[D]``, units that each rank has already; nothing by default.
             by_size: whether the most expensive tree comes first. Otherwise trees that exceed every bin come first, then
                 those whose leaves have most in common: the last ones are cut to fill the bins, at the least price.
         """
@@ -254,6 +263,7 @@ class SubtreePlacer:
         rank_of = np.arange(bins) // bins_per_rank
         bin_of = np.full(len(self._context), -1, dtype=np.int64)
         units, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(bins, dtype=np.int64)
+        units += 0 if load is None else load
 
         def urgency(run: Run) -> tuple[bool, int]:
             cost = self._units_of(run)
@@ -334,11 +344,16 @@ class Dealt(NamedTuple):
     left: list[int]
 
 
-def deal(cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int) -> Dealt:
-    """Deal the costliest unit first to the cheapest rank with ``room`` for its rows, then exchange units."""
+def deal(
+    cost: Sequence[int], ranks: int, *, size: Sequence[int], room: int, load: Sequence[int] | None = None
+) -> Dealt:
+    """Deal the costliest unit first to the cheapest rank with ``room`` for its rows, then exchange units.
+
+    ``load`` is the cost that each rank has already; nothing by default.
+    """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    load, free, left = [0] * ranks, [room] * ranks, []
-    with_room = [(0, rank) for rank in range(ranks)]  # a heap
+    load, free, left = list(load or [0] * ranks), [room] * ranks, []
+    with_room = sorted(zip(load, range(ranks), strict=True))  # a heap
     for unit in sorted(range(len(cost)), key=lambda unit: -cost[unit]):
         full = []
         while with_room and free[with_room[0][1]] < size[unit]:
@@ -368,7 +383,7 @@ def _swap(ranks: list[list[int]], load: list[int], cost: Int64Array, size: Int64
         best: tuple[int, int, int, int] | None = None
         for light in heapq.nsmallest(min(8, len(ranks) - 1), range(len(ranks)), key=load.__getitem__):
             mine, theirs = ranks[heavy], ranks[light]
-            if not theirs:
+            if not mine or not theirs:
                 continue
             gain = cost[mine][:, None] - cost[theirs][None, :]
             after = np.maximum(load[heavy] - gain, load[light] + gain)

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from packed_calls import packed, rows_of
 
-from mcore_prefix_tree import TreeMetadata, fold
+from mcore_prefix_tree import Sample, TreeMetadata, fold
 from mcore_prefix_tree.mcore import MicroBatch, fold_inside, tree_forward
 from mcore_prefix_tree.mcore.packed import fold_check
 from mcore_prefix_tree.mcore.seam.experts import Multiplicity, TreeRouterMixin, balancing_by_sample
@@ -212,6 +212,24 @@ def test_counts_of_a_branching_forest():
     assert torch.equal(counts.of_token, expected)
     assert counts.logical_tokens == layout.logical_tokens
     assert counts.lengths.tolist() == [len(sample.tokens) for sample in branching_samples()]
+
+
+@pytest.mark.parametrize("samples", [branching_samples(), [Sample(tokens=range(n)) for n in range(1, 1200)]])
+def test_sums_of_samples_are_those_of_their_tokens(samples):
+    """Sums over paths of any depth, and their gradients, whatever padding holds."""
+    layout = fold(samples)
+    layout = fold(samples, padded_size=layout.physical_tokens + 3)
+    counts = Multiplicity.of(TreeMetadata.from_layout(layout))
+    values = torch.randn(layout.padded_size, 2, dtype=torch.float64)
+    values[layout.physical_tokens :] = torch.inf
+    values.requires_grad_()
+    weights = torch.randn(len(samples), 2, dtype=torch.float64)
+    paths = [torch.as_tensor(layout.sample_tokens(at)).long() for at in range(len(samples))]
+    expected = torch.stack([values[path].sum(0) for path in paths])
+    found = counts.sum_by_sample(counts.node, values)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    wanted, got = (torch.autograd.grad((sums * weights).sum(), values)[0] for sums in (expected, found))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_experts_that_are_not_balanced_count_nothing():
