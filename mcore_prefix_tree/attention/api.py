@@ -11,8 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
-from mcore_prefix_tree.utils.autocast import cast_inputs, without_autocast
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case, cast_inputs, without_autocast
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case, without_autocast
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.utils.autocast import without_autocast
 
 # Large enough for the matrix products to be efficient, small enough for the masked triangle and its bias to be cheap.
 QUERY_BLOCK = 256

@@ -17,10 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mcore_prefix_tree.attention import AttentionOptions, Case, tree_attention
 from mcore_prefix_tree.attention.api import AUTO, check_case, check_setting, load_backend
 from mcore_prefix_tree.attention.auto import TreeShape, choose
+from mcore_prefix_tree.attention.backend_options import cast_inputs, without_autocast
 from mcore_prefix_tree.layout import FlatLayout
 from mcore_prefix_tree.logprob import Edges, edge_logprobs, restore
 from mcore_prefix_tree.metadata import TreeMetadata
-from mcore_prefix_tree.utils.autocast import cast_inputs, without_autocast
 from mcore_prefix_tree.utils.randomness import Draws, LayerDraws, drew, random_part
 from mcore_prefix_tree.utils.upload import upload
 
