@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case
+from mcore_prefix_tree.attention.backend_options import AttentionOptions, Case, cast_inputs, without_autocast
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +117,8 @@ def tree_attention(
 ) -> torch.Tensor:
     """Attention in which every token sees its own path: query i sees key j if ``j <= i < subtree_end[j]``.
 
+    Under ``torch.autocast``, query, key and value are cast first, as those of SDPA.
+
     Args:
         query: ``[P, H, D]``, P the padded size of the micro-batch.
         key: ``[P, K, D]``; K divides H, each key head serves H / K consecutive query heads.
@@ -137,10 +139,12 @@ def tree_attention(
     """
     options = AttentionOptions(softmax_scale=softmax_scale, window=window, sinks=sinks, deterministic=deterministic)
     check_backend(backend)
+    query, key, value = cast_inputs(query, key, value)
     _check_tensors(query, key, value, metadata)
     _check_options(options, query)
     check_case(backend, Case.of(query, key, value, options))
-    return load_backend(backend).attention(query, key, value, metadata, options)
+    with without_autocast(query.device):
+        return load_backend(backend).attention(query, key, value, metadata, options)
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: TreeMetadata) -> None:
