@@ -256,7 +256,7 @@ def test_the_first_check_compares_micro_batches_at_once() -> None:
     stock, tree = make("attention")
     model = inside(tree, max_tokens=5, check_first=True)
     check_losses(model, stock, packed(ROWS))
-    assert not model.folding._unchecked - {False}
+    assert model.folding._checked == {(True, True)}
 
 
 def test_a_micro_batch_without_rows() -> None:

@@ -153,6 +153,11 @@ def test_folding_inside_the_model(size: int, layout: Layout, pattern: str, reads
     check(inside(size, layout, job), unfolded_oracle(layout, pattern="*-*-"), FP64)
 
 
+def test_a_stage_without_attention_folds_when_the_others_do() -> None:
+    job = InsideJob(pattern="*-*|-", unlike=True, check_first=True)
+    check(inside(2, PP2, job), unfolded_oracle(PP2, pattern="*-*-", unlike=True), FP64)
+
+
 @pytest.mark.skipif(not HAS_DELTA_NET, reason="Gated DeltaNet follows a tree since megatron-core 0.19")
 @pytest.mark.parametrize("max_tokens", [pytest.param(None, marks=pytest.mark.ci), 24], ids=["at once", "in parts"])
 def test_states_fold_inside_the_model(max_tokens: int | None) -> None:
