@@ -108,14 +108,6 @@ def check_routed_experts(routes: object, length: int, source: str) -> RoutedExpe
             f"{field} has expert {low if low < -1 else high}; experts are 0 to {np.iinfo(np.int16).max}, or -1 in all "
             "entries of a token without a route"
         )
-    if low < 0:
-        unset = rows < 0
-        partly = (unset.any(axis=2) & ~unset.all(axis=2)).any(axis=1)
-        if partly.any():
-            raise SampleError(
-                f"{field} has -1 among the experts at index {int(np.argmax(partly))}; give -1 in all entries of a "
-                "token without a route, and experts in all of any other"
-            )
     kept = np.full((length, *given.shape[1:]), -1, dtype=np.int8 if high <= np.iinfo(np.int8).max else np.int16)
     kept[: length - 1] = rows
     return RoutedExperts(ids=freeze(kept))

@@ -275,6 +275,8 @@ REFUSED = [
         [[[0, 1]] * 3],
         "has routes and moe_router_bias_update_rate=0.001",
     ),
+    ({}, [[[0, 1], [0, 1], [0, -1]]], "has -1 among the experts at index 0; give -1 in all entries"),
+    ({}, [[[0, 1], [0, 1], [-1, -1]]], "has -1 among the experts at index 0; give -1 in all entries"),
 ]
 
 
@@ -302,7 +304,7 @@ def test_rows_that_an_engine_filled_with_zeros_are_refused():
         check_sample_routes(config, sample)
 
 
-@pytest.mark.parametrize("filler", [[0, 0], [-1, -1], [99, 99]], ids=str)
+@pytest.mark.parametrize("filler", [[0, 0], [-1, -1], [99, -1]], ids=str)
 @pytest.mark.parametrize("is_hybrid", [False, True], ids=["gpt", "hybrid"])
 def test_rows_of_layers_without_experts_are_not_read(is_hybrid, filler):
     config = tiny_config(**ROUTED)

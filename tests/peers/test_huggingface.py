@@ -248,10 +248,10 @@ def test_teacher_is_a_folder(tmp_path: Path) -> None:
         ({"architectures": ["UnheardOfForCausalLM"]}, "Megatron-Bridge cannot build UnheardOfForCausalLM"),
         ({"architectures": ["MistralForCausalLM"]}, "model_type=llama, which is LlamaForCausalLM in transformers"),
         ({"intermediate_size": 80}, "its weights do not fit its config.json"),
-        ({"num_hidden_layers": 3}, "lacks the weights of decoder.layers.2."),
+        ({"num_hidden_layers": 3}, "lacks 'model.layers.2."),
         (
             {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_parameters": {"rope_type": "default"}},
-            "lacks the weights of decoder.layers.0.",
+            "lacks 'model.layers.0.self_attn.k_proj.bias'",
         ),
     ],
 )

@@ -149,7 +149,7 @@ def load_bridge(path: str) -> Any:
     """Return the bridge of a folder; raise RecipeError if Megatron-Bridge is missing or lacks the architecture."""
     folder, installed = HuggingFaceFolder.read(path), installed_version_of("transformers")
     # Before Megatron-Bridge, which would try an invalid one four times and call it a problem of the network.
-    config = None if installed is None or not _fits(installed) else read_config(folder)
+    config: Any = None if installed is None or not _fits(installed) else read_config(folder)
     kind = auto_bridge()
     try:
         # Of a model with a scalar head the bridge of the language model converts all but the head. Megatron-Bridge

@@ -108,8 +108,8 @@ def _fault(config: Any, routes: npt.NDArray[np.integer]) -> str | None:
             f"has expert {largest}, but the model has {config.num_moe_experts} (num_moe_experts), counted from 0; use "
             "the model that made the sample"
         )
-    unset = (read < 0).any(axis=2)
-    partly = unset.any(axis=1) & ~unset.all(axis=1)
+    unset: npt.NDArray[np.bool_] = read < 0
+    partly = unset.any(axis=(1, 2)) & ~unset.all(axis=(1, 2))
     if partly.any():
         return (
             f"has -1 among the experts at index {int(np.argmax(partly))}; give -1 in all entries of a token without a "
