@@ -170,11 +170,11 @@ def test_weights_of_another_function_are_rejected(job: Path, folder: Path, door:
 
 def test_weights_of_other_shapes_name_the_changed_settings(job: Path, folder: Path) -> None:
     """The recipe left the size to Megatron, so the settings alone do not contradict each other."""
-    result = run_command(*DOORS["resume"](job, folder.parent), "model.ffn_hidden_size=24")
+    result = run_command(*DOORS["resume"](job, folder.parent), "model.kv_channels=6")
     assert result.exit_code in (1, 2)
     said = " ".join(result.output.split())
     assert "does not fit this recipe's model" in said
-    assert "changed since it was saved: model.ffn_hidden_size None -> 24" in said.rpartition("error:")[2]
+    assert "changed since it was saved: model.kv_channels None -> 6" in said.rpartition("error:")[2]
 
 
 def test_setting_that_keeps_the_function_is_accepted(job: Path, folder: Path) -> None:

@@ -125,7 +125,13 @@ def test_recorded_routes_are_data_to_train_on(tmp_path: Path) -> None:
     "pattern", [(), ("model.hybrid_layer_pattern=*E/*E", "model.num_layers=2")], ids=["gpt", "hybrid"]
 )
 def test_depths_with_experts_record_no_routes(tmp_path: Path, pattern: tuple[str, ...]) -> None:
-    options = (*EXPERTS, "model.transformer.mtp_num_layers=1", *pattern, f"checkpoint.save={tmp_path / 'runs'}")
+    options = (
+        *EXPERTS,
+        *FLOAT64,
+        "model.transformer.mtp_num_layers=1",
+        *pattern,
+        f"checkpoint.save={tmp_path / 'runs'}",
+    )
     recipe, scored = write_job(tmp_path), tmp_path / "routed.jsonl"
     train(recipe, *options, "train_iters=2")
     loaded = load_recipe(recipe, options)
