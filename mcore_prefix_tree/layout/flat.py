@@ -389,7 +389,7 @@ def _routes(
         if own is not None:
             routes[flat : flat + fresh] = own.ids[prefix:]
             # The sample before may end here: its last token has no route.
-            if prefix and routes[path[prefix - 1], 0, 0] < 0:
+            if prefix and routes[path[prefix - 1]].max() < 0:
                 routes[path[prefix - 1]] = own.ids[prefix - 1]
         flat += fresh
     return routes

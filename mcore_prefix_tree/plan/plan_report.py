@@ -24,7 +24,7 @@ class MicroBatchReport:
     """One micro-batch; ``padding`` reaches the required size, tokens scored in several micro-batches count in one.
 
     A chunk of a tree has the samples that end in it, and of the tree's scored tokens as many as of its others. Its
-    segments are not counted: recurrent layers, to which they and ``segment_states`` matter, do not run in chunks.
+    segments are not counted, also of recurrent layers, which carry their states from chunk to chunk.
     """
 
     samples: int

@@ -152,6 +152,7 @@ OTHER_FUNCTIONS = [
 DOORS = {
     "score": lambda job, run: ["score", job, f"checkpoint.save={run}", "--output", f"{job.parent}/scored.jsonl"],
     "pretrained": lambda job, run: ["train", job, f"checkpoint.pretrained_checkpoint={run}", "train_iters=2"],
+    "resume": lambda job, run: ["train", job, f"checkpoint.save={run}", "train_iters=3", "--resume"],
 }
 
 
@@ -165,6 +166,15 @@ def test_weights_of_another_function_are_rejected(job: Path, folder: Path, door:
     assert f"and this recipe has {value}" in result.output.replace("True", "true").replace("False", "false").replace(
         "0.001", "1e-3"
     )
+
+
+def test_weights_of_other_shapes_name_the_changed_settings(job: Path, folder: Path) -> None:
+    """The recipe left the size to Megatron, so the settings alone do not contradict each other."""
+    result = run_command(*DOORS["resume"](job, folder.parent), "model.kv_channels=6")
+    assert result.exit_code in (1, 2)
+    said = " ".join(result.output.split())
+    assert "does not fit this recipe's model" in said
+    assert "changed since it was saved: model.kv_channels None -> 6" in said.rpartition("error:")[2]
 
 
 def test_setting_that_keeps_the_function_is_accepted(job: Path, folder: Path) -> None:

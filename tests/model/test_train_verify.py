@@ -163,6 +163,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], float]] = {
     "scaled positions": ("float64", ("model.rope_scaling=true", "model.rotary_percent=0.5"), 1e-12),
     "yarn": ("float64", YARN, 1e-12),
     "latent attention": ("float64", LATENT, 1e-12),
+    "queries without a latent": ("float64", (*LATENT, "model.transformer.q_lora_rank=null"), 1e-12),
     "sparse attention": ("float64", SPARSE, 1e-5),
     "logits": ("float64", ("fused_head=false",), 1e-12),
     "prompts": ("float64", ("batch.share=prompt",), 1e-12),

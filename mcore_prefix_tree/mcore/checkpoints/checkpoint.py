@@ -56,6 +56,10 @@ _RECIPE_SETTINGS = ("max_lr", "min_lr", "betas")
 _WRITING_ERRORS = (OSError, RuntimeError, CheckpointException)
 
 
+class UnfitCheckpointError(RecipeError):
+    """A checkpoint that cannot be read into this model."""
+
+
 class SaveError(OSError):
     """A checkpoint could not be written. The message names the place, the reason, and the last complete checkpoint."""
 
@@ -212,12 +216,21 @@ def _room(folder: str | Path) -> str:
         return ""
 
 
-def load(folder: str | Path, iteration: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Progress:
+def load(
+    folder: str | Path,
+    iteration: int,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    model: ModelConfig | None = None,
+) -> Progress:
     """Read a checkpoint into model, optimizer and scheduler; any parallel layout may have written it.
 
-    Raises RecipeError, with the folder, if the checkpoint is missing, damaged or does not fit the model.
+    Raises RecipeError, with the folder, if the checkpoint is missing, damaged, does not fit the model, or was trained
+    as another than ``model``.
     """
-    source = _existing(folder, iteration)
+    source = _existing(folder, iteration, model)
     loaded = _read(source, _state(chunks, optimizer, is_loading=True))
     if "progress" not in loaded:
         raise RecipeError(f"checkpoint {source} does not say how far in the data it is: another program wrote it")
@@ -301,7 +314,7 @@ def _reading(source: Path) -> Iterator[None]:
     except (UnsafeCheckpointError, DamagedCheckpointError):
         raise
     except (Exception, CheckpointException) as error:  # of many types, for a damaged file
-        raise RecipeError(
+        raise UnfitCheckpointError(
             f"checkpoint {source} is damaged or does not fit this recipe's model: {_reason(error)}"
         ) from error
 

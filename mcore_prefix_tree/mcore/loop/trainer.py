@@ -264,10 +264,15 @@ class Trainer:
         folder = self._recipe.checkpoint.save
         assert folder is not None
         source = checkpoint.iteration_folder(folder, saved)
-        if is_main_rank() and (changed := changed_settings(source, asdict(self._recipe))):
-            # Before it is read: a model that does not fit may be one of them.
-            reporter.message(f"changed since {source}: {', '.join(changed)}")
-        progress = checkpoint.load(folder, saved, self._chunks, self._optimizer, self._scheduler)
+        changed = ", ".join(changed_settings(source, asdict(self._recipe)))
+        if is_main_rank() and changed:
+            reporter.message(f"changed since {source}: {changed}")
+        try:
+            progress = checkpoint.load(
+                folder, saved, self._chunks, self._optimizer, self._scheduler, model=self._recipe.model
+            )
+        except checkpoint.UnfitCheckpointError as error:
+            raise RecipeError(f"{error}{changed and f'; changed since it was saved: {changed}'}") from error
         self._data_from = progress.data_from
         told = f"resumed from {source}"
         before, now = vars(progress), vars(self._progress(progress.iteration))

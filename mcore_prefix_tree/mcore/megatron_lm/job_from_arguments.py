@@ -34,7 +34,9 @@ def make_job_from_args(
 ) -> Job:
     """Return the job that validated arguments describe; see :meth:`Run.make_job`."""
     run = describe_run(args, device=device_of_this_rank())
-    return run.make_job(objective, core_transformer_config_from_args(args), first_step, say=print_rank_0)
+    config = core_transformer_config_from_args(args)
+    config.hybrid_layer_pattern = hybrid_pattern(args)  # Megatron gives it to the model alone
+    return run.make_job(objective, config, first_step, say=print_rank_0)
 
 
 def make_folding_from_args(

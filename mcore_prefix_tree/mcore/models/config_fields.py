@@ -76,7 +76,7 @@ def typed_settings(model: ModelConfig, kind: type) -> dict[str, Any]:
     unknown = sorted(set(model.transformer) - known)
     if unknown:
         raise RecipeError(f"model.transformer.{unknown[0]}: megatron-core's {kind.__name__} has no such field")
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind) | {"q_lora_rank": int | None}  # Megatron's layers take None, its hint does not
     return {name: _typed(name, value, hints[name]) for name, value in model.transformer.items()}
 
 

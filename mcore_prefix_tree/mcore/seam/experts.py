@@ -102,6 +102,7 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
     carry: Carry | None = None  # of a part of a tree
     given_routes: torch.Tensor | None = None  # as a tree's, of a batch without one
     recorded: list[torch.Tensor] | None = None  # int64 [L, top-k] of each forward, while experts are recorded
+    is_depth: bool = False  # of multi-token prediction, of which an engine sends no routes
     by_sample: bool = False  # whether losses that compare samples are left out
     # Of the stock router.
     config: Any
@@ -145,6 +146,8 @@ class TreeRouterMixin(TopKRouter):  # type: ignore[misc]
         """Choose the experts for logits ``[L, 1, E]``: those of the samples' routes, where there are any."""
         stock: Callable[..., Any] = super().routing  # type: ignore[misc]
         routes = self.given_routes if self.tree is None else self.tree.routes
+        if self.is_depth:
+            routes = None
         probs, routing_map = (
             stock(logits, *args, **kwargs) if routes is None else self._routed(routes, stock, logits, *args, **kwargs)
         )

@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from mcore_prefix_tree.logprob import Head, head_weighted_hits
 from mcore_prefix_tree.mcore.release import HAS_DEPTHS, HAS_HYBRID_MODEL
 from mcore_prefix_tree.mcore.seam.core_attention import change_class
+from mcore_prefix_tree.mcore.seam.experts import TreeRouterMixin
 from mcore_prefix_tree.mcore.seam.output_layer import HeadRequest, output_multiplier, with_edge_head
 from mcore_prefix_tree.mcore.seam.packed_seq_params import DepthPackedSeqParams, TreePackedSeqParams, get_tree_params
 from mcore_prefix_tree.mcore.seam.tree_layers import follow_trees
@@ -178,6 +179,9 @@ def with_multi_token(model: Model) -> Model:
         )
     if bare.mtp_process:
         follow_trees(model)
+        for module in bare.mtp.modules():
+            if isinstance(module, TreeRouterMixin):
+                module.is_depth = True
         if is_hybrid:
             change_class(bare.mtp, TreeMultiTokenBlockMixin)
         if not trained_depths(vars(bare.config)):
