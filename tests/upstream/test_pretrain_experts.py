@@ -64,7 +64,7 @@ def test_a_mixture_of_experts(stock: Stock, experts: tuple[Path, dict[int, float
     assert_same_tensors(tmp_path / "saved", alone, LAST)
 
 
-@pytest.mark.parametrize("objective", ["sft", "grpo"])
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_balanced_experts(stock: Stock, tmp_path: Path, objective: str) -> None:
     """Losses, biases of experts and weights are those of the stock run, which runs every sample by itself.
 
