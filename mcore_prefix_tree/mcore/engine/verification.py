@@ -292,8 +292,7 @@ def _run(
 ) -> Outcome:
     """Run forward and backward of micro-batches; ``forward`` returns ``[1, P, ...]`` or ``[1, n, ...]``."""
     rows: dict[int, Rows] = {}
-    losses: list[float] = []
-    divisors: list[int] = []
+    losses: list[tuple[float, int]] = []
     indices = iter(sample_index)
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -304,12 +303,11 @@ def _run(
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             """Return the loss of the output ``[1, P, ...]``, or ``[1, n, ...]`` for one sample."""
             loss, scored = score(batch, output)
-            losses.append(float(loss.detach()))
-            loss, divisor = divide(batch, loss)
-            divisors.append(int(divisor))
+            divided, divisor = divide(batch, loss)
+            losses.append((float(loss.detach()), int(divisor)))
             # A batch of padding has rows of no sample.
             rows.update(zip(next(indices), scored, strict=False))
-            return loss, torch.zeros((), dtype=torch.int, device=output.device), None
+            return divided, torch.zeros((), dtype=torch.int, device=output.device), None
 
         return forward(model, batch), loss_func
 
@@ -317,11 +315,11 @@ def _run(
         run_schedule(chunks, micro_batches, forward_step)
         _reduce(chunks, gradients)
     # Tensor-parallel ranks all know the rows of their replica; one of them speaks for it.
-    of_all = everyone((rows, sum(losses), sum(divisors)) if has_logits() else ({}, 0.0, 0))
-    divisor = sum(part for *_, part in of_all)
+    of_all = everyone((rows, losses) if has_logits() else ({}, []))
+    loss, divisor = map(sum, zip(*(one for _, of_rank in of_all for one in of_rank), strict=True))
     return Outcome(
-        rows={index: row for rank_rows, *_ in of_all for index, row in rank_rows.items()},
-        loss=sum(loss for _, loss, _ in of_all),
+        rows={index: row for rank_rows, _ in of_all for index, row in rank_rows.items()},
+        loss=loss,
         gradients={name: gradient / divisor for name, gradient in gradients.items()},
     )
 
