@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.added_losses import AddedLosses
 from harness.folded_jobs import counting_exactly, in_one_row
 from harness.in_double import kept_double
 from harness.seam_models import EXPERTS, RECOMPUTE, branching_samples, tiny_config, twins
@@ -169,6 +170,27 @@ def test_the_first_check_leaves_the_global_loss_out(monkeypatch):
     monkeypatch.setattr(fold_check, "balancing_by_sample", lambda models: nullcontext())
     with pytest.raises(fold_check.FoldCheckError, match="the gradient of embedding"):
         fold_inside(twins(config)[1].train(), check_first=True)(**call)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss", "all"])
+def test_inside_a_trainers_model_losses_are_what_its_schedule_divides(kind, per_token):
+    """The papers' losses of each row: times its tokens for a trainer that divides by tokens, else their mean."""
+    of_papers = {"moe_router_score_function": "sigmoid", "moe_router_dtype": "fp64", "moe_router_bias_update_rate": 0.0}
+    config = tiny_config(**EXPERTS | KINDS[kind] | of_papers, calculate_per_token_loss=per_token)
+    stock, tree = twins(config)
+    added = AddedLosses(stock.eval(), vars(config))
+    rows, total = rows_of(branching_samples()), 0.0
+    with kept_double():
+        for row in rows:
+            stock(torch.as_tensor(row)[None], torch.arange(len(row))[None], None)
+            total = total + len(row) * added.take()
+        (total if per_token else total / sum(map(len, rows))).backward()
+        (0.0 * fold_inside(tree.train())(**packed(rows))).sum().backward()
+    wanted = {name: one.grad for name, one in stock.named_parameters() if one.grad is not None}
+    found = {name: one.grad for name, one in tree.named_parameters() if name in wanted}
+    assert any("router" in name for name in wanted)
+    assert_equal(found, wanted, 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["aux loss", "sequence aux loss", "z-loss"])

@@ -20,7 +20,7 @@ from megatron.core.transformer.mlp import MLP
 
 from mcore_prefix_tree import FlatLayout, fold
 from mcore_prefix_tree.attention import path
-from mcore_prefix_tree.mcore.engine import folding
+from mcore_prefix_tree.mcore.engine import folding, step_planner
 from mcore_prefix_tree.mcore.engine import verification as engine_verify
 from mcore_prefix_tree.mcore.engine.comparison import Comparison
 from mcore_prefix_tree.mcore.engine.verification import FACTOR, VerifyReport
@@ -203,6 +203,14 @@ def test_folding_changes_nothing(job: Path, name: str, backend: str) -> None:
     assert report.physical_tokens == sum(plan.physical_tokens[0]) < report.logical_tokens
     wider = {"float64": "unfolded", "float32": "the same weights in float64, unfolded"}
     assert (report.dtype, report.reference) == (dtype, wider[dtype])
+
+
+def test_losses_of_experts_that_are_too_strong_are_found(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = step_planner.divided_by_tokens
+    monkeypatch.setattr(step_planner, "divided_by_tokens", lambda batch, scale: honest(batch, scale / 1.01))
+    report, _ = run_once(load_recipe(job, ["model.dtype=float64", *BALANCED]), verify_first)
+    assert report.gradient_error > 1e-3
+    assert not report.passed
 
 
 def test_the_loss_that_compares_samples_is_left_out(job: Path) -> None:
