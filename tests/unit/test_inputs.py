@@ -37,8 +37,6 @@ def test_a_fifo_without_a_writer_is_refused(fifo: Path) -> None:
         samples(fifo)
     with pytest.raises(RecipeError, match=NOBODY.removesuffix("$")):
         load_recipe(fifo)
-    with pytest.raises(OSError, match="no process has opened this FIFO"):
-        read_measured(str(fifo))
 
 
 def test_nothing_that_is_written_to_a_fifo_is_lost(fifo: Path) -> None:
