@@ -12,7 +12,6 @@ import pytest
 
 from mcore_prefix_tree.data import iter_sample_groups, jsonl
 from mcore_prefix_tree.data.files import index_files
-from mcore_prefix_tree.plan import read_measured
 from mcore_prefix_tree.sample import SampleError
 from mcore_prefix_tree.settings import RecipeError, load_recipe
 from mcore_prefix_tree.utils import inputs
