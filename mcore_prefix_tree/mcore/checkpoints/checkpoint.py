@@ -27,7 +27,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_prefix_tree.data.fingerprint import name_ranks
 from mcore_prefix_tree.mcore.checkpoints.integrity import (
     DamagedCheckpointError,
     UnsafeCheckpointError,
@@ -47,6 +46,7 @@ from mcore_prefix_tree.mcore.ranks import everyone, is_of_lost_rank, on_main_ran
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, start_new_head
 from mcore_prefix_tree.settings import ModelConfig, RecipeError
 from mcore_prefix_tree.utils.inputs import TRACKER, check_folder_files, read_regular
+from mcore_prefix_tree.utils.ranks import name_ranks
 
 RELEASE = "release"
 # How long a rank looks for a file that another machine has written, and how often.
