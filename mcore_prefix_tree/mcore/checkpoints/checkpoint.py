@@ -45,7 +45,7 @@ from mcore_prefix_tree.mcore.models.lora import load_frozen
 from mcore_prefix_tree.mcore.ranks import everyone, is_of_lost_rank, on_main_rank
 from mcore_prefix_tree.mcore.seam.scalar_output_layer import CHECKPOINT_KEY, start_new_head
 from mcore_prefix_tree.settings import ModelConfig, RecipeError
-from mcore_prefix_tree.utils.inputs import TRACKER, check_folder_files, read_regular
+from mcore_prefix_tree.utils.inputs import TRACKER
 from mcore_prefix_tree.utils.ranks import name_ranks
 
 RELEASE = "release"
@@ -87,7 +87,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     tracker = Path(folder) / TRACKER
     if not tracker.exists():
         return None
-    text = read_regular(tracker).decode("ascii", errors="backslashreplace").strip()
+    text = tracker.read_bytes().decode("ascii", errors="backslashreplace").strip()
     if not re.fullmatch(r"\d{1,18}", text):
         raise RecipeError(f"{tracker} holds {text!r:.40} instead of an iteration; write the last complete one there")
     return int(text)
@@ -96,7 +96,7 @@ def latest_iteration(folder: str | Path) -> int | None:
 def latest_weights(folder: str | Path) -> int | str | None:
     """Return :func:`latest_iteration`, or ``release``, which Megatron-LM's converters write instead of an iteration."""
     tracker = Path(folder) / TRACKER
-    if tracker.exists() and read_regular(tracker).strip() == RELEASE.encode():
+    if tracker.exists() and tracker.read_bytes().strip() == RELEASE.encode():
         return RELEASE
     return latest_iteration(folder)
 
@@ -278,7 +278,6 @@ def _existing(folder: str | Path, iteration: int | str, model: ModelConfig | Non
     source = iteration_folder(folder, iteration)
     if not source.is_dir():
         raise RecipeError(f"{Path(folder) / TRACKER} names iteration {iteration}, but {source} does not exist")
-    on_main_rank(partial(check_folder_files, source))
     with _reading(source):
         on_main_rank(partial(check_metadata, source))
         on_main_rank(partial(check_holds_only_data, source))
