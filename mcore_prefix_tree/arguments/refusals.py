@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -344,7 +343,6 @@ APEX_MISSING = (
     "fused_weight_gradient_mlp_cuda is not installed; give the flag, or build https://github.com/NVIDIA/apex with its "
     "CUDA extensions"
 )
-_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def check_checkpoint_args(args: argparse.Namespace) -> None:
